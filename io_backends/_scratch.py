@@ -1,0 +1,87 @@
+"""Scratch file: created without a name, so that nothing is left behind however the process ends.
+
+`O_TMPFILE` where the file system has it, else created and unlinked at once; mode 0600. Direct I/O where it works,
+found by trying (512, then 4096 bytes of alignment), else buffered.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from ctypes import addressof, c_char
+from typing import NamedTuple
+
+from ._errors import StoreBroken
+from ._syscalls import Syscalls
+
+_O_TMPFILE = getattr(os, "O_TMPFILE", 0)
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+# What open(2) answers where a file system has no O_TMPFILE (EISDIR: kernels that do not know the flag).
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+class ScratchFile(NamedTuple):
+    """An open, nameless file. `alignment` is 1 where direct I/O is not to be had."""
+
+    fd: int
+    alignment: int
+
+    @property
+    def direct(self) -> bool:
+        return self.alignment > 1
+
+
+def open_scratch(directory: str, syscalls: Syscalls) -> ScratchFile:
+    """Open a scratch file in `directory`. Raises StoreBroken naming the directory."""
+    try:
+        if _O_DIRECT:
+            try:
+                fd = _open_nameless(directory, _O_DIRECT, syscalls)
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O
+                    raise
+            else:
+                for alignment in (512, 4096):
+                    if _accepts(fd, alignment, syscalls):
+                        return ScratchFile(fd, alignment)
+                syscalls.close(fd)
+        return ScratchFile(_open_nameless(directory, 0, syscalls), 1)
+    except OSError as error:
+        raise StoreBroken(f"cannot make a scratch file in {directory!r}: {error}") from error
+
+
+def _open_nameless(directory: str, extra: int, syscalls: Syscalls) -> int:
+    flags = os.O_RDWR | os.O_CLOEXEC | extra
+    if _O_TMPFILE:
+        try:
+            return syscalls.open(directory, flags | _O_TMPFILE, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE or not os.path.isdir(directory):
+                raise
+    path = os.path.join(directory, f".tba-{os.getpid()}-{secrets.token_hex(8)}")
+    fd = syscalls.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    os.unlink(path)
+    return fd
+
+
+def _accepts(fd: int, alignment: int, syscalls: Syscalls) -> bool:
+    # The pieces start `alignment` bytes into a page, so a stricter requirement shows itself.
+    page = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    try:
+        anchor = c_char.from_buffer(page)
+        address = addressof(anchor) + alignment
+        del anchor
+        try:
+            pieces = [(address, alignment)]
+            return (
+                syscalls.pwritev(fd, pieces, alignment) == alignment
+                and syscalls.preadv(fd, pieces, alignment) == alignment
+            )
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return False
+            raise
+    finally:
+        page.close()

@@ -1,0 +1,42 @@
+"""Take the activations of PyTorch training out of the way and bring them back in time, bit for bit.
+
+    from tba import offload_context
+
+    with offload_context(model, tier="nvme") as offload:
+        for batch in loader:
+            model(**batch).loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+    print(offload.stats())
+"""
+
+from ._config import OffloadConfig
+from ._engine import Offloader
+from ._errors import (
+    ClosedError,
+    ConfigError,
+    OffloadError,
+    OffloadWarning,
+    StalledError,
+    StorageError,
+    TransferError,
+)
+from ._registry import attach, offload_context
+from ._stats import OffloadStats, TraceEvent
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadStats",
+    "OffloadWarning",
+    "Offloader",
+    "StalledError",
+    "StorageError",
+    "TraceEvent",
+    "TransferError",
+    "attach",
+    "offload_context",
+]
+
+__version__ = "0.1.0"

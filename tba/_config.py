@@ -1,0 +1,272 @@
+"""Settings: one immutable, checked value made of arguments, `TBA_` environment variables and defaults."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from ._errors import ConfigError
+
+_PREFIX = "TBA_"
+
+
+class _LaterVersion(ValueError):
+    """A value that is well formed and not available yet."""
+
+
+def _whole_number(value: Any) -> Any:
+    """Python counts True as 1, and 2.0 ** 30 is a float: refuse the one, accept the other."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _seconds(value: Any) -> Any:
+    """Accept "60", "60s" and "60 s" beside numbers."""
+    if isinstance(value, bool):
+        raise ValueError("a truth value is not a number")
+    return value.strip().removesuffix("s").strip() if isinstance(value, str) else value
+
+
+def _directories(value: Any) -> Any:
+    """One path, several joined by `:`, or a sequence of paths: a tuple of absolute ones."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        parts: Iterable[Any] = [part for part in value.split(os.pathsep) if part.strip()]
+    elif isinstance(value, os.PathLike):
+        parts = [value]
+    elif isinstance(value, list | tuple) and all(isinstance(part, str | os.PathLike) for part in value):
+        parts = value
+    else:
+        raise ValueError(f"a {type(value).__name__} is no path")
+    try:
+        paths = tuple(Path(os.fspath(part)).expanduser().absolute() for part in parts)
+    except (RuntimeError, OSError) as error:  # a home or a working directory that does not exist
+        raise ValueError(str(error)) from None
+    if not paths or any("\0" in str(path) for path in paths):
+        raise ValueError("it names no directory")
+    return paths
+
+
+# No address space and no file is larger than the bound.
+Size = Annotated[ByteSize, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
+
+_A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
+# What a field accepts, for messages.
+_ACCEPTS = {
+    "tier": "one of 'keep', 'cpu', 'nvme', 'auto'",
+    "compress": "None",
+    "storage_paths": "a directory, as a str or a Path",
+    "io_backend": "one of 'auto', 'posix'",
+    "io_threads": "a whole number from 1 to 256",
+    "checksum": "False",
+    "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
+}
+
+
+class OffloadConfig(BaseSettings):
+    """Immutable settings, equal and hashable by value: arguments > `TBA_` environment variables > defaults.
+
+    The variable of a field is its name in capitals after `TBA_`; one that is set to nothing counts as not set. The
+    environment is read when the object is made. Fields marked (later) are fixed at their default in this version.
+
+    Raises:
+        ConfigError: an unknown argument or `TBA_` variable, a value that does not parse, a setting of a later version.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    tier: Literal["keep", "cpu", "nvme", "auto"] = "auto"
+    """Where saved tensors go: "nvme" a scratch file, "cpu" pinned host memory, "keep" nowhere, "auto" the file, for
+    what does not fit in memory."""
+    compress: str | None = None
+    """Codec (later)."""
+    storage_paths: Annotated[tuple[Path, ...] | None, NoDecode, BeforeValidator(_directories)] = None
+    """Directory for the scratch file; in the variable, several would be joined by `:` (several: later). None: a
+    per-user directory below the system's cache or temp directory."""
+    io_backend: Literal["auto", "posix", "kvikio"] = "auto"
+    """How bytes reach the file: "posix" is O_DIRECT from host memory; "auto" chooses it ("kvikio": later)."""
+    min_tensor_bytes: Size = ByteSize(1 << 20)
+    """Storages of fewer bytes than this stay in memory."""
+    memory_budget: Size | None = None
+    """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
+    cpu_budget: Size | None = None
+    """Cap of host memory in bytes, shared by the ranks of a node (later)."""
+    nvme_budget: Size | None = None
+    """Cap of the scratch files in bytes, shared by the ranks of a node (later)."""
+    staging_bytes: Size | None = None
+    """Cap of writes in flight, in bytes. None: from bandwidth x latency, bounded by memory."""
+    prefetch_bytes: Size | None = None
+    """Cap of read-ahead, in bytes. None: from bandwidth x latency, bounded by memory."""
+    io_threads: Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=256)] = 2
+    """Count of I/O workers per storage path."""
+    checksum: bool = False
+    """Verify every read (later)."""
+    io_timeout: Seconds = 60.0
+    """Seconds without a byte moved after which a transfer has failed."""
+    max_write_rate: Size | None = None
+    """Throttle of writes, in bytes per second (later)."""
+    max_read_rate: Size | None = None
+    """Throttle of reads, in bytes per second (later)."""
+    max_write_bytes_per_day: Size | None = None
+    """Endurance allowance of the drive, in bytes per day (later)."""
+
+    def __init__(self, **settings: Any) -> None:
+        _refuse_unknown(settings, os.environ)
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            problems = "\n".join(_problems(error, settings))
+        else:
+            return
+        raise ConfigError(problems)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_change(name)
+
+    def __delattr__(self, name: str) -> None:
+        _refuse_change(name)
+
+    # Pydantic would wrap a ConfigError, being a ValueError, in its own error, and copy with an update unchecked.
+
+    @classmethod
+    def model_validate(cls, obj: Any, **_: Any) -> Self:
+        """`OffloadConfig(**obj)`, or `obj` itself where it is one."""
+        return obj if isinstance(obj, cls) else cls(**obj)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **_: Any) -> Self:
+        """`OffloadConfig` of a JSON object."""
+        return cls(**json.loads(json_data))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """The same settings but for `update`, checked."""
+        return type(self)(**(self.model_dump() | dict(update or {})))
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, then environment; no files."""
+        # The source looks at every field's type anew, which is most of what an object costs: only where it can matter.
+        return (init_settings, env_settings) if any(_ours(os.environ)) else (init_settings,)
+
+    @field_validator("compress", mode="before")
+    @classmethod
+    def _no_codec(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.strip().lower() == "none" else value
+
+    @field_validator(
+        "compress",
+        "cpu_budget",
+        "nvme_budget",
+        "checksum",
+        "max_write_rate",
+        "max_read_rate",
+        "max_write_bytes_per_day",
+        mode="after",
+    )
+    @classmethod
+    def _only_the_default(cls, value: Any, info: ValidationInfo) -> Any:
+        assert info.field_name is not None
+        if value != cls.model_fields[info.field_name].default:
+            raise _LaterVersion(f"{info.field_name} is not available in this version of tba; leave it unset")
+        return value
+
+    @field_validator("storage_paths", mode="after")
+    @classmethod
+    def _only_one_path(cls, value: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
+        if value is not None and len(value) > 1:
+            raise _LaterVersion("striping over several paths is not available in this version of tba; give one")
+        return value
+
+    @field_validator("io_backend", mode="after")
+    @classmethod
+    def _only_posix(cls, value: str) -> str:
+        if value == "kvikio":
+            raise _LaterVersion("kvikio is not available in this version of tba; use 'posix', or 'auto'")
+        return value
+
+
+_FIELDS = frozenset(OffloadConfig.model_fields)
+
+
+def _refuse_unknown(settings: Iterable[str], environment: Iterable[str]) -> None:
+    for name in settings:
+        if name not in _FIELDS:
+            raise ConfigError(f"unknown setting {name!r}{_nearest(name, _FIELDS)}. Settings: {', '.join(_order())}")
+    for variable in _ours(environment):
+        if variable[len(_PREFIX) :].lower() not in _FIELDS:
+            known = [_variable(name) for name in _order()]
+            raise ConfigError(
+                f"unknown environment variable {variable}{_nearest(variable.upper(), known)}; correct or unset it. "
+                f"Variables: {', '.join(known)}"
+            )
+
+
+def _ours(environment: Iterable[str]) -> Iterator[str]:
+    """The names that begin with `TBA_`, in whatever case: `tba_tier` is read too."""
+    return (variable for variable in environment if variable[: len(_PREFIX)].upper() == _PREFIX)
+
+
+def _problems(error: ValidationError, settings: dict[str, Any]) -> Iterator[str]:
+    """One line for each field that is wrong: what was asked, by which way it came, what is accepted."""
+    told: set[str] = set()
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][0])
+        if name in told:
+            continue
+        told.add(name)
+        asked = f"{name}={settings[name]!r}" if name in settings else f"{_variable(name)}={_in_environment(name)!r}"
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, _LaterVersion):
+            yield f"{asked}: {cause}"
+        elif choices := _choices(name):
+            hint = _nearest(str(settings.get(name, _in_environment(name))).lower(), choices)
+            yield f"{asked} is not {_ACCEPTS[name]}{hint}"
+        else:
+            found = problem["msg"].removeprefix("Value error, ")
+            yield f"{asked} is not {_ACCEPTS.get(name, _A_SIZE)}: {found}"
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    return {"tier": ("keep", "cpu", "nvme", "auto"), "io_backend": ("auto", "posix")}.get(name, ())
+
+
+def _nearest(asked: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _in_environment(name: str) -> str | None:
+    wanted = _variable(name)
+    return next((value for variable, value in os.environ.items() if variable.upper() == wanted), None)
+
+
+def _variable(name: str) -> str:
+    return _PREFIX + name.upper()
+
+
+def _order() -> list[str]:
+    return list(OffloadConfig.model_fields)
+
+
+def _refuse_change(name: str) -> NoReturn:
+    raise ConfigError(f"cannot change {name!r}: settings are immutable; make others with OffloadConfig({name}=...)")

@@ -1,0 +1,46 @@
+"""Errors and the warning of tba: one tree, separated by who must act.
+
+::
+
+    RuntimeError
+    └── OffloadError               root: catch this for everything tba raises of its own
+        ├── ConfigError            you asked for something that is unknown, malformed or not available (also ValueError)
+        ├── ClosedError            you used it after `close()`, or in a forked child
+        ├── StorageError           a storage path cannot be used: missing, read-only, full, in RAM
+        └── TransferError          the bytes of a tensor could not be brought back; names the tensor and the cause
+            └── StalledError       no byte moved for `io_timeout` seconds
+    UserWarning
+    └── OffloadWarning             training goes on, but not as asked
+
+An in-place edit of a saved tensor raises PyTorch's own RuntimeError in PyTorch's own words, so it is not in this tree.
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(RuntimeError):
+    """Root of all errors that tba raises of its own. `__cause__` holds the store's or the system's error, if any."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A setting, argument or `TBA_` variable is unknown, malformed or not available in this version."""
+
+
+class ClosedError(OffloadError):
+    """Use after `close()`, or in a forked child of the process that made it."""
+
+
+class StorageError(OffloadError):
+    """A storage path cannot be used: missing, not a directory, read-only, full, or in RAM."""
+
+
+class TransferError(OffloadError):
+    """The bytes of a tensor could not be brought back. The message names the tensor, `__cause__` is what failed."""
+
+
+class StalledError(TransferError):
+    """A transfer moved no byte for `io_timeout` seconds."""
+
+
+class OffloadWarning(UserWarning):
+    """Training goes on, but not as it was asked for: the message says what happens instead."""

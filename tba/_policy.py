@@ -1,0 +1,64 @@
+"""Policy: what to do with a saved tensor, as pure functions of recorded facts."""
+
+from __future__ import annotations
+
+import enum
+
+# A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
+# (q, k, v side by side) are then found there instead of being written again.
+_WHOLE_SHARE = 0.5
+# Ranges begin at a multiple of the largest element, so that a view of any dtype has a whole offset within them.
+_RANGE_ALIGNMENT = 16
+
+FITS = "fits in memory"
+
+
+class Decision(enum.Enum):
+    """What becomes of a tensor that is neither weight nor duplicate."""
+
+    KEEP = enum.auto()  # stays in memory, never moves
+    HOLD = enum.auto()  # stays while memory suffices, moves when it does not
+    SEND = enum.auto()  # moves now
+
+
+def decide(
+    tier: str, storage_bytes: int, min_tensor_bytes: int, *, on_device: bool, used_at_once: bool
+) -> tuple[Decision, str]:
+    """The decision and, for what is kept, the reason.
+
+    `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
+    """
+    if tier == "keep":
+        return Decision.KEEP, "tier keep"
+    if storage_bytes < min_tensor_bytes or storage_bytes == 0:
+        return Decision.KEEP, "below min_tensor_bytes"
+    if used_at_once:
+        return Decision.KEEP, "recomputed"
+    if tier == "cpu" and not on_device:
+        return Decision.KEEP, "already in host memory"
+    return (Decision.HOLD, FITS) if tier == "auto" else (Decision.SEND, "")
+
+
+def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:
+    """Which bytes of a storage to move when a view spans `[begin, end)`: all, or for a small part little more than it."""
+    if end - begin >= _WHOLE_SHARE * storage_bytes:
+        return 0, storage_bytes
+    return begin // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT, end
+
+
+def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> int:
+    """How much may be held in memory, given what is held and what is still free, leaving `reserve_bytes` free."""
+    return max(0, held_bytes + free_bytes - reserve_bytes)
+
+
+def reserve_bytes(total_bytes: int, coming_gradient_bytes: int, in_flight_bytes: int) -> int:
+    """What a step needs beside saved tensors: gradients not made yet, transfers in flight, a sixteenth for the rest."""
+    return coming_gradient_bytes + in_flight_bytes + total_bytes // 16
+
+
+def default_window_bytes(total_bytes: int) -> int:
+    """Default cap of writes in flight, and of read-ahead. A few of the largest tensors of a layer, bounded by memory.
+
+    At 2 GB/s this is some 25 ms of transfer: far above a transfer's latency, far below a step.
+    """
+    return max(4 << 20, min(48 << 20, total_bytes // 16))

@@ -1,0 +1,195 @@
+"""Record: one range of one storage at one version, and where its bytes are.
+
+The graph owns records: handles in autograd's nodes hold them, nothing else does for longer than a transfer needs.
+When the last handle goes, the record goes, and its finaliser appends what is to be given back to a deque.
+
+Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
+(`root`: the base of a view, else the tensor), and the version. A detached alias with a root of its own may have been
+edited through `.data` without a trace, so it counts as another tensor.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from io_backends import Ticket
+from torch import Tensor
+
+
+class RecordState(enum.Enum):
+    """Where the bytes are."""
+
+    PENDING = enum.auto()  # in memory (`alias`); its operator's kernel may still be running, so not yet submitted
+    HELD = enum.auto()  # in memory (`alias`) and meant to stay: kept by decision, taken back, or its write failed
+    WRITING = enum.auto()  # in memory (`alias`) while a write is queued or running
+    STORED = enum.auto()  # in the tier only
+    READING = enum.auto()  # in the tier, on the way back
+    RESTORED = enum.auto()  # in the tier and in memory (`restored`)
+    POISONED = enum.auto()  # edited in place before the copy was finished: nobody may have it
+
+
+IN_MEMORY = frozenset({RecordState.PENDING, RecordState.HELD, RecordState.WRITING})
+
+
+class View(NamedTuple):
+    """How one saved tensor looks at its storage. `offset`, `size` and `stride` in elements of `dtype`."""
+
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool
+    neg: bool
+
+    @staticmethod
+    def of(tensor: Tensor) -> View:
+        return View(
+            tensor.dtype,
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
+        """A new tensor that looks the same way at `storage`, whose first byte is byte `begin_bytes` of the original."""
+        offset = self.offset
+        if begin_bytes:
+            offset -= begin_bytes // self.dtype.itemsize
+        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]  # stubs lack this overload
+        if self.conj:
+            tensor = torch._conj(tensor)
+        if self.neg:
+            tensor = torch._neg_view(tensor)
+        return tensor
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a non-empty strided tensor touches: [first, behind the last)."""
+    itemsize = tensor.itemsize
+    begin = tensor.storage_offset() * itemsize
+    if tensor.is_contiguous():
+        return begin, begin + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * itemsize
+
+
+class Remains(NamedTuple):
+    """What a dead record leaves to be given back."""
+
+    number: int
+    ticket: Ticket | None
+    resident_bytes: int
+    held_bytes: int
+
+
+class Record:
+    """One range `[begin, end)` of a storage. The engine's lock guards every field.
+
+    Attributes:
+        number: position in the engine's pack sequence.
+        alias: detached tensor over the whole storage while the bytes are in memory; afterwards, until the copy is
+            confirmed, a tensor without bytes that still shares the version counter.
+        version: of the tensor at pack.
+        address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
+        wanted: prefetch or backward asked for it while it was being written: it stays in memory.
+        saves: how many saved tensors are views of it.
+        asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
+        logical_bytes: what it counts for in `offloaded_bytes` (if `offloaded`) or `kept_bytes`.
+        resident_bytes, held_bytes: what it counts for in the engine's two budgets now.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "alias",
+        "asks",
+        "begin",
+        "device",
+        "end",
+        "held_bytes",
+        "label",
+        "logical_bytes",
+        "number",
+        "offloaded",
+        "read",
+        "ready",
+        "ref",
+        "remains",
+        "resident_bytes",
+        "restored",
+        "root",
+        "saves",
+        "state",
+        "storage_bytes",
+        "stream",
+        "version",
+        "view",
+        "wanted",
+        "write",
+    )
+
+    def __init__(
+        self, number: int, tensor: Tensor, root: Tensor, begin: int, end: int, remains: deque[Remains]
+    ) -> None:
+        storage = root.untyped_storage()
+        self.number = number
+        self.begin = begin
+        self.end = end
+        self.label = (tensor.dtype, tensor.shape)
+        self.device = tensor.device
+        self.version = root._version
+        self.root = weakref.ref(root)
+        self.alias: Tensor | None = root.detach()
+        self.address = storage.data_ptr()
+        self.storage_bytes = storage.nbytes()
+        self.state = RecordState.PENDING
+        self.write: Ticket | None = None
+        self.read: Ticket | None = None
+        self.view: memoryview | None = None  # the lease being read into
+        self.restored: torch.UntypedStorage | None = None
+        self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
+        self.stream: object = None  # device: the producer's stream
+        self.wanted = False
+        self.asks = 0
+        self.saves = 1
+        self.logical_bytes = 0
+        self.offloaded = False
+        self.resident_bytes = 0
+        self.held_bytes = 0
+        self.remains = remains
+        self.ref = weakref.ref(self)
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+    def name(self) -> str:
+        """For messages and timelines, e.g. `float32[8, 256, 1024] #17`."""
+        dtype, shape = self.label
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} #{self.number}"
+
+    def covers(self, root: Tensor, begin: int, end: int) -> bool:
+        """Whether a view of `root` over these bytes shows what this record has."""
+        return (
+            self.version == root._version
+            and self.begin <= begin
+            and end <= self.end
+            and self.root() is root
+            and self.state is not RecordState.POISONED
+        )
+
+    def drop_alias(self) -> None:
+        """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
+        alias = self.alias
+        assert alias is not None
+        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+
+    def __del__(self) -> None:
+        self.remains.append(Remains(self.number, self.write, self.resident_bytes, self.held_bytes))

@@ -1,0 +1,98 @@
+"""Registry: one Offloader per model and settings, so that writing the context inside the loop costs nothing.
+
+Keyed weakly by the model: when it dies its Offloaders leave the registry, and each closes when the last graph that
+uses it is gone. An Offloader without a model is never remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from torch import nn
+
+from ._config import OffloadConfig
+from ._engine import Offloader
+from ._errors import ConfigError
+
+_offloaders: weakref.WeakKeyDictionary[nn.Module, dict[OffloadConfig, Offloader]] = weakref.WeakKeyDictionary()
+
+
+def offload_context(
+    model: nn.Module | None = None,
+    tier: str | None = None,
+    *,
+    compress: str | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> Offloader:
+    """The context in which what autograd saves leaves memory for `tier` until backward needs it.
+
+    Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
+    same model and settings give the same `Offloader`. Gradients are bit for bit those of plain PyTorch.
+
+    Args:
+        model: its parameters and buffers are recognised as weights and never moved. None: parameters are still
+            recognised, buffers are not.
+        tier: "nvme" (a scratch file), "cpu" (pinned host memory, for tensors of a GPU), "keep" (nothing moves) or
+            "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
+        compress: a codec; not available in this version.
+        config: settings to start from; `overrides` are single fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: a setting is unknown, malformed or not available in this version.
+        StorageError: the storage path cannot be used.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module or None, got {type(model).__name__}: {model!r}")
+    settings = _resolve(tier, compress, config, overrides)
+    if model is None:
+        return Offloader(None, settings)
+    known = _offloaders.setdefault(model, {})
+    offloader = known.get(settings)
+    if offloader is None or offloader.closed:
+        offloader = known[settings] = Offloader(model, settings)
+    return offloader
+
+
+def attach(
+    model: nn.Module,
+    tier: str | None = None,
+    *,
+    compress: str | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> Offloader:
+    """Offload during every forward of `model` from now on, for training loops somebody else owns.
+
+    The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
+    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those of
+    `offload_context`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
+    offloader = offload_context(model, tier, compress=compress, config=config, **overrides)
+    offloader.tie_to(model)
+    return offloader
+
+
+def _resolve(
+    tier: str | None, compress: str | None, config: OffloadConfig | None, overrides: dict[str, Any]
+) -> OffloadConfig:
+    given = {name: value for name, value in (("tier", tier), ("compress", compress)) if value is not None}
+    given |= overrides
+    if config is None:
+        return OffloadConfig(**given)
+    if not isinstance(config, OffloadConfig):
+        raise ConfigError(f"config must be an OffloadConfig, got {type(config).__name__}: {config!r}")
+    return OffloadConfig(**(config.model_dump() | given)) if given else config
+
+
+def _forget_in_child() -> None:
+    _offloaders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)
+

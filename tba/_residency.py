@@ -1,0 +1,146 @@
+"""Residency: which records backward has, or will soon have, in memory, within a budget of bytes.
+
+Guarantees: read-ahead starts only while everything counted here fits the budget (a single record larger than the
+budget is read when it is asked for); what backward has used up and its graph still owns (`retain_graph`) counts too and is
+the first to go: dropped where the store has it, written after all where it does not.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from ._prefetch import Orders, Walk
+from ._record import IN_MEMORY, Record, RecordState, Remains
+from ._stats import Counters
+from ._transfer import Mover
+
+_MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
+
+
+class Residency:
+    """Read-ahead and eviction along the learned order."""
+
+    def __init__(self, mover: Mover, counters: Counters) -> None:
+        self.records: dict[int, weakref.ref[Record]] = {}  # all live ones, by number, ascending
+        self._mover = mover
+        self._counters = counters
+        self._orders = Orders()
+        self._walks: dict[int, Walk] = {}  # by graph task
+        self._members: dict[int, weakref.ref[Record]] = {}  # what counts now, longest resident first
+        self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
+
+    def ask(self, record: Record, task: int) -> None:
+        """Backward (graph task `task`) asks for a record. Outside of backward (-1) nothing is learned."""
+        if task == -1:
+            return
+        walk = self._walks.get(task)
+        if walk is None:
+            if len(self._walks) >= _MAX_WALKS:
+                self._orders.learn(self._walks.pop(next(iter(self._walks))))
+            walk = self._walks[task] = self._orders.begin(record.number, (record.label, record.nbytes))
+        walk.ask(record.number)
+
+    def advance(self, task: int, current: Record, budget_bytes: int) -> None:
+        """Start reading what is expected after `current`, as far as the budget reaches."""
+        self._start_second_legs()
+        walk = self._walks.get(task)
+        if walk is None or not self.records:
+            return
+        lowest = next(iter(self.records))
+        while (number := walk.peek(lowest)) is not None:
+            reference = self.records.get(number)
+            record = reference() if reference is not None else None
+            if record is None or record.resident_bytes or record.held_bytes or record.state is RecordState.POISONED:
+                walk.take()
+                continue
+            if not self._make_room(record, current, budget_bytes, evict_unused=False):
+                return
+            walk.take()
+            self._bring(record)
+
+    def demand(self, record: Record, budget_bytes: int) -> None:
+        """Bring one record now: at the cost of others where the budget is full, and in any case."""
+        if not record.resident_bytes and not record.held_bytes:
+            self._make_room(record, record, budget_bytes, evict_unused=True)
+            self._bring(record)
+
+    def hand_over(self, record: Record) -> None:
+        """The record's memory now belongs to whoever asked: the engine lets go of it."""
+        self._mover.drop(record)
+        self._leave(record)
+
+    def bury(self, remains: Remains) -> None:
+        """A record has died."""
+        self.records.pop(remains.number, None)
+        self._members.pop(remains.number, None)
+        self._counters.live_records -= 1
+        self._counters.resident_bytes -= remains.resident_bytes
+
+    def end_walks(self) -> None:
+        """A step has ended: keep what its walks have taught."""
+        for walk in self._walks.values():
+            self._orders.learn(walk)
+        self._walks.clear()
+
+    def _bring(self, record: Record) -> None:
+        if record.state is RecordState.STORED:
+            self._mover.fetch(record)
+            if record.device.type != "cpu" and record.state is RecordState.READING:
+                self._arriving.append(record.ref)
+        elif record.state is RecordState.WRITING:
+            self._mover.take_back(record)
+        elif record.state is RecordState.PENDING:
+            record.state = RecordState.HELD
+        record.resident_bytes = record.nbytes
+        self._counters.resident_bytes += record.nbytes
+        self._members[record.number] = record.ref
+
+    def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
+        need = self._counters.resident_bytes + wanted.nbytes - budget_bytes
+        if need <= 0 or not self._members:
+            return True
+        for used_up in (True, False) if evict_unused else (True,):
+            for reference in list(self._members.values()):
+                record = reference()
+                if record is None or record is current or (record.asks >= record.saves) is not used_up:
+                    continue
+                need -= self._evict(record)
+                if need <= 0:
+                    return True
+        return not self._counters.resident_bytes
+
+    def _evict(self, record: Record) -> int:
+        """Bytes this frees (soon, where they are still to be written)."""
+        nbytes = record.resident_bytes
+        if record.state is RecordState.READING:
+            return 0  # its memory cannot be taken from under the transfer
+        if record.state is RecordState.WRITING:
+            record.wanted = False
+        elif record.state in IN_MEMORY and record.write is None:
+            self._leave(record)  # before the write: it counts as in flight then
+            record.wanted = False
+            if not self._mover.send(record):
+                return 0
+            return nbytes
+        else:
+            self._mover.drop(record)
+        self._leave(record)
+        return nbytes
+
+    def _leave(self, record: Record) -> None:
+        self._counters.resident_bytes -= record.resident_bytes
+        record.resident_bytes = 0
+        self._members.pop(record.number, None)
+
+    def _start_second_legs(self) -> None:
+        while self._arriving:
+            record = self._arriving[0]()
+            if record is not None and record.read is not None:
+                if not record.read.done():
+                    return
+                if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
+                    self._mover.arrive(record)
+            self._arriving.popleft()

@@ -1,0 +1,55 @@
+"""Staging: how many bytes are on their way to a tier, and the waiting that keeps them below a cap.
+
+Guarantees: bytes in flight never exceed the cap, except by one tensor that is larger than the cap on its own; a wait
+ends when a transfer ends, or reports a stall once no transfer has ended for the timeout.
+
+`condition` shares the engine's lock: waiting releases it, so that workers can land their transfers.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Staging:
+    """Accounting of transfers in flight. All methods want the lock of `condition` held."""
+
+    def __init__(self, condition: threading.Condition, timeout_s: float) -> None:
+        self._condition = condition
+        self._timeout_s = timeout_s
+        self._landings = 0
+        self.bytes = 0
+        self.count = 0
+        self.peak_bytes = 0
+
+    def wait_for_room(self, nbytes: int, cap_bytes: int) -> bool:
+        """Wait until `nbytes` more fit below the cap; False when transfers have stalled."""
+        return self._wait(lambda: not self.count or self.bytes + nbytes <= cap_bytes)
+
+    def wait_until_idle(self) -> bool:
+        """Wait until nothing is in flight; False when transfers have stalled."""
+        return self._wait(lambda: not self.count)
+
+    def depart(self, nbytes: int) -> None:
+        """A transfer was submitted."""
+        self.count += 1
+        self.bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+
+    def land(self, nbytes: int) -> None:
+        """A transfer ended, or was cancelled."""
+        self.count -= 1
+        self.bytes -= nbytes
+        self._landings += 1
+        self._condition.notify_all()
+
+    def _wait(self, satisfied: Callable[[], bool]) -> bool:
+        while not satisfied():
+            landings = self._landings
+            deadline_s = time.monotonic() + self._timeout_s
+            while not satisfied() and self._landings == landings:
+                if not self._condition.wait(max(0.0, deadline_s - time.monotonic())) and self._landings == landings:
+                    return False
+        return True

@@ -1,0 +1,132 @@
+"""Statistics: counters the engine adds to, and the immutable snapshot a user reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class TraceEvent(NamedTuple):
+    """One thing that happened: `kind` is "write", "read", "wait" or "forwarded"; times are `time.perf_counter()`."""
+
+    kind: str
+    start_s: float
+    end_s: float
+    nbytes: int
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadStats:
+    """What moved since the start; the same for the last ended step in `last_step`.
+
+    Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
+    shows, or those of the range it spans where that is less (an expanded tensor).
+
+    Attributes:
+        saved_bytes: all that autograd handed over.
+        weight_bytes: recognised as parameters or buffers and left alone.
+        duplicate_bytes: views of a storage that is already with the engine.
+        kept_bytes: left in memory; `kept_by_reason` says why.
+        offloaded_bytes: handed to a tier (logical bytes).
+        written_bytes, read_bytes: physically moved, padding included.
+        forwarded_bytes: asked for while still in memory, so that nothing was read.
+        wait_s: seconds backward stood still for data.
+        backpressure_s: seconds forward stood still because writes in flight had reached their cap.
+        live_records: storages that graphs still own.
+        resident_bytes: restored or read ahead and not yet given back.
+        staging_peak_bytes: most bytes ever in flight to a tier.
+        file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
+        errors: transfers that failed.
+        steps: steps ended.
+        kept_by_reason: bytes kept, by reason or by type of tensor.
+    """
+
+    saved_bytes: int = 0
+    weight_bytes: int = 0
+    duplicate_bytes: int = 0
+    kept_bytes: int = 0
+    offloaded_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    wait_s: float = 0.0
+    backpressure_s: float = 0.0
+    live_records: int = 0
+    resident_bytes: int = 0
+    staging_peak_bytes: int = 0
+    file_bytes: int = 0
+    errors: int = 0
+    steps: int = 0
+    kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    last_step: OffloadStats | None = None
+
+
+# What adds up over time, so that a step's share is a difference; the rest are readings of the moment.
+_SUMS = (
+    "saved_bytes",
+    "weight_bytes",
+    "duplicate_bytes",
+    "kept_bytes",
+    "offloaded_bytes",
+    "written_bytes",
+    "read_bytes",
+    "forwarded_bytes",
+    "wait_s",
+    "backpressure_s",
+    "errors",
+    "steps",
+)
+
+
+class Counters:
+    """The engine's mutable counters; the engine's lock guards them."""
+
+    __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "staging_peak_bytes")
+
+    def __init__(self) -> None:
+        self.saved_bytes = 0
+        self.weight_bytes = 0
+        self.duplicate_bytes = 0
+        self.kept_bytes = 0
+        self.offloaded_bytes = 0
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self.forwarded_bytes = 0
+        self.wait_s = 0.0
+        self.backpressure_s = 0.0
+        self.errors = 0
+        self.steps = 0
+        self.live_records = 0
+        self.resident_bytes = 0
+        self.staging_peak_bytes = 0
+        self.kept_by_reason: Counter[str] = Counter()
+
+    def keep(self, nbytes: int, reason: str) -> None:
+        """Count bytes left in memory."""
+        self.kept_bytes += nbytes
+        self.kept_by_reason[reason] += nbytes
+
+    def kept_to_offloaded(self, nbytes: int, reason: str) -> None:
+        """A tensor kept so far goes to the tier after all (or, negative, comes back: its write failed)."""
+        self.keep(-nbytes, reason)
+        self.offloaded_bytes += nbytes
+
+    def snapshot(self, *, file_bytes: int, last_step: OffloadStats | None) -> OffloadStats:
+        """The counters now."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "kept_by_reason"}
+        kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
+        return OffloadStats(**values, kept_by_reason=kept, file_bytes=file_bytes, last_step=last_step)
+
+
+def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
+    """What one step added: sums subtracted, readings of the moment as they are now."""
+    values = {f.name: getattr(now, f.name) for f in fields(now) if f.name not in ("last_step", "kept_by_reason")}
+    for name in _SUMS:
+        values[name] -= getattr(before, name)
+    reasons = {*now.kept_by_reason, *before.kept_by_reason}
+    kept = {reason: now.kept_by_reason.get(reason, 0) - before.kept_by_reason.get(reason, 0) for reason in reasons}
+    return OffloadStats(**values, kept_by_reason=MappingProxyType({r: n for r, n in kept.items() if n}))

@@ -1,0 +1,209 @@
+"""Storage path: the directory the scratch file is made in, refused where it cannot serve.
+
+What a path is (`PathFacts`) is looked up once; whether it may serve is decided by pure functions of those facts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._config import OffloadConfig
+from ._errors import OffloadWarning, StorageError
+
+_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_RAM_DEVICES = ("/dev/ram", "/dev/zram")
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "ncpfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
+)
+# Less than this cannot hold one saved tensor that is worth moving.
+_MIN_FREE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """The mounted file system that holds a path, as `/proc/self/mountinfo` names it; "" where it is not known."""
+
+    point: str = ""
+    kind: str = ""
+    source: str = ""
+
+    @property
+    def in_ram(self) -> bool:
+        """Files on it take memory: what is written there is not out of the way."""
+        return self.kind in _RAM_FILE_SYSTEMS or self.source.startswith(_RAM_DEVICES)
+
+    @property
+    def over_network(self) -> bool:
+        """Files on it travel over a network."""
+        return self.kind in _NETWORK_FILE_SYSTEMS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathFacts:
+    """What is known of a path before anything is written to it."""
+
+    path: str
+    exists: bool = True
+    is_directory: bool = True
+    writable: bool = True
+    read_only: bool = False
+    free_bytes: int | None = None  # None: the file system does not say
+    mount: Mount = Mount()
+
+
+def storage_directory(config: OffloadConfig) -> Path:
+    """The directory for scratch files: the one `storage_paths` names, else a per-user one that is made if missing.
+
+    Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory,
+    mode 0700, the first that can serve.
+
+    Raises:
+        StorageError: the named path is missing, no directory, not writable, full or in RAM; or no default can serve.
+    """
+    if config.storage_paths is not None:
+        path = config.storage_paths[0]
+        facts = _look_at(path)
+        reason = refusal(facts)
+        if reason is not None:
+            raise StorageError(f"storage path {str(path)!r}: {reason}")
+        _warn_of_network(facts)
+        return path
+    tried = []
+    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), _user_id()):
+        reason = _make_private(path)
+        facts = _look_at(path)
+        reason = reason or refusal(facts)
+        if reason is None:
+            _warn_of_network(facts)
+            return path
+        tried.append(f"{path}: {reason}")
+    raise StorageError(
+        "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
+        "Tried " + "; ".join(tried)
+    )
+
+
+def refusal(facts: PathFacts) -> str | None:
+    """Why a path cannot hold scratch files, and what to do; None where it can."""
+    if not facts.exists:
+        return "there is no such directory; make it or name another one"
+    if not facts.is_directory:
+        return "it is not a directory; name one"
+    if facts.mount.in_ram:
+        return (
+            f"it is on {facts.mount.point}, a file system in RAM ({facts.mount.kind} on {facts.mount.source}), where "
+            "offloading frees no memory; name a directory on a disk"
+        )
+    if facts.read_only:
+        return "its file system is mounted read-only; name a directory that can be written"
+    if not facts.writable:
+        return "this user may not write there; change its mode or name another directory"
+    if facts.free_bytes is not None and facts.free_bytes < _MIN_FREE_BYTES:
+        return f"its file system is full ({facts.free_bytes:,} bytes free); free some space or name another directory"
+    return None
+
+
+def mount_of(path: str, mountinfo: str) -> Mount:
+    """The mount that holds an absolute path without symbolic links: the longest mount point that is a prefix of it.
+
+    `mountinfo` is the text of `/proc/self/mountinfo`, described in proc_pid_mountinfo(5).
+    """
+    best = Mount()
+    for line in mountinfo.splitlines():
+        before, separator, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if not separator or len(left) < 5 or len(right) < 2:
+            continue
+        point = _unescape(left[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        # Of two mounts at one point the later one is on top.
+        if inside and len(point) >= len(best.point):
+            best = Mount(point=point, kind=right[0], source=_unescape(right[1]))
+    return best
+
+
+def default_directories(
+    environment: Mapping[str, str], home: str | None, temporary: str, user_id: int
+) -> tuple[Path, ...]:
+    """Where the scratch file goes when nobody says: the first of these that can serve."""
+    cache = environment.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(cache):  # the specification says to ignore relative ones
+        cache = os.path.join(home, ".cache") if home else ""
+    # The temp directory is often in RAM, /var/tmp by convention never.
+    shared = dict.fromkeys((temporary, "/var/tmp"))
+    return tuple([Path(cache, "tba")] if cache else []) + tuple(Path(place, f"tba-{user_id}") for place in shared)
+
+
+def _look_at(path: Path) -> PathFacts:
+    real = os.path.realpath(path)
+    try:
+        mode = os.stat(real).st_mode
+    except OSError:
+        return PathFacts(path=real, exists=False)
+    space = os.statvfs(real)
+    blocks = space.f_bfree if _user_id() == 0 else space.f_bavail
+    free_bytes = blocks * space.f_frsize
+    if space.f_files and not space.f_favail:
+        free_bytes = 0  # no inode is left for the file
+    return PathFacts(
+        path=real,
+        is_directory=stat.S_ISDIR(mode),
+        writable=os.access(real, os.W_OK | os.X_OK),
+        read_only=bool(space.f_flag & os.ST_RDONLY),
+        free_bytes=free_bytes if space.f_blocks else None,
+        mount=mount_of(real, _mountinfo()),
+    )
+
+
+def _make_private(path: Path) -> str | None:
+    """Make the directory, or see that it is ours alone: in a shared place somebody else may have made it first."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        return f"cannot be made ({error.strerror})"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is a symbolic link"
+    if found.st_uid != _user_id():
+        return f"belongs to user {found.st_uid}"
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return None
+
+
+def _warn_of_network(facts: PathFacts) -> None:
+    if facts.mount.over_network:
+        warnings.warn(
+            f"storage path {facts.path!r} is on {facts.mount.point}, a network file system ({facts.mount.kind}): "
+            "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS",
+            OffloadWarning,
+            stacklevel=4,
+        )
+
+
+def _mountinfo() -> str:
+    try:
+        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+    except OSError:
+        return ""  # not Linux: no mount is known, and none is refused for its kind
+
+
+def _home() -> str | None:
+    home = os.path.expanduser("~")
+    return home if os.path.isabs(home) else None
+
+
+def _user_id() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+def _unescape(text: str) -> str:
+    """The kernel writes space, tab, newline and backslash as a backslash and three octal digits."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

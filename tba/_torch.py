@@ -1,0 +1,47 @@
+"""The private functions of torch the engine stands on, in one place and checked at import.
+
+Each is used for what no public function tells; a torch that lacks one is refused with its name instead of failing
+somewhere inside a hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def _find(path: str) -> Any:
+    found: Any = torch._C
+    for name in path.split("."):
+        found = getattr(found, name, None)
+        if found is None:
+            raise ImportError(
+                f"tba needs torch._C.{path}, which torch {torch.__version__} does not have; "
+                "tba is developed on torch 2.13 and needs 2.11 or later"
+            )
+    return found
+
+
+# -1 outside backward, else a number unique to the running call of backward.
+current_graph_task_id: Callable[[], int] = _find("_current_graph_task_id")
+# Whether the running backward keeps its graph (retain_graph or create_graph).
+graph_is_kept: Callable[[], bool] = _find("_autograd._get_current_graph_task_keep_graph")
+# The number the next node made on this thread will get: once it has moved on, the last operator's kernel has returned.
+sequence_nr: Callable[[], int] = _find("_autograd._get_sequence_nr")
+# The node whose backward runs on this thread.
+current_node: Callable[[], Any] = _find("_current_autograd_node")
+# How many tensors and wrappers share a storage, by `storage._cdata`.
+storage_use_count: Callable[[int], int] = _find("_storage_Use_Count")
+push_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
+    "_autograd._push_saved_tensors_default_hooks"
+)
+pop_hooks: Callable[[], None] = _find("_autograd._pop_saved_tensors_default_hooks")
+# The innermost pair of hooks on this thread, or None; the argument asks for it even while compiling.
+top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _find(
+    "_autograd._top_saved_tensors_default_hooks"
+)
+dispatch_mode_count: Callable[[], int] = _find("_len_torch_dispatch_stack")
+function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
+DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")

@@ -1,0 +1,283 @@
+"""Mover: takes one record's bytes out to the store and brings them back. Every change of a record's state is here.
+
+Guarantees:
+
+1. A record's memory goes the moment its write has ended and nobody else holds the storage.
+2. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
+   compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
+   look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
+   the next hook on any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
+3. If the storage's address or size changed under the writer, the copy is worthless and the record becomes an alias
+   again, which is what plain PyTorch has.
+4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
+
+Every method wants the engine's lock held, except `_landed` and `await_read`, which take it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+
+import torch
+from io_backends import Buffer, BufferPool, Store, StoreError, Ticket
+from torch import Tensor
+
+from . import _streams
+from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
+from ._record import IN_MEMORY, Record, RecordState
+from ._staging import Staging
+from ._stats import Counters, TraceEvent
+from ._torch import storage_use_count
+
+_WRITE_FAILED = "write failed"
+# A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
+_OURS_ALONE = 2
+
+
+class Mover:
+    """Moves records between memory and one store, made by `open_store` when first needed."""
+
+    def __init__(self, lock: threading.RLock, counters: Counters, open_store: Callable[[], Store], timeout_s: float):  # type: ignore[valid-type]  # RLock is a function in the stubs of 3.11
+        self.lock = lock
+        self.counters = counters
+        self.timeout_s = timeout_s
+        self.staging_cap_bytes = self.window_bytes = 0  # set by the engine, which knows the machine's memory
+        self.staging = Staging(threading.Condition(lock), timeout_s)
+        self.trace: list[TraceEvent] | None = None
+        self.closed = False
+        self.store: Store | None = None
+        self._open_store = open_store
+        self._pool: BufferPool | None = None
+        self.unconfirmed: list[weakref.ref[Record]] = []
+        self._warned = False
+        self._reads_ended = 0
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def send(self, record: Record) -> bool:
+        """Queue the write of a record in memory; waits for room first. False if it stays in memory after all."""
+        if not self.staging.wait_for_room(record.nbytes, self.staging_cap_bytes):
+            self._complain(f"no transfer has ended for {self.timeout_s:g} s; tensors stay in memory")
+            return False
+        alias = record.alias
+        if record.state not in (RecordState.PENDING, RecordState.HELD) or alias is None:
+            return False  # changed hands while we waited
+        storage = alias.untyped_storage()
+        if self._moved(record, storage):
+            return False
+        source = torch.empty(0, dtype=torch.uint8, device=record.device)
+        source.set_(storage, record.begin, (record.nbytes,), (1,))  # type: ignore[call-overload]  # as in View.over
+        host, arrived = _streams.out(source, record.stream)
+        reference, nbytes = record.ref, record.nbytes
+
+        def landed(ticket: Ticket) -> None:
+            self._landed(reference, nbytes, ticket)
+
+        try:
+            if self.store is None:
+                self.store = self._open_store()
+            buffer = Buffer(host.data_ptr(), nbytes, host)
+            record.write = self.store.write(buffer, on_done=landed, before=arrived)
+        except (StoreError, OSError) as error:
+            self._complain(f"a write could not be queued ({error}); tensors stay in memory")
+            return False
+        record.state = RecordState.WRITING
+        self.staging.depart(nbytes)
+        self.counters.staging_peak_bytes = self.staging.peak_bytes
+        return True
+
+    def _landed(self, reference: weakref.ref[Record], nbytes: int, ticket: Ticket) -> None:
+        """On the worker: a write has ended."""
+        with self.lock:
+            self.staging.land(nbytes)
+            self.counters.written_bytes += ticket.moved_bytes
+            record = reference()
+            if self.trace is not None:
+                label = record.name() if record is not None else "dropped"
+                self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, nbytes, label))
+            if record is None or record.state is not RecordState.WRITING:
+                return
+            alias = record.alias
+            assert alias is not None
+            storage = alias.untyped_storage()
+            if self._moved(record, storage):
+                self._take_back(record, "storage resized or replaced while it was written")
+            elif alias._version != record.version:
+                self._poison(record)
+            elif ticket.error is not None:
+                self._take_back(record, _WRITE_FAILED)
+                self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
+            elif record.wanted:
+                record.state = RecordState.HELD
+            else:
+                alone = storage_use_count(storage._cdata) <= _OURS_ALONE
+                del storage
+                record.drop_alias()
+                record.state = RecordState.STORED
+                if alone:
+                    record.alias = None
+                else:
+                    self.unconfirmed.append(reference)
+
+    def confirm(self) -> None:
+        """At a hook: see whether anything written was edited before its copy was finished."""
+        if not self.unconfirmed:
+            return
+        unconfirmed, self.unconfirmed = self.unconfirmed, []
+        for reference in unconfirmed:
+            record = reference()
+            if record is None or record.alias is None or record.state in IN_MEMORY:
+                continue
+            if record.alias._version != record.version:
+                self._poison(record)
+            else:
+                record.alias = None
+
+    def take_back(self, record: Record) -> bool:
+        """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
+        ticket = record.write
+        if ticket is not None and ticket.cancel():
+            self.staging.land(record.nbytes)
+            self._give_back(record)
+            record.state = RecordState.HELD
+            return True
+        record.wanted = True
+        return False
+
+    def drop(self, record: Record) -> None:
+        """Let go of bytes that are in the store too."""
+        if record.state is RecordState.HELD and record.write is not None:
+            if record.alias is not None and record.alias._version != record.version:
+                self._poison(record)  # when the edit was made, during the write or after, nobody can tell any more
+                return
+            record.drop_alias()
+            record.alias = None
+            record.wanted = False
+            record.state = RecordState.STORED
+        elif record.state is RecordState.RESTORED:
+            record.restored = record.ready = None
+            record.state = RecordState.STORED
+
+    def discard(self, ticket: Ticket) -> None:
+        """A dead record's place in the store is free again."""
+        if self.store is not None:
+            if ticket.cancel():
+                self.staging.land(ticket.nbytes)
+            self.store.discard(ticket)
+
+    # -- back ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, record: Record) -> None:
+        """Queue the read of a stored record. Raises ClosedError."""
+        assert record.write is not None
+        if self.closed or self.store is None:
+            raise ClosedError(
+                f"backward asked for {record.name()}, but its Offloader was closed and the stored bytes are gone; "
+                "close it only after the last backward of its graphs"
+            )
+        location = record.write.location
+        if isinstance(location, Buffer):  # a store in host memory: nothing to read, the bytes are there
+            self.counters.read_bytes += record.nbytes
+            self._restore(record, location.owner)
+            return
+        if self._pool is None:
+            self._pool = BufferPool(self.store.alignment)
+        kept, buffer = _streams.lease(self._pool, record.nbytes, location.skew, record.device)
+        record.view = kept
+        try:
+            record.read = self.store.read(location, buffer, on_done=self._read_ended)
+        except StoreError as error:
+            record.view = None
+            raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
+        record.state = RecordState.READING
+
+    def await_read(self, record: Record) -> None:
+        """Without the lock: wait for a record's read, however late. Raises TransferError, StalledError."""
+        ticket = record.read
+        if ticket is None:
+            return
+        begun_s = time.perf_counter()
+        try:
+            ended = -1
+            while not ticket.wait(self.timeout_s):
+                if self._reads_ended != ended:  # others were ahead in the queue, and the device moves
+                    ended = self._reads_ended
+                    continue
+                raise StalledError(
+                    f"{record.name()} ({record.nbytes} bytes) was not read back within {self.timeout_s:g} s; "
+                    "the device has stalled (TBA_IO_TIMEOUT sets how long to wait)"
+                )
+        except StoreError:
+            return  # `arrive` tells, with the lock
+        finally:
+            ended_s = time.perf_counter()
+            with self.lock:
+                self.counters.wait_s += ended_s - begun_s
+                if self.trace is not None:
+                    self.trace.append(TraceEvent("wait", begun_s, ended_s, record.nbytes, record.name()))
+
+    def _read_ended(self, ticket: Ticket) -> None:
+        self._reads_ended += 1  # only ever compared for change, so a lost update does no harm
+
+    def arrive(self, record: Record) -> None:
+        """Turn a read that has ended into a restored storage. Raises TransferError."""
+        ticket, kept = record.read, record.view
+        if record.state is not RecordState.READING or ticket is None or not ticket.done():
+            return
+        record.read = record.view = None
+        if ticket.error is not None:
+            record.state = RecordState.STORED  # a later unpack may try again
+            self.counters.errors += 1
+            raise TransferError(
+                f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
+            ) from ticket.error
+        self.counters.read_bytes += ticket.moved_bytes
+        if self.trace is not None:
+            self.trace.append(
+                TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
+            )
+        self._restore(record, _streams.host_bytes(kept))
+
+    def _restore(self, record: Record, host: object) -> None:
+        assert isinstance(host, Tensor)
+        record.restored, record.ready = _streams.into(host, record.device)
+        record.state = RecordState.RESTORED
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Once a step: give back buffers the last one did not use."""
+        if self._pool is not None:
+            self._pool.trim()
+
+    def _moved(self, record: Record, storage: torch.UntypedStorage) -> bool:
+        return storage.data_ptr() != record.address or storage.nbytes() != record.storage_bytes
+
+    def _poison(self, record: Record) -> None:
+        record.state = RecordState.POISONED
+        if record.alias is not None and record.alias.untyped_storage().nbytes():
+            record.drop_alias()
+        record.restored = record.ready = None
+
+    def _take_back(self, record: Record, reason: str) -> None:
+        """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
+        self._give_back(record)
+        record.state = RecordState.HELD
+        self.counters.kept_to_offloaded(-record.logical_bytes, reason)
+        record.offloaded = False
+
+    def _give_back(self, record: Record) -> None:
+        ticket, record.write = record.write, None
+        assert self.store is not None
+        if ticket is not None:
+            self.store.discard(ticket)
+
+    def _complain(self, text: str) -> None:
+        self.counters.errors += 1
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"offloading: {text}", OffloadWarning, stacklevel=2)

@@ -1,0 +1,63 @@
+"""Weights: recognising parameters and buffers in every guise autograd hands them over in.
+
+A weight stays: it is in memory anyway, and moving it would only cost. Recognised without a model: an `nn.Parameter`;
+any view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); any chain of view and cast nodes that
+ends in the AccumulateGrad of one (the cast copies that autocast makes). With a model, besides, every view of its
+parameters' and buffers' storages, found by a mark on the storage object.
+
+Not recognised: casts that autograd does not link to a parameter (a frozen weight under autocast, casts inside
+compiled code); these count as activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+# The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
+# name, so a mark can never be taken for that of another tensor at a reused address.
+MARK: Final = "_tba_mark"
+
+
+class _Weight:
+    __slots__ = ()
+
+
+WEIGHT: Final = _Weight()
+
+_MAX_CHAIN = 8  # no chain of views and casts of a weight seen in practice is longer than four
+_VIEWS_AND_CASTS: Final = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "AsStrided"),
+        *("Select", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal", "Alias"),
+        *("Squeeze", "Unsqueeze", "Unfold", "Detach", "ToCopy", "Conj", "ViewAsReal", "ViewAsComplex", "Swapdims"),
+    )
+    for number in range(6)
+)
+_passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
+
+
+def leads_to_parameter(node: Any) -> bool:
+    """Whether `node` begins a chain of views and casts that ends in the AccumulateGrad of an `nn.Parameter`."""
+    for _ in range(_MAX_CHAIN):
+        if node is None:
+            return False
+        kind = type(node)
+        passes = _passes.get(kind)
+        if passes is None:
+            passes = _passes[kind] = node.name() in _VIEWS_AND_CASTS
+        if not passes:
+            return isinstance(getattr(node, "variable", None), nn.Parameter)
+        node = node.next_functions[0][0]
+    return False
+
+
+def mark_weights(model: nn.Module) -> None:
+    """Mark the storages of the model's parameters and buffers. Cheap enough to repeat every step (storages change)."""
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
+                setattr(tensor.untyped_storage(), MARK, WEIGHT)
