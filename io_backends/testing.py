@@ -1,10 +1,10 @@
 """FaultyStore: a store that is late, fails or corrupts on demand, wrapped around a real one. Public and pytest-free.
 
-    def plan(operation, number):            # "write" or "read", counted from 0 each
-        if operation == "read" and number == 3:
-            return Fault(error=OSError(errno.EIO, "injected"))
+def plan(operation, number):            # "write" or "read", counted from 0 each
+    if operation == "read" and number == 3:
+        return Fault(error=OSError(errno.EIO, "injected"))
 
-    store = FaultyStore(PosixStore(directory), plan)
+store = FaultyStore(PosixStore(directory), plan)
 """
 
 from __future__ import annotations

@@ -10,7 +10,9 @@ _WHOLE_SHARE = 0.5
 # Ranges begin at a multiple of the largest element, so that a view of any dtype has a whole offset within them.
 _RANGE_ALIGNMENT = 16
 
+# Reasons for which a tensor is kept, as statistics name them.
 FITS = "fits in memory"
+NOT_WRITTEN = "write failed"
 
 
 class Decision(enum.Enum):

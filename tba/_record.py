@@ -16,8 +16,9 @@ from collections import deque
 from typing import NamedTuple
 
 import torch
-from io_backends import Ticket
 from torch import Tensor
+
+from io_backends import Ticket
 
 
 class RecordState(enum.Enum):

@@ -23,8 +23,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from io_backends import Buffer, BufferPool
 from torch import Tensor
+
+from io_backends import Buffer, BufferPool
 
 from ._errors import OffloadWarning
 

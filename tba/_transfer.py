@@ -23,17 +23,17 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from io_backends import Buffer, BufferPool, Store, StoreError, Ticket
 from torch import Tensor
 
-from . import _streams
+from io_backends import Buffer, BufferPool, Store, StoreError, Ticket
+
+from . import _policy, _streams
 from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
 from ._record import IN_MEMORY, Record, RecordState
 from ._staging import Staging
 from ._stats import Counters, TraceEvent
 from ._torch import storage_use_count
 
-_WRITE_FAILED = "write failed"
 # A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
 _OURS_ALONE = 2
 
@@ -60,7 +60,12 @@ class Mover:
 
     def send(self, record: Record) -> bool:
         """Queue the write of a record in memory; waits for room first. False if it stays in memory after all."""
-        if not self.staging.wait_for_room(record.nbytes, self.staging_cap_bytes):
+        if self.closed:
+            return False
+        begun_s = time.perf_counter()
+        room = self.staging.wait_for_room(record.nbytes, self.staging_cap_bytes)
+        self.counters.backpressure_s += time.perf_counter() - begun_s
+        if not room:
             self._complain(f"no transfer has ended for {self.timeout_s:g} s; tensors stay in memory")
             return False
         alias = record.alias
@@ -80,6 +85,7 @@ class Mover:
         try:
             if self.store is None:
                 self.store = self._open_store()
+                weakref.finalize(self, self.store.abandon).atexit = False
             buffer = Buffer(host.data_ptr(), nbytes, host)
             record.write = self.store.write(buffer, on_done=landed, before=arrived)
         except (StoreError, OSError) as error:
@@ -109,7 +115,7 @@ class Mover:
             elif alias._version != record.version:
                 self._poison(record)
             elif ticket.error is not None:
-                self._take_back(record, _WRITE_FAILED)
+                self._take_back(record, _policy.NOT_WRITTEN)
                 self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
             elif record.wanted:
                 record.state = RecordState.HELD
@@ -237,9 +243,7 @@ class Mover:
             ) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
         if self.trace is not None:
-            self.trace.append(
-                TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
-            )
+            self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
         self._restore(record, _streams.host_bytes(kept))
 
     def _restore(self, record: Record, host: object) -> None:
@@ -253,6 +257,10 @@ class Mover:
         """Once a step: give back buffers the last one did not use."""
         if self._pool is not None:
             self._pool.trim()
+
+    def file_bytes(self) -> int:
+        """Blocks the store occupies."""
+        return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
 
     def _moved(self, record: Record, storage: torch.UntypedStorage) -> bool:
         return storage.data_ptr() != record.address or storage.nbytes() != record.storage_bytes

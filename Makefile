@@ -1,0 +1,61 @@
+# Two commands matter: `make demo` and `make test`. Both make .venv first where it is not there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One worker a core; tests/ is split evenly as workers become free.
+JOBS ?= 2
+
+.PHONY: help .venv demo allocator test lint gpu clean
+
+help:
+	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
+	@echo "make test   run every test"
+	@echo "make lint   ruff, format check, mypy strict"
+	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark"
+	@echo "make .venv  make the environment alone"
+	@echo "make clean  remove the environment and all that was generated"
+
+.venv: $(VENV)/.installed
+
+# torch first and by its pin: asked for as a dependency, the newest build comes, with gigabytes of CUDA packages.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(VENV)/.installed allocator
+	$(BIN)/tba run -- $(BIN)/python -m benchmarks demo
+
+# An allocator that keeps and reuses pages: jemalloc from the system's packages where this user may install it, else
+# mimalloc from PyPI. `tba run` succeeds only where the allocator asked for can be used.
+allocator: $(VENV)/.installed
+	@$(BIN)/tba run --allocator jemalloc -- true 2>/dev/null \
+	|| { echo "fetching jemalloc with apt-get"; \
+	     if [ "$$(id -u)" = 0 ]; then as_root=; else as_root="sudo -n"; fi; \
+	     $$as_root apt-get update -qq >/dev/null 2>&1; \
+	     $$as_root apt-get install -y -qq libjemalloc2 >/dev/null 2>&1; } \
+	|| $(BIN)/tba run --allocator mimalloc -- true 2>/dev/null \
+	|| { echo "apt-get cannot; fetching mimalloc from PyPI"; \
+	     $(BIN)/python -m pip install --quiet --constraint constraints.txt cmeel-mimalloc; } \
+	|| echo "neither jemalloc (apt-get) nor mimalloc (PyPI) can be had here: expect more memory or slower steps"
+
+# Tests that limit or measure the whole process run afterwards, one at a time; pytest's status 5 says there is none.
+test: $(VENV)/.installed
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
+	$(PYTEST) -m serial || test $$? -eq 5
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu:
+	$(PYTHON) -m pytest tests/test_gpu_*.py
+	$(PYTHON) -m benchmarks step --device cuda
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What tba costs and saves, measured: `python -m benchmarks step|hooks|overlap|demo`."""

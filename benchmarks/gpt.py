@@ -1,0 +1,103 @@
+"""A GPT over bytes, in plain PyTorch: the model of the benchmarks, the demo and the tests.
+
+Nothing in it knows about offloading, which is the point: what is measured is what a user's own model would see.
+Legend: B batch, S sequence, W width, H heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as recompute
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Size of the model: `layers` blocks of `width` features in `heads` heads over at most `sequence` positions."""
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocab: int = 256
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"width must be a multiple of heads; got width={self.width}, heads={self.heads}")
+
+    @property
+    def name(self) -> str:
+        """The size in short, as the tables print it: `24x256`."""
+        return f"{self.layers}x{self.width}"
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: [B, S, W] -> [B, S, W]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.attention_norm = nn.LayerNorm(config.width)
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.projection = nn.Linear(config.width, config.width)
+        self.feed_norm = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self._drop(self.projection(self._attend(self.attention_norm(x))))
+        return x + self._drop(self.down(functional.gelu(self.up(self.feed_norm(x)))))
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        split = (batch, sequence, self.heads, width // self.heads)
+        query, key, value = (part.view(split).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        dropout = self.dropout if self.training else 0.0
+        out = functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return out.transpose(1, 2).reshape(batch, sequence, width)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return functional.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class GPT(nn.Module):
+    """Token and position embedding, `layers` blocks, a final norm and an untied head.
+
+    `checkpoint=True` (or the attribute, set at any time) recomputes each block in backward, by PyTorch's own
+    non-reentrant checkpointing: the arm that offloading is compared with.
+    """
+
+    def __init__(self, config: GPTConfig, *, checkpoint: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint = checkpoint
+        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.positions = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        self.apply(_initialise)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens [B, S] int64 -> logits [B, S, V]; with `targets` [B, S] the mean cross entropy, a scalar in nats."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(places)
+        for block in self.blocks:
+            x = recompute(block, x, use_reentrant=False) if self.checkpoint and self.training else block(x)
+        logits: Tensor = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _initialise(module: nn.Module) -> None:
+    # GPT-2's rule: narrow normals, so that the first loss is near log(V) and the loss falls from the first step on.
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)

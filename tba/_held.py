@@ -1,0 +1,93 @@
+"""Held: records whose operator has finished and which stay in memory for now, oldest first, within a budget.
+
+What was saved last is wanted first. Tier `nvme` and `cpu` therefore hold back as much as read-ahead may take later
+anyway: at the turn from forward to backward it is in memory, and a write of it is never begun. Tier `auto` holds
+whatever memory can spare, and looks again at how much that is as it fills. Over budget, the oldest goes first: it is
+needed last.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from torch import nn
+
+from . import _memory, _policy
+from ._config import OffloadConfig
+from ._record import Record, RecordState
+from ._stats import Counters
+from ._transfer import Mover
+
+# How much more may be held between two looks at free memory: a look costs some tens of microseconds.
+_LOOK_EVERY_BYTES = 32 << 20
+
+
+class Held:
+    """A queue of records on their way out, as slow as memory allows."""
+
+    def __init__(
+        self, config: OffloadConfig, mover: Mover, counters: Counters, model: Callable[[], nn.Module | None]
+    ) -> None:
+        self.nbytes = 0
+        self._config = config
+        self._mover = mover
+        self._counters = counters
+        self._model = model
+        self._queue: deque[weakref.ref[Record]] = deque()
+        self._adapts = config.tier == "auto"
+        self._budget_bytes = 0 if self._adapts else mover.window_bytes
+        self._look_at_bytes = 0  # where the budget adapts: once this much is held, look at memory again
+
+    def add(self, record: Record) -> None:
+        """Hold a record whose operator has finished; whatever is too much then goes out."""
+        record.state = RecordState.HELD
+        record.held_bytes = record.nbytes
+        self.nbytes += record.nbytes
+        self._queue.append(record.ref)
+        if self._adapts and self.nbytes > self._look_at_bytes:
+            self._look_at_memory()
+        if self.nbytes > self._budget_bytes:
+            self._send(self._budget_bytes)
+
+    def send_all(self) -> None:
+        """Send what is held, unless it stays because memory has room for it."""
+        if not self._adapts:
+            self._send(0)
+
+    def room_taken(self) -> int:
+        """Bytes of read-ahead's window that are taken by what is held."""
+        return 0 if self._adapts else self.nbytes
+
+    def end_step(self) -> None:
+        """Forget the dead; memory may look different in the next step."""
+        self._look_at_bytes = 0
+        self._queue = deque(reference for reference in self._queue if reference() is not None)
+
+    def _send(self, budget_bytes: int) -> None:
+        while self._queue and self.nbytes > budget_bytes:
+            record = self._queue.popleft()()
+            if record is None or not record.held_bytes:
+                continue
+            self.nbytes -= record.held_bytes
+            record.held_bytes = 0
+            if not record.offloaded:
+                record.offloaded = True
+                self._counters.kept_to_offloaded(record.logical_bytes, _policy.FITS)
+            if not self._mover.send(record):
+                record.offloaded = False
+                self._counters.kept_to_offloaded(-record.logical_bytes, _policy.NOT_WRITTEN)
+
+    def _look_at_memory(self) -> None:
+        self._look_at_bytes = self.nbytes + _LOOK_EVERY_BYTES
+        if self._config.memory_budget is not None:
+            self._budget_bytes = int(self._config.memory_budget)
+            return
+        model = self._model()
+        coming = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) if model else 0
+        in_flight = self._mover.staging_cap_bytes + self._mover.window_bytes
+        reserve = _policy.reserve_bytes(_memory.total_bytes(), coming, in_flight)
+        self._budget_bytes = _policy.hold_budget_bytes(self.nbytes, _memory.free_bytes(), reserve)

@@ -1,0 +1,346 @@
+"""Saver: the pair of saved-tensor hooks, wired to recognition, decision, transfer and residency.
+
+Guarantees:
+
+1. Exact: what `unpack` returns is bit for bit what was saved, or an error that names the tensor.
+2. The graph owns the memory: records live in the handles that autograd's nodes hold and die with them. The saver
+   itself holds records only weakly; finalisers only append to a deque that the next hook drains. The hooks keep the
+   saver alive for as long as a graph has them.
+3. One lock guards all state. It is reentrant, because a garbage collection inside it may run foreign finalisers that
+   come back here; waiting for data happens outside of it, waiting for room releases it.
+4. A tensor is passed on for writing only after its operator's kernel has returned: pack runs before the kernel, which
+   may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
+5. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
+
+Assumption: one thread does not edit in place what another thread's graph has saved (a data race in PyTorch as well).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn, strided
+
+from io_backends import Store
+
+from . import _memory, _policy, _streams, _torch
+from ._config import OffloadConfig
+from ._errors import ClosedError, TransferError
+from ._held import Held
+from ._policy import Decision
+from ._quiet import modes_are_on, quiet
+from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
+from ._residency import Residency
+from ._stats import Counters, OffloadStats, TraceEvent
+from ._steps import Steps
+from ._transfer import Mover
+from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
+
+# What pack gives to autograd: a record and how to look at it, or a detached tensor and its version.
+Packed = tuple[Record, View] | tuple[Tensor, int]
+
+
+class _Pending(threading.local):
+    """Per thread: what operators saved that may still be running, with the sequence number at pack."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[int, weakref.ref[Record]]] = deque()
+
+
+class Saver:
+    """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, and what they share."""
+
+    def __init__(
+        self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[], Store]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.counters = Counters()
+        self.steps = Steps(config.tier, self.counters)
+        self.dead = False
+        self._tier = config.tier
+        self._min_tensor_bytes = int(config.min_tensor_bytes)
+        self._model = model
+        self.mover = Mover(self.lock, self.counters, open_store, config.io_timeout)
+        window_bytes = _policy.default_window_bytes(_memory.total_bytes())
+        asked = config.staging_bytes, config.prefetch_bytes
+        self.mover.staging_cap_bytes, self.mover.window_bytes = (
+            window_bytes if nbytes is None else int(nbytes) for nbytes in asked
+        )
+        self.held = Held(config, self.mover, self.counters, model)
+        self.residency = Residency(self.mover, self.counters)
+        self._remains: deque[Remains] = deque()
+        self._pending = _Pending()
+        self._numbers = 0
+        _savers.add(self)
+
+    # -- pack ----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Called by autograd with each tensor it saves."""
+        if modes_are_on():
+            with quiet():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        if self.dead:
+            return tensor.detach(), tensor._version
+        with self.lock:
+            if self._remains or self.mover.unconfirmed:
+                self.settle()
+            in_backward = _torch.current_graph_task_id() != -1
+            if not in_backward:
+                if self.steps.backward_seen:
+                    self.end_step()
+                    self.mark_weights()
+                self.steps.open = True
+            if self._pending.queue:
+                self.pass_on(_torch.sequence_nr())
+            if type(tensor) is not Tensor or tensor.layout is not strided or not (tensor.is_cpu or tensor.is_cuda):
+                return self._pack_odd(tensor)
+            return self._pack_plain(tensor, in_backward)
+
+    def _pack_plain(self, tensor: Tensor, in_backward: bool) -> Packed:
+        counters = self.counters
+        nbytes = tensor.nbytes
+        base = tensor._base
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors: plain by type, no storage
+            return self._keep(tensor, nbytes, "no storage")
+        mark = getattr(storage, MARK, None)
+        if mark is WEIGHT or isinstance(base, nn.Parameter) or leads_to_parameter(tensor.grad_fn):
+            counters.saved_bytes += nbytes
+            counters.weight_bytes += nbytes
+            return tensor.detach(), tensor._version
+        storage_bytes = storage.nbytes()
+        decision, reason = _policy.decide(
+            self._tier,
+            storage_bytes,
+            self._min_tensor_bytes,
+            on_device=tensor.is_cuda,
+            used_at_once=in_backward and not _torch.graph_is_kept(),
+        )
+        if decision is Decision.KEEP or not nbytes or self.mover.closed:
+            return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
+        begin, end = span(tensor)
+        nbytes = min(nbytes, end - begin)
+        root = base if type(base) is Tensor else tensor
+        for reference in mark or ():
+            record = reference()
+            if record is not None and record.remains is self._remains and record.covers(root, begin, end):
+                counters.saved_bytes += nbytes
+                counters.duplicate_bytes += nbytes
+                record.saves += 1
+                return record, View.of(tensor)
+        if tensor.is_quantized or _streams.capturing(tensor):
+            return self._keep(tensor, nbytes, "quantized" if tensor.is_quantized else "CUDA graph capture")
+        record = self._new_record(tensor, root, *_policy.range_to_store(begin, end, storage_bytes))
+        others = [reference for reference in mark or () if reference() is not None]
+        setattr(storage, MARK, [*others, record.ref])
+        record.logical_bytes = nbytes
+        record.offloaded = decision is Decision.SEND
+        counters.saved_bytes += nbytes
+        if record.offloaded:
+            counters.offloaded_bytes += nbytes
+        else:
+            counters.keep(nbytes, reason)
+        self._pending.queue.append((_torch.sequence_nr(), record.ref))
+        return record, View.of(tensor)
+
+    def _pack_odd(self, tensor: Tensor) -> Packed:
+        """What is no plain strided tensor on a known device: parameters, subclasses, sparse, meta, ..."""
+        if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
+            nbytes = tensor.nbytes
+            self.counters.saved_bytes += nbytes
+            self.counters.weight_bytes += nbytes
+            return tensor.detach(), tensor._version
+        reason = type(tensor).__name__
+        if type(tensor) is Tensor:
+            reason = str(tensor.layout) if tensor.layout is not strided else tensor.device.type
+        try:
+            nbytes = tensor.numel() * tensor.itemsize
+        except RuntimeError:  # an opaque tensor may have no count of elements
+            nbytes = 0
+        return self._keep(tensor, nbytes, reason)
+
+    def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
+        self.counters.saved_bytes += nbytes
+        self.counters.keep(nbytes, reason)
+        # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
+        return tensor.detach(), tensor._version
+
+    def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
+        record = Record(self._numbers, tensor, root, begin, end, self._remains)
+        record.stream = _streams.producer_stream(tensor)
+        self.residency.records[self._numbers] = record.ref
+        self._numbers += 1
+        self.counters.live_records += 1
+        return record
+
+    # -- unpack --------------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Called by autograd whenever it wants a saved tensor, any number of times.
+
+        Raises:
+            RuntimeError: PyTorch's own, for a tensor that was edited in place.
+            TransferError: its bytes could not be brought back.
+            ClosedError: the engine was closed, or this is a forked child, and the bytes are gone.
+        """
+        first: Any
+        second: Any
+        first, second = packed
+        if type(first) is not Record:
+            if not self.steps.backward_seen and _torch.current_graph_task_id() != -1:
+                self.steps.backward_seen = True
+            if first._version != second:
+                raise _edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+            assert isinstance(first, Tensor)
+            return first
+        if modes_are_on():
+            with quiet():
+                return self._unpack(first, second)
+        return self._unpack(first, second)
+
+    def _unpack(self, record: Record, view: View) -> Tensor:
+        if self.dead:
+            return _unpack_in_child(record, view)
+        task = _torch.current_graph_task_id()
+        with self.lock:
+            self.settle()
+            if task != -1:
+                self.steps.backward_seen = True
+            self.residency.ask(record, task)
+            tensor = self._look(record, view, task)
+        while tensor is None:
+            self.mover.await_read(record)
+            with self.lock:
+                tensor = self._look(record, view, task)
+        return tensor
+
+    def _look(self, record: Record, view: View, task: int) -> Tensor | None:
+        """The tensor if the record is in memory; else its read is under way and None is returned."""
+        mover, residency = self.mover, self.residency
+        if record.state is RecordState.POISONED or (
+            record.state in IN_MEMORY and record.alias is not None and record.alias._version != record.version
+        ):
+            assert record.alias is not None
+            raise _edited_in_place(record.name(), record.alias._version, record.version)
+        try:
+            mover.arrive(record)
+        except TransferError:
+            residency.hand_over(record)
+            raise
+        if record.state in IN_MEMORY and not record.asks and record.offloaded:
+            self._forwarded(record)
+        window_bytes = mover.window_bytes - self.held.room_taken()
+        residency.demand(record, window_bytes)
+        residency.advance(task, record, window_bytes)
+        if record.state is RecordState.READING:
+            return None
+        record.asks += 1
+        if record.state in IN_MEMORY:
+            assert record.alias is not None
+            storage, begin = record.alias.untyped_storage(), 0
+        else:
+            assert record.restored is not None
+            storage, begin = record.restored, record.begin
+        tensor = view.over(storage, begin)
+        _streams.use(tensor, record.ready)
+        if task != -1 and type(_torch.current_node()).__name__ == "CompiledFunctionBackward":
+            # Compiled code may overwrite what it is given.
+            if record.state in IN_MEMORY or record.saves > 1:  # and others look at this memory too
+                tensor = view.over(storage.clone(), begin)
+            residency.hand_over(record)
+        return tensor
+
+    def _forwarded(self, record: Record) -> None:
+        self.counters.forwarded_bytes += record.logical_bytes
+        if self.mover.trace is not None:
+            now_s = time.perf_counter()
+            self.mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def pass_on(self, sequence_nr: int | None) -> None:
+        """Hold or send what this thread's finished operators saved (None: no operator of this thread runs)."""
+        pending = self._pending.queue
+        while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
+            record = pending.popleft()[1]()
+            if record is not None and record.state is RecordState.PENDING:
+                self.held.add(record)
+
+    def settle(self) -> None:
+        """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
+        while self._remains:
+            remains = self._remains.popleft()
+            self.residency.bury(remains)
+            self.held.nbytes -= remains.held_bytes
+            if remains.ticket is not None:
+                self.mover.discard(remains.ticket)
+        self.mover.confirm()
+
+    def end_step(self) -> None:
+        """A training step is over."""
+        self.settle()
+        self.residency.end_walks()
+        self.held.end_step()
+        self.mover.trim()
+        self.steps.end(self.mover.file_bytes())
+
+    def mark_weights(self) -> None:
+        """Learn the model's storages anew: they may have been replaced."""
+        model = self._model()
+        if model is not None:
+            mark_weights(model)
+
+    def stats(self) -> OffloadStats:
+        """A snapshot of the counters."""
+        self.settle()
+        return self.counters.snapshot(file_bytes=self.mover.file_bytes(), last_step=self.steps.last)
+
+    # -- fork ----------------------------------------------------------------------------------------------------
+
+    def die(self) -> None:
+        """In a forked child."""
+        self.dead = True
+        self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
+
+
+def _unpack_in_child(record: Record, view: View) -> Tensor:
+    if record.state in IN_MEMORY and record.alias is not None:
+        return view.over(record.alias.untyped_storage(), 0)
+    if record.state is RecordState.RESTORED and record.restored is not None:
+        return view.over(record.restored, record.begin)
+    raise ClosedError(
+        f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
+        "Run backward in the process that ran forward"
+    )
+
+
+def _edited_in_place(name: str, version: int, expected: int) -> RuntimeError:
+    # PyTorch's own words, so that what users know and search for still applies.
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{name}] is at version {version}; expected version {expected} instead. Hint: enable anomaly detection to "
+        "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for saver in list(_savers):
+        saver.die()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

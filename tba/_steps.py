@@ -1,0 +1,47 @@
+"""Steps: where one training step ends and the next begins, and what each has moved.
+
+A step begins with the first pack made outside backward after a backward has run, and ends where the next begins or
+the context is left.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from ._errors import OffloadWarning
+from ._stats import Counters, OffloadStats, difference
+
+
+class Steps:
+    """Boundaries, the last step's statistics, and one word to a user whose tier had nothing to do."""
+
+    def __init__(self, tier: str, counters: Counters) -> None:
+        self.backward_seen = False
+        self.open = False
+        self.last: OffloadStats | None = None
+        self._tier = tier
+        self._counters = counters
+        self._at_start = counters.snapshot(file_bytes=0, last_step=None)
+        self._told = tier in ("keep", "auto")  # tiers that may rightly move nothing
+
+    def end(self, file_bytes: int) -> None:
+        """The open step has ended."""
+        self.open = self.backward_seen = False
+        self._counters.steps += 1
+        now = self._counters.snapshot(file_bytes=file_bytes, last_step=None)
+        self.last, self._at_start = difference(now, self._at_start), now
+        self.tell_if_idle(self.last)
+
+    def tell_if_idle(self, step: OffloadStats) -> None:
+        """Once: a tier that was asked for and moved nothing says why."""
+        if self._told:
+            return
+        self._told = True
+        if step.offloaded_bytes or step.errors:
+            return
+        if not step.saved_bytes:
+            why = "autograd saved nothing (torch.no_grad, or no tensor that requires a gradient)"
+        else:
+            kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
+            why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"
+        warnings.warn(f"tier={self._tier!r} moved nothing in its first step: {why}", OffloadWarning, stacklevel=5)

@@ -1,0 +1,234 @@
+"""Allocators: which `malloc` a training on the CPU should run under, and the environment that brings it there.
+
+A step frees hundreds of large blocks and takes them again. glibc keeps them in a heap that only shrinks at its end, so
+what offloading frees stays resident; handing each block back to the kernel instead means that every page is faulted
+anew. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tba._errors import ConfigError
+
+ALLOCATORS = ("auto", "jemalloc", "mimalloc", "glibc", "none")
+
+# jemalloc: large blocks share the arenas instead of going back to the kernel one by one, and freed pages never age out.
+_JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+# mimalloc 2.1 and later: never give freed pages back.
+_MIMALLOC = {"MIMALLOC_PURGE_DELAY": "-1"}
+# glibc: blocks of 1 MiB and more leave the heap (setting it also stops glibc from raising it by itself), small ones
+# stay in it up to 64 MiB.
+_GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
+
+_INSTALL = {
+    "jemalloc": "install it (Debian and Ubuntu: apt-get install libjemalloc2)",
+    "mimalloc": "install it (pip install 'tba-offload[mimalloc]')",
+}
+_KEEPS = "freed pages are kept and reused"
+
+
+@dataclass(frozen=True)
+class Allocator:
+    """A chosen allocator.
+
+    Attributes:
+        name: "jemalloc", "mimalloc", "glibc", or "none" where nothing is changed.
+        library: the shared object to preload, None where none is needed.
+        environment: variables to set on top of the environment it was chosen for.
+        reason: why this one, for people.
+    """
+
+    name: str
+    library: str | None
+    environment: dict[str, str]
+    reason: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found on the machine: the libraries that work when preloaded, and why others do not."""
+
+    libraries: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    glibc: bool = True
+
+
+def allocator_environment(name: str = "auto", environ: Mapping[str, str] = os.environ) -> Allocator:
+    """The allocator to start a program under: with "auto" jemalloc, else mimalloc, else glibc tuned.
+
+    Args:
+        name: "auto", "jemalloc", "mimalloc", "glibc" (its thresholds tuned) or "none" (leave all as it is).
+        environ: the environment the program would get. Its own settings of an allocator win over those made here, and
+            what it already has in `LD_PRELOAD` stays, behind the allocator.
+
+    Raises:
+        ConfigError: the name is unknown, or the allocator it asks for cannot be used here.
+    """
+    if name not in ALLOCATORS:
+        raise ConfigError(f"unknown allocator {name!r}; choose one of {', '.join(ALLOCATORS)}")
+    return choose(name, find_facts(name, environ), environ)
+
+
+def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
+    """The decision, from what was found."""
+    if name == "none":
+        return Allocator("none", None, {}, "the environment's allocator is left as it is, as asked")
+    present = next(filter(_is_allocator, _preloaded(environ)), None)
+    if name == "auto" and present is not None:
+        kind = next((kind for kind in _INSTALL if kind in present), "none")
+        changes = preload_environment(kind, present, environ) if kind != "none" else {}
+        return Allocator(kind, present, changes, "LD_PRELOAD has it already")
+    if name == "glibc" and (present is not None or not facts.glibc):
+        why = f"LD_PRELOAD brings {present}; unset it" if present else "this Python does not run on glibc"
+        raise ConfigError(f"allocator 'glibc' was asked for, but {why}, or choose 'none'")
+    wanted = ("jemalloc", "mimalloc") if name == "auto" else (name,)
+    for candidate in wanted:
+        if library := facts.libraries.get(candidate):
+            others = [
+                f"{kind}: {facts.missing[kind]}" for kind in wanted[: wanted.index(candidate)] if kind in facts.missing
+            ]
+            why = "; ".join([_KEEPS + (", as asked" if name != "auto" else ""), *others])
+            return Allocator(candidate, library, preload_environment(candidate, library, environ), why)
+    if name in _INSTALL:
+        raise ConfigError(
+            f"allocator {name!r} was asked for, but {facts.missing.get(name, 'is not here')}; {_INSTALL[name]}, "
+            "or choose another one"
+        )
+    missing = "; ".join(f"{kind}: {reason}" for kind, reason in facts.missing.items())
+    if not facts.glibc:
+        return Allocator("none", None, {}, f"nothing better is here ({missing})")
+    why = "blocks of 1 MiB and more go back to the kernel when freed"
+    why += ", as asked" if name == "glibc" else f"; slower than keeping them, but {missing}"
+    return Allocator("glibc", None, _defaults(_GLIBC, environ), why)
+
+
+def preload_environment(kind: str, library: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that start a program under `library`, in front of what is preloaded already."""
+    already = [entry for entry in _preloaded(environ) if entry != library]
+    changes = {"LD_PRELOAD": ":".join([library, *already])}
+    if kind == "mimalloc":
+        return changes | _defaults(_MIMALLOC, environ)
+    conf = environ.get("MALLOC_CONF", "")
+    if not conf.startswith(_JEMALLOC_CONF):
+        # Of two values for one option jemalloc takes the later, so the user's win.
+        conf = ",".join(filter(None, [_JEMALLOC_CONF, conf]))
+    return changes | {"MALLOC_CONF": conf}
+
+
+def _preloaded(environ: Mapping[str, str]) -> list[str]:
+    return [entry for entry in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if entry]
+
+
+def _is_allocator(library: str) -> bool:
+    return re.search(r"malloc|hoard", os.path.basename(library)) is not None
+
+
+def _defaults(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in settings.items() if not environ.get(name)}
+
+
+def libraries_in_cache(listing: str, stem: str, machine: str) -> list[str]:
+    """The paths of `stem` (such as "libjemalloc.so") for this processor in what `ldconfig -p` prints."""
+    marks = {"x86_64": "x86-64", "aarch64": "AArch64"}
+    mark = marks.get(machine, "")
+    found = re.findall(r"^\s*(\S+) \(([^)]*)\) => (\S+)$", listing, flags=re.MULTILINE)
+    return [path for name, abi, path in found if name.startswith(stem) and mark in abi]
+
+
+# -- effects ---------------------------------------------------------------------------------------------------------
+
+
+def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
+    """Look for what `name` needs, trying each library found by preloading it into a program that does nothing."""
+    if not sys.platform.startswith("linux"):
+        return Facts(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
+    finders = {"jemalloc": _jemalloc_files, "mimalloc": _mimalloc_files}
+    kinds = tuple(finders) if name == "auto" else (name,)
+    libraries, missing = {}, {}
+    for kind in kinds:
+        if kind not in finders:
+            continue
+        library, why = _first_that_works(kind, finders[kind](environ), environ)
+        if library is not None:
+            libraries[kind] = library
+            break
+        missing[kind] = why
+    return Facts(libraries, missing, _on_glibc())
+
+
+def _first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
+    why = "is not installed"
+    for file in dict.fromkeys(files):
+        complaint = _complaint(kind, file, environ)
+        if complaint is None:
+            return file, ""
+        why = f"{file} cannot be used ({complaint})"
+    return None, why
+
+
+def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
+    if re.search(r"[\s:]", library):
+        return "LD_PRELOAD cannot hold a path with a space or colon"
+    probe = shutil.which("true")
+    if probe is None:
+        return None
+    alone = {name: value for name, value in environ.items() if name not in ("LD_PRELOAD", "MALLOC_CONF")}
+    # The loader only complains about a library it cannot load, and an old jemalloc about options it does not know.
+    result = subprocess.run(
+        [probe], env=alone | preload_environment(kind, library, alone), capture_output=True, text=True, check=False
+    )
+    said = result.stderr.strip()
+    if result.returncode == 0 and not said:
+        return None
+    return said.splitlines()[0] if said else f"a program under it ended with status {result.returncode}"
+
+
+def _jemalloc_files(environ: Mapping[str, str]) -> list[str]:
+    return _library_files("libjemalloc.so", environ)
+
+
+def _mimalloc_files(environ: Mapping[str, str]) -> list[str]:
+    try:
+        packaged = importlib.metadata.files("cmeel-mimalloc") or []
+    except importlib.metadata.PackageNotFoundError:
+        packaged = []
+    shared = [Path(str(file.locate())) for file in packaged if re.fullmatch(r"libmimalloc\.so(\.\d+)*", file.name)]
+    return [str(file.resolve()) for file in shared if file.exists()] + _library_files("libmimalloc.so", environ)
+
+
+def _library_files(stem: str, environ: Mapping[str, str]) -> list[str]:
+    """Where a library may be: what the loader knows, then the usual directories and those of this environment."""
+    files = libraries_in_cache(_ldconfig(), stem, os.uname().machine)
+    triplet = getattr(sys.implementation, "_multiarch", "")
+    roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr", "/"]
+    places = [Path(root, sub) for root in roots if root for sub in ("lib64", f"lib/{triplet}", "lib")]
+    return files + [str(file) for place in places for file in sorted(place.glob(f"{stem}*")) if _shared(file)]
+
+
+def _shared(file: Path) -> bool:
+    return re.fullmatch(r"lib\w+\.so(\.\d+)*", file.name) is not None and file.is_file()
+
+
+def _ldconfig() -> str:
+    # Not every user has /sbin on PATH.
+    program = shutil.which("ldconfig") or shutil.which("ldconfig", path="/sbin:/usr/sbin")
+    if program is None:
+        return ""
+    result = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
+    return result.stdout
+
+
+def _on_glibc() -> bool:
+    try:
+        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
+    except (ValueError, OSError):
+        return False

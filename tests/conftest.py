@@ -1,0 +1,92 @@
+"""Shared fixtures: where scratch files go, a clean environment, and a check that no test leaves anything behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+# Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
+torch.set_num_threads(1)
+
+_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "serial: must not share the machine with another test",
+        "gpu: needs a CUDA device",
+        "slow: takes more than ten seconds",
+    ):
+        config.addinivalue_line("markers", line)
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system `path` is on: that of the longest mount point above it."""
+    resolved = path.resolve()
+    mounts = [
+        (len(Path(part.mountpoint).parts), part.fstype)
+        for part in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(part.mountpoint)
+    ]
+    return max(mounts, default=(0, ""))[1]
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """An empty directory on a real disk: below the temp directory, or below pytest's cache where that one is in RAM."""
+    if _file_system(tmp_path) not in _RAM_FILE_SYSTEMS:
+        return tmp_path
+    assert request.config.cache is not None
+    directory = request.config.cache.mkdir(f"scratch-{os.getpid()}") / str(time.monotonic_ns())
+    directory.mkdir()
+    if _file_system(directory) in _RAM_FILE_SYSTEMS:
+        pytest.skip(f"both {tmp_path} and {directory} are in RAM; set --basetemp to a directory on a disk")
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TBA_")]:
+        monkeypatch.delenv(name)
+
+
+def _held() -> Counter[str]:
+    """What the process holds of ours: threads by identity, and descriptors of deleted files by number and target."""
+    held = Counter(f"thread {t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("tba-"))
+    descriptors = Path("/proc/self/fd")
+    if descriptors.is_dir():
+        for entry in os.listdir(descriptors):
+            try:
+                target = os.readlink(descriptors / entry)
+            except OSError:  # the descriptor of the listing itself
+                continue
+            # Libraries keep anonymous memory (memfd) and locks in descriptors of deleted files too.
+            if target.endswith(" (deleted)") and not target.startswith(("/memfd:", "/dev/shm/")):
+                held[f"descriptor {entry} of {target}"] += 1
+    return held
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """After each test: no thread named tba-* and no deleted (scratch) file held open that was not there before."""
+    before = _held()
+    yield
+    if not _held() - before:
+        return
+    deadline_s = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline_s:
+        gc.collect()  # an engine that is part of a cycle ends with the cycle
+        if not _held() - before:
+            return
+        time.sleep(0.05)
+    pytest.fail("left behind by this test: " + ", ".join(sorted(_held() - before)))
