@@ -21,6 +21,7 @@ help:
 
 # torch first and by its pin: asked for as a dependency, the newest build comes, with gigabytes of CUDA packages.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "making $(VENV): some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'

@@ -71,6 +71,18 @@ def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, s
     return environment | dict(spec.environment), allocator
 
 
+def available(allocator: str) -> bool:
+    """Whether an arm can run under this allocator here."""
+    from tba import ConfigError
+    from tba.cli import allocator_environment
+
+    try:
+        allocator_environment(allocator, environ=plain_environment(os.environ))
+    except ConfigError:
+        return False
+    return True
+
+
 class ArmProcess:
     """One arm's process: started on construction, ready after `ready()`, then `turn()` as often as needed."""
 

@@ -57,9 +57,7 @@ class TrainArm:
         self._prepare_torch()
         self.text = standard_library()
         torch.manual_seed(options.seed)
-        config = GPTConfig(
-            layers=options.layers, width=options.width, heads=options.heads, sequence=options.sequence
-        )
+        config = GPTConfig(layers=options.layers, width=options.width, heads=options.heads, sequence=options.sequence)
         self.model = GPT(config, checkpoint=options.checkpoint).to(self.device, getattr(torch, options.dtype))
         self.optimizer = make_optimizer(self.model, options.optimizer, options.learning_rate)
         self._stack = ExitStack()

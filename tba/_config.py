@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,13 @@ def _whole_number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _size(value: Any) -> Any:
+    """ByteSize looks at the beginning of a text only, and would take "1,5GiB" for one byte."""
+    if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
+        raise ValueError("neither a number nor a number and a unit")
+    return _whole_number(value)
 
 
 def _seconds(value: Any) -> Any:
@@ -58,7 +66,7 @@ def _directories(value: Any) -> Any:
 
 
 # No address space and no file is larger than the bound.
-Size = Annotated[ByteSize, BeforeValidator(_whole_number), Field(ge=0, lt=2**63)]
+Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"

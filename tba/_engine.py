@@ -19,6 +19,7 @@ from io_backends import HostStore, PosixStore, Store
 from . import _hooks
 from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
+from ._quiet import quiet
 from ._saver import Saver
 from ._stats import OffloadStats, TraceEvent
 from ._storage_path import storage_directory
@@ -95,7 +96,7 @@ class Offloader:
             _hooks.pop()
         saver = self._saver
         if not saver.dead:
-            with saver.lock:
+            with saver.lock, quiet():
                 saver.pass_on(None)
                 if not self.entered and saver.steps.open:
                     saver.end_step()
@@ -113,7 +114,7 @@ class Offloader:
             StalledError: no transfer ended for `io_timeout` seconds.
         """
         saver = self._saver
-        with saver.lock:
+        with saver.lock, quiet():
             saver.pass_on(None)
             saver.held.send_all()
             if not saver.mover.staging.wait_until_idle():

@@ -68,12 +68,16 @@ class _ModelHook:
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return not_attached
 
-    def __reduce__(self) -> str:
-        return "not_attached"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _copied, ()
 
 
 def not_attached(*_: Any, **__: Any) -> None:
     """What stands in a copied model where the original had a hook of an Offloader."""
+
+
+def _copied() -> Callable[..., None]:
+    return not_attached
 
 
 def tie(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:

@@ -19,6 +19,9 @@ def modes_are_on() -> bool:
 def quiet() -> Iterator[None]:
     """No mode sees or changes what is done inside. Autocast and the default generator are not touched by our operations."""
     with ExitStack() as stack:
+        if not modes_are_on():
+            yield
+            return
         stack.enter_context(_torch.DisableTorchFunction())
         stack.enter_context(_disable_current_modes())
         yield

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
+from ._errors import OffloadError
 from ._prefetch import Orders, Walk
 from ._record import IN_MEMORY, Record, RecordState, Remains
 from ._stats import Counters
@@ -59,7 +60,10 @@ class Residency:
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
                 return
             walk.take()
-            self._bring(record)
+            try:
+                self._bring(record)
+            except OffloadError:  # the unpack that asks for this very tensor will say so
+                return
 
     def demand(self, record: Record, budget_bytes: int) -> None:
         """Bring one record now: at the cost of others where the budget is full, and in any case."""

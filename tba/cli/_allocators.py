@@ -84,7 +84,7 @@ def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
         return Allocator("none", None, {}, "the environment's allocator is left as it is, as asked")
     present = next(filter(_is_allocator, _preloaded(environ)), None)
     if name == "auto" and present is not None:
-        kind = next((kind for kind in _INSTALL if kind in present), "none")
+        kind = next((kind for kind in _INSTALL if kind in os.path.basename(present)), "none")
         changes = preload_environment(kind, present, environ) if kind != "none" else {}
         return Allocator(kind, present, changes, "LD_PRELOAD has it already")
     if name == "glibc" and (present is not None or not facts.glibc):
@@ -157,7 +157,7 @@ def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
     for kind in kinds:
         if kind not in finders:
             continue
-        library, why = _first_that_works(kind, finders[kind](environ), environ)
+        library, why = first_that_works(kind, finders[kind](environ), environ)
         if library is not None:
             libraries[kind] = library
             break
@@ -165,7 +165,8 @@ def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
     return Facts(libraries, missing, _on_glibc())
 
 
-def _first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
+def first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """The first file a program starts under without complaint, or None and why the last one does not serve."""
     why = "is not installed"
     for file in dict.fromkeys(files):
         complaint = _complaint(kind, file, environ)
@@ -211,11 +212,8 @@ def _library_files(stem: str, environ: Mapping[str, str]) -> list[str]:
     triplet = getattr(sys.implementation, "_multiarch", "")
     roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr", "/"]
     places = [Path(root, sub) for root in roots if root for sub in ("lib64", f"lib/{triplet}", "lib")]
-    return files + [str(file) for place in places for file in sorted(place.glob(f"{stem}*")) if _shared(file)]
-
-
-def _shared(file: Path) -> bool:
-    return re.fullmatch(r"lib\w+\.so(\.\d+)*", file.name) is not None and file.is_file()
+    files += [str(file) for place in places for file in sorted(place.glob(f"{stem}*"))]
+    return [file for file in files if re.search(r"\.so(\.\d+)*$", file) and os.path.isfile(file)]
 
 
 def _ldconfig() -> str:

@@ -1,0 +1,135 @@
+"""The command line: `python -m benchmarks step|hooks|overlap|demo`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ._harness import Result, file_result, show
+from ._processes import ArmError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
+Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
+Save = Annotated[bool, typer.Option("--save/--no-save", help="File the result under benchmarks/results/.")]
+Machine = Annotated[str, typer.Option(help="Short neutral name of this machine for the result's file, such as vm2.")]
+Out = Annotated[Path, typer.Option(help="Folder for pictures and traces.")]
+Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
+
+_MACHINE = f"cpu{os.cpu_count()}"
+_OUT = Path("out")
+
+
+@app.command()
+def step(
+    model: Annotated[list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 24x2048.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 10,
+    threads: Threads = 2,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
+    floor: Annotated[bool, typer.Option(help="Also an arm under hooks that do nothing.")] = False,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
+    from .step import CPU_MODELS, CUDA_MODELS, TINY, run_step
+
+    known = CUDA_MODELS if device == "cuda" else CPU_MODELS
+    names = model or list(known)
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
+    if quick:
+        result = run_step([TINY], device=device, rounds=2, threads=threads, settings={"min_tensor_bytes": 0})
+    else:
+        result = run_step([known[name] for name in names], device=device, rounds=rounds, threads=threads, floor=floor)
+    _finish(result, json, save, machine)
+
+
+@app.command()
+def hooks(
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of each kind.")] = 40,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Cost per saved tensor on the calling thread, above an empty pair of hooks."""
+    from .hooks import run_hooks
+
+    _finish(run_hooks(rounds=3 if quick else rounds, tensors=8 if quick else 128), json, save, machine)
+
+
+@app.command()
+def overlap(
+    model: Annotated[str, typer.Option(help="24x256 or 8x512.")] = "24x256",
+    rate: Annotated[list[str] | None, typer.Option(help="Limit the link to so much a second, such as 200MB.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the one of median length is drawn.")] = 3,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
+    from .overlap import parse_rate, run_overlap
+    from .step import CPU_MODELS, TINY
+
+    if model not in CPU_MODELS:
+        raise typer.BadParameter(f"unknown model {model!r}; known are {', '.join(CPU_MODELS)}")
+    try:
+        rates = [parse_rate(text) for text in rate or []]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    size = TINY if quick else CPU_MODELS[model]
+    settings = {"min_tensor_bytes": 0} if quick else {}
+    rounds = 1 if quick else rounds
+    result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out, settings=settings)
+    _finish(result, json, save, machine)
+
+
+@app.command()
+def demo(
+    seconds: Annotated[float, typer.Option(min=1, help="Train for about so long, all arms together.")] = 130,
+    steps: Annotated[int, typer.Option(min=1, help="At most so many steps.")] = 60,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Train a GPT on Python's standard library, plain and offloaded, and show what that did to memory, time and loss."""
+    from .demo import run_demo
+    from .step import CPU_MODELS, TINY
+
+    if quick:
+        settings = {"min_tensor_bytes": 0}
+        result = run_demo(TINY, seconds=seconds, steps=min(steps, 3), threads=threads, out=out, settings=settings)
+    else:
+        result = run_demo(CPU_MODELS["24x256"], seconds=seconds, steps=steps, threads=threads, out=out)
+    _finish(result, json, save, machine)
+
+
+def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
+    show(result, as_json=as_json)
+    if save:
+        for path in file_result(result, machine):
+            print(f"filed {path.name}", file=sys.stderr)
+
+
+def main() -> None:
+    try:
+        app()
+    except ArmError as error:
+        sys.exit(f"benchmarks: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A step's events as arithmetic: what was busy, what was hidden, which lane to draw in; and the Chrome trace file.
+
+Pure functions over `(kind, start_s, end_s, nbytes, label)`; kinds are "write", "read", "wait" and "forwarded".
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Event = tuple[str, float, float, int, str]
+Span = tuple[str, str, float, float]
+
+TRANSFERS = ("write", "read")
+
+
+def of_kind(events: Iterable[Sequence[Any]], *kinds: str) -> list[Event]:
+    """The events of these kinds, by start."""
+    found = [(kind, start, end, nbytes, label) for kind, start, end, nbytes, label in events if kind in kinds]
+    return sorted(found, key=lambda event: event[1])
+
+
+def busy_s(events: Iterable[Event]) -> float:
+    """Seconds during which at least one of the events was under way."""
+    total = 0.0
+    until = float("-inf")
+    for _, start, end, _, _ in sorted(events, key=lambda event: event[1]):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def hidden_share(io_busy_s: float, waited_s: float) -> float:
+    """The share of I/O time behind which compute went on: 1 when nobody ever waited."""
+    if io_busy_s <= 0.0:
+        return 1.0
+    return max(0.0, 1.0 - waited_s / io_busy_s)
+
+
+def lanes(events: Sequence[Event]) -> list[int]:
+    """A lane for each event (sorted by start) such that no two in a lane overlap; as few lanes as that takes."""
+    free: list[int] = []
+    running: list[tuple[float, int]] = []
+    used = 0
+    chosen = []
+    for _, start, end, _, _ in events:
+        while running and running[0][0] <= start:
+            heapq.heappush(free, heapq.heappop(running)[1])
+        if free:
+            lane = heapq.heappop(free)
+        else:
+            lane, used = used, used + 1
+        heapq.heappush(running, (end, lane))
+        chosen.append(lane)
+    return chosen
+
+
+def phase_s(spans: Iterable[Sequence[Any]], phase: str) -> float:
+    """Seconds spent in "forward", "backward" or "optimizer"."""
+    return sum(end - start for kind, _, start, end in spans if kind == phase)
+
+
+def chrome_trace(
+    spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]], memory: Sequence[Any]
+) -> dict[str, Any]:
+    """One step in the Trace Event Format that chrome://tracing and ui.perfetto.dev open (times in microseconds)."""
+    out: list[dict[str, Any]] = []
+    threads: list[str] = ["compute", "wait"]
+
+    def add(thread: str, name: str, category: str, start: float, end: float, **details: Any) -> None:
+        if thread not in threads:
+            threads.append(thread)
+        place = {"pid": 1, "tid": threads.index(thread) + 1}
+        out.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": 1e6 * start,
+                "dur": 1e6 * (end - start),
+                **place,
+                "args": details,
+            }
+        )
+
+    for phase, name, start, end in spans:
+        add("compute", f"{phase} {name}" if phase != name else name, phase, start, end)
+    for _, start, end, nbytes, label in of_kind(events, "wait"):
+        add("wait", label, "wait", start, end, bytes=nbytes)
+    for kind in TRANSFERS:
+        chosen = of_kind(events, kind)
+        for (_, start, end, nbytes, label), lane in zip(chosen, lanes(chosen), strict=True):
+            add(f"{kind} {lane + 1}", label, kind, start, end, bytes=nbytes)
+    for _, start, _, nbytes, label in of_kind(events, "forwarded"):
+        place = {"pid": 1, "tid": 1, "s": "t", "args": {"bytes": nbytes}}
+        out.append({"name": f"forwarded {label}", "cat": "forwarded", "ph": "i", "ts": 1e6 * start, **place})
+    for at, nbytes in memory:
+        out.append({"name": "memory over idle", "ph": "C", "ts": 1e6 * at, "pid": 1, "args": {"MiB": nbytes / 2**20}})
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
+        for number, name in enumerate(threads, start=1)
+    ]
+    return {"traceEvents": names + out, "displayTimeUnit": "ms"}

@@ -1,0 +1,61 @@
+"""The hooks benchmark: the price of one saved tensor on the calling thread, by what it turns out to be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._bars import Bar
+from ._harness import Grid, Result, environment_block, median, progress
+from ._hook_cost import KINDS
+from ._processes import ArmError, Spec, in_turns, running
+
+# Microseconds above the empty pair. Passed through: a weight, or a tensor below the minimum size.
+_BARS_US = {"weight": 5.0, "below minimum size": 5.0, "further view": 15.0, "new record": 60.0}
+_WARM_UP_ROUNDS = 2
+# One compute thread: the kernels are scalars, and a second thread would only spin beside the measured one.
+_THREADS = 1
+
+
+def run_hooks(*, rounds: int, tensors: int) -> Result:
+    """Measure every kind in `rounds` pairs of chains of `tensors` saved tensors."""
+    spec = Spec(name="hooks", role="hooks", options={"tensors": tensors}, allocator="auto", threads=_THREADS)
+    answers: list[dict[str, Any]] = []
+    with progress("hooks", _WARM_UP_ROUNDS + rounds) as bar, running([spec]) as arms:
+        for _, number, answer in in_turns(arms, range(_WARM_UP_ROUNDS + rounds)):
+            if number >= _WARM_UP_ROUNDS:
+                answers.append(answer)
+            bar.advance(f"new record: {_above(answer, 'new record', 'cpu_us'):.1f} us")
+        counters = arms[0].close()
+        allocator = arms[0].allocator
+    _check(counters)
+    rows, bars, kinds = [], [], {}
+    for kind in KINDS:
+        above = {clock: median([_above(answer, kind, clock) for answer in answers]) for clock in ("cpu_us", "wall_us")}
+        empty = median([answer[kind]["empty"]["cpu_us"] for answer in answers])
+        bars.append(Bar(what=kind, measured=above["cpu_us"], limit=_BARS_US[kind], unit="us"))
+        rows.append((*bars[-1].row(), f"{above['wall_us']:.1f} us", f"{empty:.1f} us"))
+        kinds[kind] = {**above, "empty_cpu_us": empty, "limit_us": _BARS_US[kind], "met": bars[-1].met}
+    note = (
+        "Pack, unpack and release of one saved tensor, microseconds of the calling thread's CPU time above an empty pair "
+        f"of hooks; medians over {rounds} chains of {tensors}. Wall: the same by the clock on the wall, waiting for the "
+        "disk apart. Empty: the whole chain's cost per tensor under the empty pair."
+    )
+    table = Grid("Cost per saved tensor", ("kind", "bar", "measured", "met", "wall", "empty"), rows, note)
+    data = {"kinds": kinds, "counters": counters, "rounds": rounds, "tensors": tensors}
+    environment = environment_block({"hooks": allocator}, threads=_THREADS)
+    return Result(theme="hooks", tables=[table], data=data, environment=environment)
+
+
+def _above(answer: dict[str, Any], kind: str, clock: str) -> float:
+    above: float = answer[kind]["engine"][clock] - answer[kind]["empty"][clock]
+    return above
+
+
+def _check(counters: dict[str, dict[str, int]]) -> None:
+    """A kind that went another way than its name says would be a wrong figure."""
+    moves, passes = counters["moves"], counters["passes"]
+    for name in ("weight_bytes", "duplicate_bytes", "offloaded_bytes", "read_bytes"):
+        if not moves[name]:
+            raise ArmError(f"the hooks benchmark measured nothing of {name}: the engine counted {moves}")
+    if not passes["kept_bytes"] or passes["offloaded_bytes"]:
+        raise ArmError(f"tensors below the minimum size were not passed through: the engine counted {passes}")

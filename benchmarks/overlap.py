@@ -1,0 +1,178 @@
+"""The overlap benchmark: what one step does when, how much of its I/O is hidden, and how fast a link it needs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from ._harness import Grid, Result, environment_block, median, mib, progress
+from ._pictures import draw_rates, draw_timeline
+from ._processes import Spec, in_turns, running
+from ._trace import TRANSFERS, busy_s, chrome_trace, hidden_share, of_kind, phase_s
+from .step import Model
+
+_WARM_UP_ROUNDS = 2
+_SAMPLE_INTERVAL_S = 0.005
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second from text such as `200MB` (10^6) or `1GiB` (2^30); a trailing `/s` may stand.
+
+    Raises:
+        ValueError: it does not read as a size above zero.
+    """
+    try:
+        rate = float(TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s")))
+    except ValidationError:
+        raise ValueError(f"{text!r} is not a rate; write bytes per second such as 200MB or 1GiB") from None
+    if rate <= 0:
+        raise ValueError(f"a rate must be above zero, got {text!r}")
+    return rate
+
+
+def run_overlap(
+    model: Model,
+    *,
+    rates: Sequence[float],
+    rounds: int,
+    threads: int,
+    out: Path,
+    settings: Mapping[str, Any] | None = None,
+) -> Result:
+    """Trace `rounds` steps at each rate beside plain ones; without a rate, at the device's own."""
+    specs = {"plain": _arm("plain", model, threads)}
+    for rate in [None, *rates]:
+        name = link_name(rate)
+        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate, settings=dict(settings or {}))
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
+    total = _WARM_UP_ROUNDS + rounds
+    with progress(f"overlap {model.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:
+        for arm, number, answer in in_turns(arms, range(total)):
+            if number >= _WARM_UP_ROUNDS:
+                answers[arm.spec.name].append(answer)
+            bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s")
+        allocators = {arm.spec.name: arm.allocator for arm in arms}
+        for arm in arms:
+            arm.close()
+    found = {name: summarise(steps) for name, steps in answers.items()}
+    free = found[link_name(None)]
+    need = needed_rate(free)
+    files = _draw(model, answers, found, rates, need, out)
+    data = {
+        "model": model.options(),
+        "links": {
+            name: {"rate_bytes_per_s": specs[name].options.get("rate_bytes_per_s"), **row}
+            for name, row in found.items()
+        },
+        "needed_bytes_per_s": need,
+        "hidden_share": free["hidden_share"],
+        "gradients_bit_equal": len({tuple(s["gradients_sha256"] for s in steps) for steps in answers.values()}) == 1,
+    }
+    environment = environment_block(allocators, threads=threads)
+    return Result(theme="overlap", tables=[_table(model, found, need)], data=data, files=files, environment=environment)
+
+
+def link_name(rate: float | None) -> str:
+    """What a link is called in tables and legends."""
+    return "offload" if rate is None else f"offload, {rate / 1e6:,.0f} MB/s"
+
+
+def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over the traced steps of one arm."""
+
+    def middle(value: Any) -> float:
+        return median([value(step) for step in steps])
+
+    busy = middle(lambda step: busy_s(of_kind(step["events"], *TRANSFERS)))
+    waited = middle(lambda step: step["moved"].get("wait_s", 0.0) + step["moved"].get("backpressure_s", 0.0))
+    return {
+        "wall_s": middle(lambda step: step["wall_s"]),
+        "forward_s": middle(lambda step: phase_s(step["spans"], "forward")),
+        "backward_s": middle(lambda step: phase_s(step["spans"], "backward")),
+        "peak_bytes": max(step["peak_bytes"] for step in steps),
+        "written_bytes": middle(lambda step: step["moved"].get("written_bytes", 0)),
+        "read_bytes": middle(lambda step: step["moved"].get("read_bytes", 0)),
+        "forwarded_bytes": middle(lambda step: step["moved"].get("forwarded_bytes", 0)),
+        "backward_waited_s": middle(lambda step: step["moved"].get("wait_s", 0.0)),
+        "forward_waited_s": middle(lambda step: step["moved"].get("backpressure_s", 0.0)),
+        "io_busy_s": busy,
+        "hidden_share": hidden_share(busy, waited),
+    }
+
+
+def needed_rate(row: Mapping[str, Any]) -> float:
+    """Bytes per second each way below which I/O cannot fit behind this compute, whatever the order."""
+    return max(row["written_bytes"] / row["forward_s"], row["read_bytes"] / row["backward_s"])
+
+
+def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
+    merged = {**model.options(), "sample_interval_s": _SAMPLE_INTERVAL_S, **options}
+    return Spec(name=name, role="timeline", options=merged, allocator="auto", threads=threads)
+
+
+def _draw(
+    model: Model,
+    answers: Mapping[str, Sequence[Mapping[str, Any]]],
+    found: Mapping[str, Mapping[str, Any]],
+    rates: Sequence[float],
+    need: float,
+    out: Path,
+) -> list[Path]:
+    out.mkdir(parents=True, exist_ok=True)
+    files = []
+    for rate in [None, *rates]:
+        name = link_name(rate)
+        steps = sorted(answers[name], key=lambda step: step["wall_s"])
+        middle = steps[len(steps) // 2]
+        stem = out / ("overlap" if rate is None else f"overlap_{rate / 1e6:.0f}MBps")
+        title = f"{model.describe()}: {name}, {found[name]['hidden_share']:.1%} of I/O hidden behind compute"
+        files += [stem.with_suffix(".png"), stem.with_suffix(".trace.json")]
+        draw_timeline(middle, files[-2], title=title)
+        files[-1].write_text(json.dumps(chrome_trace(middle["spans"], middle["events"], middle["memory"])))
+    if rates:
+        files.append(out / "overlap_rates.png")
+        points = [(rate, found[link_name(rate)]) for rate in sorted(rates)]
+        draw_rates(
+            points, files[-1], plain=found["plain"], free=found[link_name(None)], need=need, title=model.describe()
+        )
+    return files
+
+
+def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) -> Grid:
+    plain = found["plain"]
+    rows = [
+        (
+            name,
+            f"{row['wall_s']:.3f}",
+            f"{row['wall_s'] / plain['wall_s']:.2f}",
+            mib(row["peak_bytes"]),
+            mib(row["written_bytes"]),
+            mib(row["read_bytes"]),
+            f"{row['io_busy_s']:.3f}",
+            f"{row['forward_waited_s']:.3f}",
+            f"{row['backward_waited_s']:.3f}",
+            f"{row['hidden_share']:.1%}" if row["io_busy_s"] else "-",
+        )
+        for name, row in found.items()
+    ]
+    columns = (
+        "link",
+        "step s",
+        "/ plain",
+        "peak MiB",
+        "written MiB",
+        "read MiB",
+        "I/O busy s",
+        "forward waited s",
+        "backward waited s",
+        "hidden",
+    )
+    note = (
+        "Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of "
+        f"{need / 1e6:,.0f} MB/s each way or more: written bytes over the forward's time, read bytes over the backward's."
+    )
+    return Grid(f"Overlap, {model.describe()}", columns, rows, note)

@@ -1,0 +1,85 @@
+"""What the engine's tests share: engines over a store that a test holds back or breaks, and small graphs to save."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from io_backends import PosixStore, Store
+from io_backends.testing import Fault, FaultyStore, Operation
+from tba import OffloadConfig, Offloader
+
+
+@contextmanager
+def engine(
+    scratch: Path,
+    plan: Callable[[Operation, int], Fault | None] | None = None,
+    *,
+    model: torch.nn.Module | None = None,
+    threads: int = 1,
+    **settings: Any,
+) -> Iterator[Offloader]:
+    """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
+    store: Store = PosixStore(scratch, threads=threads)
+    if plan is not None:
+        store = FaultyStore(store, plan)
+    config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
+    offload = Offloader(model, config, store=store)
+    try:
+        yield offload
+    finally:
+        offload.close()
+
+
+class Gate:
+    """A plan that holds back every transfer of one kind until `open()`."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._event = threading.Event()
+
+    def __call__(self, operation: Operation, number: int) -> Fault | None:
+        return Fault(gate=self._event) if operation == self._operation else None
+
+    def open(self) -> None:
+        self._event.set()
+
+
+class Square(torch.autograd.Function):
+    """x -> x^2; saves exactly its input, and only after its own computation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.detach() ** 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+def save(x: Tensor) -> Tensor:
+    """A graph whose only saved tensor is `x`."""
+    result = Square.apply(x)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def activation(*size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A leaf and a non-leaf copy of it (the copy's own node saves nothing)."""
+    leaf = torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return leaf, leaf + 0
+
+
+def chain(x: Tensor, length: int = 8) -> Tensor:
+    """A graph that saves `length` tensors the size of `x`, none of them a leaf."""
+    for _ in range(length):
+        x = save(x * 1)
+    return x

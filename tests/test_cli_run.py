@@ -1,0 +1,185 @@
+"""`tba run`: which allocator is chosen and why, what the program gets, and that it takes this one's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba import ConfigError
+from tba.cli import allocator_environment
+from tba.cli._allocators import ALLOCATORS, Facts, choose, first_that_works, libraries_in_cache, preload_environment
+
+JEMALLOC, MIMALLOC = "/lib/libjemalloc.so.2", "/venv/libmimalloc.so.3"
+BOTH = Facts({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
+ONLY_MIMALLOC = Facts({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
+NEITHER = Facts({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
+CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1"
+
+
+def test_auto_takes_the_first_that_is_here() -> None:
+    chosen = [choose("auto", facts, {}) for facts in (BOTH, ONLY_MIMALLOC, NEITHER)]
+    assert [(allocator.name, allocator.library) for allocator in chosen] == [
+        ("jemalloc", JEMALLOC),
+        ("mimalloc", MIMALLOC),
+        ("glibc", None),
+    ]
+    assert "jemalloc: is not installed" in chosen[1].reason
+    assert "jemalloc: is not installed; mimalloc: /x.so cannot be used (wrong ELF class)" in chosen[2].reason
+
+
+def test_what_each_sets() -> None:
+    assert choose("jemalloc", BOTH, {}).environment == {"LD_PRELOAD": JEMALLOC, "MALLOC_CONF": CONF}
+    assert choose("mimalloc", BOTH, {}).environment == {"LD_PRELOAD": MIMALLOC, "MIMALLOC_PURGE_DELAY": "-1"}
+    glibc = choose("glibc", BOTH, {}).environment
+    assert glibc == {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "67108864"}
+    assert choose("none", BOTH, {"LD_PRELOAD": "x"}).environment == {}
+
+
+def test_without_glibc_nothing_is_tuned() -> None:
+    elsewhere = Facts({}, NEITHER.missing, glibc=False)
+    assert choose("auto", elsewhere, {}).environment == {}
+    assert choose("auto", elsewhere, {}).name == "none"
+    with pytest.raises(ConfigError, match="does not run on glibc"):
+        choose("glibc", elsewhere, {})
+
+
+@pytest.mark.parametrize("name", ["jemalloc", "mimalloc"])
+def test_an_allocator_asked_for_and_not_here_is_an_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"allocator '{name}' was asked for, but .*; install it \(.*choose another"):
+        choose(name, NEITHER, {})
+
+
+def test_an_unknown_allocator_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="unknown allocator 'tcmalloc'; choose one of auto, jemalloc, mimalloc"):
+        allocator_environment("tcmalloc")
+
+
+def test_what_was_preloaded_stays() -> None:
+    environ = {"LD_PRELOAD": "/a.so:/b.so /c.so"}
+    assert choose("auto", BOTH, environ).environment["LD_PRELOAD"] == f"{JEMALLOC}:/a.so:/b.so:/c.so"
+
+
+@pytest.mark.parametrize(
+    ("library", "name"),
+    [("/mine/libjemalloc.so.1", "jemalloc"), ("libmimalloc.so", "mimalloc"), ("libtcmalloc.so.4", "none")],
+)
+def test_an_allocator_the_user_preloads_is_left_alone(library: str, name: str) -> None:
+    chosen = choose("auto", BOTH, {"LD_PRELOAD": f"/a.so:{library}"})
+    assert (chosen.name, chosen.library) == (name, library)
+    assert JEMALLOC not in chosen.environment.get("LD_PRELOAD", "")
+    with pytest.raises(ConfigError, match=f"LD_PRELOAD brings {library}"):
+        choose("glibc", BOTH, {"LD_PRELOAD": library})
+
+
+def test_the_users_own_settings_win() -> None:
+    conf = preload_environment("jemalloc", JEMALLOC, {"MALLOC_CONF": "dirty_decay_ms:100"})["MALLOC_CONF"]
+    assert conf == f"{CONF},dirty_decay_ms:100"  # jemalloc takes the later of two
+    assert "MIMALLOC_PURGE_DELAY" not in preload_environment("mimalloc", MIMALLOC, {"MIMALLOC_PURGE_DELAY": "5"})
+    assert "MALLOC_MMAP_THRESHOLD_" not in choose("glibc", NEITHER, {"MALLOC_MMAP_THRESHOLD_": "7"}).environment
+
+
+@pytest.mark.parametrize(("kind", "library"), [("jemalloc", JEMALLOC), ("mimalloc", MIMALLOC)])
+def test_run_inside_run_changes_nothing(kind: str, library: str) -> None:
+    once = preload_environment(kind, library, {"LD_PRELOAD": "/a.so"})
+    assert once | preload_environment(kind, library, once) == once
+
+
+def test_the_loaders_cache_is_read_for_this_processor() -> None:
+    listing = """2 libs found in cache `/etc/ld.so.cache'
+\tlibjemalloc.so.2 (libc6) => /lib/i386-linux-gnu/libjemalloc.so.2
+\tlibjemalloc.so.2 (libc6,x86-64) => /lib/x86_64-linux-gnu/libjemalloc.so.2
+\tlibjemallocish.so (libc6,x86-64) => /lib/x86_64-linux-gnu/libjemallocish.so
+"""
+    assert libraries_in_cache(listing, "libjemalloc.so", "x86_64") == ["/lib/x86_64-linux-gnu/libjemalloc.so.2"]
+    assert libraries_in_cache("", "libjemalloc.so", "x86_64") == []
+
+
+def test_a_library_that_does_not_load_is_passed_over(tmp_path: Path) -> None:
+    broken = tmp_path / "libjemalloc.so.9"
+    broken.write_text("not a library")
+    library, why = first_that_works("jemalloc", [str(broken)], os.environ)
+    assert library is None
+    assert why.startswith(f"{broken} cannot be used (")
+    assert "preload" in why  # the loader's own words
+
+
+def test_a_path_that_ld_preload_cannot_hold_is_passed_over(tmp_path: Path) -> None:
+    library, why = first_that_works("mimalloc", [str(tmp_path / "with space.so")], os.environ)
+    assert (library, "cannot hold a path with a space" in why) == (None, True)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def tba_run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {name: value for name, value in os.environ.items() if "MALLOC" not in name and name != "LD_PRELOAD"}
+    command = [sys.executable, "-m", "tba", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=clean | environment, check=False)
+
+
+@pytest.fixture(params=["jemalloc", "mimalloc"])
+def library(request: pytest.FixtureRequest) -> str:
+    """A preloadable allocator that is on this machine."""
+    try:
+        found = allocator_environment(request.param, {"PATH": os.environ["PATH"]}).library
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert found is not None
+    return str(found)
+
+
+def test_the_program_runs_on_the_allocator(library: str) -> None:
+    name = "jemalloc" if "jemalloc" in library else "mimalloc"
+    code = "print(open('/proc/self/maps').read())"
+    result = tba_run("--allocator", name, "--", sys.executable, "-c", code)
+    assert result.returncode == 0, result.stderr
+    assert os.path.realpath(library) in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"tba run: {name} ({library}): ")
+
+
+def test_exit_status_and_arguments_pass_through() -> None:
+    code = "import sys; print(sys.argv[1:]); sys.exit(7)"
+    for dashes in ((), ("--",)):
+        result = tba_run("--allocator", "none", *dashes, sys.executable, "-c", code, "--allocator", "-x", "")
+        assert (result.returncode, result.stdout.strip()) == (7, "['--allocator', '-x', '']")
+
+
+def test_signals_reach_the_program_itself() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+    assert tba_run("--allocator", "none", "--", sys.executable, "-c", code).returncode == -signal.SIGTERM
+
+
+def test_a_closed_pipe_ends_the_program_as_without_us() -> None:
+    # Python ignores SIGPIPE, and would hand that on: the kernel's list of ignored signals must be empty of it.
+    result = tba_run("--allocator", "none", "--", "sh", "-c", "grep SigIgn /proc/self/status")
+    ignored = int(result.stdout.split()[1], 16)
+    assert not ignored & 1 << (signal.SIGPIPE - 1)
+
+
+def test_a_program_that_is_not_there() -> None:
+    result = tba_run("--allocator", "none", "--", "no-such-program-anywhere")
+    assert result.returncode == 127
+    assert "cannot start 'no-such-program-anywhere': No such file" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_program_that_cannot_be_run(tmp_path: Path) -> None:
+    (tmp_path / "data").write_text("no program")
+    result = tba_run("--allocator", "none", "--", str(tmp_path / "data"))
+    assert result.returncode == 126
+    assert "Permission denied" in result.stderr
+
+
+def test_usage_errors() -> None:
+    assert tba_run().returncode == 2
+    result = tba_run("--allocator", "tcmalloc", "--", "true")
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"tba run: unknown allocator 'tcmalloc'; choose one of {', '.join(ALLOCATORS)}\n",
+    )

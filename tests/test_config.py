@@ -1,0 +1,247 @@
+"""Settings: where they come from, what they accept, and that everything else is an error that helps."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba import ConfigError, OffloadConfig
+
+LATER = {
+    "compress": "lz4",
+    "io_backend": "kvikio",
+    "cpu_budget": "1GiB",
+    "nvme_budget": 1,
+    "checksum": True,
+    "max_write_rate": "100MB",
+    "max_read_rate": 1,
+    "max_write_bytes_per_day": "1TB",
+    "storage_paths": "/a:/b",
+}
+
+
+def variable(name: str) -> str:
+    return f"TBA_{name.upper()}"
+
+
+def test_defaults() -> None:
+    config = OffloadConfig()
+    assert (config.tier, config.compress, config.storage_paths, config.io_backend) == ("auto", None, None, "auto")
+    assert (config.min_tensor_bytes, config.io_threads, config.io_timeout, config.checksum) == (1 << 20, 2, 60.0, False)
+    assert config.memory_budget is config.staging_bytes is config.prefetch_bytes is None
+
+
+def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OffloadConfig().tier == "auto"
+    monkeypatch.setenv("TBA_TIER", "nvme")
+    assert OffloadConfig().tier == "nvme"
+    assert OffloadConfig(tier="keep").tier == "keep"
+    monkeypatch.setenv("TBA_TIER", "cpu")
+    assert OffloadConfig().tier == "cpu"  # read when the object is made, not once
+
+
+def test_a_variable_set_to_nothing_counts_as_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OffloadConfig.model_fields:
+        monkeypatch.setenv(variable(name), "")
+    assert OffloadConfig() == OffloadConfig(tier="auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        ("8GiB", 8 << 30),
+        ("512MB", 512_000_000),
+        ("1.5 KiB", 1536),
+        ("2g", 2_000_000_000),
+        ("4096", 4096),
+        (4096, 4096),
+        (2.0**20, 1 << 20),
+        (0, 0),
+        ("0", 0),
+    ],
+)
+def test_sizes(given: Any, nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OffloadConfig(memory_budget=given).memory_budget == nbytes
+    if isinstance(given, str):
+        monkeypatch.setenv("TBA_MEMORY_BUDGET", given)
+        assert OffloadConfig().memory_budget == nbytes
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["12q", "many", "-1", -1, "8 GiB more", "1,5GiB", "1_0", True, 1.5, None, "1e3", "9" * 20 + "GiB", 2**63, [1]],
+)
+def test_a_size_that_does_not_parse(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"min_tensor_bytes=.* is not a size: .*512MB .*8GiB"):
+        OffloadConfig(min_tensor_bytes=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "seconds"), [(60, 60.0), ("60", 60.0), ("60s", 60.0), (" 1.5 s ", 1.5), (0.25, 0.25)]
+)
+def test_seconds(given: Any, seconds: float) -> None:
+    assert OffloadConfig(io_timeout=given).io_timeout == seconds
+
+
+@pytest.mark.parametrize("given", [0, -1, "1h", "soon", float("inf"), float("nan"), True, None])
+def test_seconds_that_do_not_parse(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"io_timeout=.* is not a number of seconds above 0"):
+        OffloadConfig(io_timeout=given)
+
+
+@pytest.mark.parametrize("given", [0, -2, 257, 1.5, "two", True, None])
+def test_a_count_of_threads_that_cannot_be(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"io_threads=.* is not a whole number from 1 to 256"):
+        OffloadConfig(io_threads=given)
+
+
+def test_storage_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = (tmp_path,)
+    for given in (tmp_path, str(tmp_path), [tmp_path], (str(tmp_path),), f"{tmp_path}:"):
+        assert OffloadConfig(storage_paths=given).storage_paths == expected
+    monkeypatch.setenv("TBA_STORAGE_PATHS", str(tmp_path))
+    assert OffloadConfig().storage_paths == expected
+    monkeypatch.chdir(tmp_path.parent)
+    assert OffloadConfig(storage_paths=tmp_path.name).storage_paths == expected  # a later chdir does not move it
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert OffloadConfig(storage_paths="~/x").storage_paths == (tmp_path / "x",)
+
+
+@pytest.mark.parametrize("given", ["", ":", [], 5, b"/tmp", [5], "~nobody-of-that-name/x", "/a\0b"])
+def test_storage_paths_that_name_no_directory(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"storage_paths=.* is not a directory, as a str or a Path"):
+        OffloadConfig(storage_paths=given)
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"), [("nvm", "nvme"), ("NVME", "nvme"), ("disk", None), (None, None), (3, None)]
+)
+def test_an_unknown_tier_names_the_known_ones_and_the_nearest(asked: Any, meant: str | None) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(tier=asked)
+    message = str(caught.value)
+    assert message.startswith(f"tier={asked!r} is not one of 'keep', 'cpu', 'nvme', 'auto'")
+    assert message.endswith(f"did you mean {meant}?") == (meant is not None)
+
+
+def test_an_unknown_argument_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown setting 'min_tensor_byte'; did you mean min_tensor_bytes\?"):
+        OffloadConfig(min_tensor_byte=1)
+    with pytest.raises(ConfigError, match="unknown setting '_env_file'"):
+        OffloadConfig(_env_file="x")
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "nearest"),
+    [("TBA_TEIR", "TBA_TIER"), ("TBA_MIN_TENSOR_BYTE", "TBA_MIN_TENSOR_BYTES"), ("tba_io_thread", "TBA_IO_THREADS")],
+)
+def test_a_misspelt_variable_is_an_error_that_names_the_nearest(
+    misspelt: str, nearest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(misspelt, "1")
+    with pytest.raises(ConfigError, match=rf"{misspelt}; did you mean {nearest}\?"):
+        OffloadConfig(tier="keep")
+
+
+def test_a_variable_like_none_of_ours_is_an_error_that_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_XYZZY", "1")
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig()
+    assert "did you mean" not in str(caught.value)
+    assert all(variable(name) in str(caught.value) for name in OffloadConfig.model_fields)
+
+
+def test_a_wrong_variable_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_STAGING_BYTES", "much")
+    with pytest.raises(ConfigError, match="TBA_STAGING_BYTES='much' is not a size"):
+        OffloadConfig()
+    assert OffloadConfig(staging_bytes=1).staging_bytes == 1  # the argument wins, so nobody asked for the variable
+
+
+def test_several_wrong_settings_are_all_named() -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(tier="disk", min_tensor_bytes="x", io_threads=0)
+    assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["tier", "min_tensor_bytes", "io_threads"]
+
+
+@pytest.mark.parametrize(("name", "value"), LATER.items())
+def test_a_setting_of_a_later_version_says_so(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*not available in this version"):
+        OffloadConfig(**{name: value})
+    monkeypatch.setenv(variable(name), str(value))
+    with pytest.raises(ConfigError, match=rf"{variable(name)}=.*not available in this version"):
+        OffloadConfig()
+
+
+def test_the_default_of_a_later_setting_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = OffloadConfig.model_fields
+    assert OffloadConfig(**{name: fields[name].default for name in LATER}) == OffloadConfig()
+    monkeypatch.setenv("TBA_COMPRESS", "none")
+    monkeypatch.setenv("TBA_CHECKSUM", "off")
+    assert OffloadConfig() == OffloadConfig(compress=None, checksum=False)
+
+
+def test_equal_settings_are_one_key() -> None:
+    one, same, other = OffloadConfig(memory_budget="1KiB"), OffloadConfig(memory_budget=1024), OffloadConfig()
+    assert one == same
+    assert {one: 1, same: 2, other: 3} == {one: 2, other: 3}
+
+
+def test_settings_round_trip(tmp_path: Path) -> None:
+    config = OffloadConfig(tier="nvme", storage_paths=tmp_path, min_tensor_bytes=0, io_timeout="5s")
+    copies = [
+        OffloadConfig(**config.model_dump()),
+        OffloadConfig.model_validate(config.model_dump()),
+        OffloadConfig.model_validate_json(config.model_dump_json()),
+        config.model_copy(),
+        copy.deepcopy(config),
+        pickle.loads(pickle.dumps(config)),
+    ]
+    assert all(made == config and hash(made) == hash(config) for made in copies)
+    assert config.model_copy(update={"tier": "cpu"}) == OffloadConfig(**{**config.model_dump(), "tier": "cpu"})
+
+
+def test_settings_cannot_change() -> None:
+    config = OffloadConfig()
+    with pytest.raises(ConfigError, match="immutable"):
+        config.tier = "nvme"
+    with pytest.raises(ConfigError, match="immutable"):
+        del config.tier
+    assert config == OffloadConfig()
+
+
+def test_every_way_in_is_checked() -> None:
+    config = OffloadConfig()
+    for way in (
+        lambda: OffloadConfig.model_validate({"tier": "disk"}),
+        lambda: OffloadConfig.model_validate_json('{"tier": "disk"}'),
+        lambda: config.model_copy(update={"tier": "disk"}),
+    ):
+        with pytest.raises(ConfigError, match="tier='disk'"):
+            way()
+
+
+def test_every_setting_is_documented_with_its_unit() -> None:
+    for name, field in OffloadConfig.model_fields.items():
+        assert field.description, name
+        unit = {"_bytes": "bytes", "budget": "bytes", "_rate": "bytes per second", "timeout": "seconds"}
+        for ending, word in unit.items():
+            assert not name.endswith(ending) or word in field.description.lower(), name
+        assert (name in LATER) == ("later)" in field.description), name
+
+
+def test_importing_reads_no_environment() -> None:
+    code = (
+        "import os; os.environ['TBA_TEIR'] = 'x'\n"
+        "from tba import ConfigError, OffloadConfig\n"
+        "try: OffloadConfig()\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("unknown environment variable TBA_TEIR")

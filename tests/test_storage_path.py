@@ -1,0 +1,204 @@
+"""The storage path: which directory serves, which is refused, and what the refusal says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tba import OffloadConfig, OffloadWarning, StorageError, _storage_path
+from tba._storage_path import Mount, PathFacts, default_directories, mount_of, refusal, storage_directory
+
+MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
+30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24682416k
+40 27 0:40 / /mnt/data rw,relatime shared:3 master:1 - nfs4 server:/export rw,vers=4.2
+41 40 8:1 / /mnt/data/local rw - xfs /dev/nvme0n1 rw
+42 27 0:42 / /mnt/with\040space rw - tmpfs my\040tmp rw
+43 27 0:43 / /over rw - tmpfs tmpfs rw
+44 43 8:2 / /over rw - ext4 /dev/sdb1 rw
+45 27 252:0 / /swapdisk rw - ext4 /dev/zram0 rw
+a line that means nothing
+"""
+ON_DISK = Mount(point="/", kind="ext4", source="/dev/vda")
+
+
+@pytest.mark.parametrize(
+    ("path", "point", "kind"),
+    [
+        ("/home/user", "/", "ext4"),
+        ("/", "/", "ext4"),
+        ("/dev/shm", "/dev/shm", "tmpfs"),
+        ("/dev/shm/a/b", "/dev/shm", "tmpfs"),
+        ("/dev/shmoo", "/", "ext4"),  # a prefix of the name is not a parent
+        ("/mnt/data/x", "/mnt/data", "nfs4"),
+        ("/mnt/data/local/x", "/mnt/data/local", "xfs"),
+        ("/mnt/with space/x", "/mnt/with space", "tmpfs"),
+        ("/over/x", "/over", "ext4"),  # the later mount is on top
+    ],
+)
+def test_the_mount_is_the_longest_prefix(path: str, point: str, kind: str) -> None:
+    found = mount_of(path, MOUNTS)
+    assert (found.point, found.kind) == (point, kind)
+
+
+def test_mounts_in_ram_and_over_a_network() -> None:
+    assert [mount_of(path, MOUNTS).in_ram for path in ("/", "/dev/shm", "/swapdisk/x", "/mnt/data")] == [0, 1, 1, 0]
+    assert [mount_of(path, MOUNTS).over_network for path in ("/", "/mnt/data", "/mnt/data/local")] == [0, 1, 0]
+
+
+def test_no_mount_is_known_without_the_kernels_list() -> None:
+    assert mount_of("/x", "") == Mount()
+    assert refusal(PathFacts(path="/x", mount=Mount())) is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        (PathFacts(path="/x", exists=False), "no such directory"),
+        (PathFacts(path="/x", is_directory=False), "not a directory"),
+        (PathFacts(path="/x", mount=mount_of("/dev/shm", MOUNTS)), r"/dev/shm, a file system in RAM \(tmpfs"),
+        (PathFacts(path="/x", mount=mount_of("/swapdisk", MOUNTS)), "in RAM .*zram0"),
+        (PathFacts(path="/x", mount=ON_DISK, read_only=True, writable=False), "read-only"),
+        (PathFacts(path="/x", mount=ON_DISK, writable=False), "may not write"),
+        (PathFacts(path="/x", mount=ON_DISK, free_bytes=4096), r"full \(4,096 bytes free\)"),
+    ],
+)
+def test_refusals_say_what_was_found_and_what_to_do(facts: PathFacts, said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(refusal(facts))
+    assert ";" in str(refusal(facts))
+
+
+def test_a_disk_with_room_is_not_refused() -> None:
+    assert refusal(PathFacts(path="/x", mount=ON_DISK, free_bytes=1 << 30)) is None
+    assert refusal(PathFacts(path="/x", mount=ON_DISK, free_bytes=None)) is None
+
+
+def test_the_given_directory_is_used_as_it_is(scratch: Path) -> None:
+    mode = scratch.stat().st_mode
+    assert storage_directory(OffloadConfig(storage_paths=scratch)) == scratch
+    assert (scratch.stat().st_mode, os.listdir(scratch)) == (mode, [])
+
+
+def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "there"
+    with pytest.raises(StorageError, match=rf"storage path '{missing}': there is no such directory"):
+        storage_directory(OffloadConfig(storage_paths=missing))
+    assert not missing.parent.exists()
+
+
+def test_a_file_is_no_directory(scratch: Path) -> None:
+    (scratch / "file").write_text("")
+    with pytest.raises(StorageError, match="not a directory"):
+        storage_directory(OffloadConfig(storage_paths=scratch / "file"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no RAM file system at /dev/shm")
+def test_a_directory_in_ram_is_refused_also_behind_a_link(scratch: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as in_ram:
+        link = scratch / "link"
+        link.symlink_to(in_ram)
+        for path in (in_ram, link):
+            with pytest.raises(StorageError, match="in RAM"):
+                storage_directory(OffloadConfig(storage_paths=path))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_refused(scratch: Path) -> None:
+    (scratch / "locked").mkdir(mode=0o500)
+    with pytest.raises(StorageError, match="may not write"):
+        storage_directory(OffloadConfig(storage_paths=scratch / "locked"))
+
+
+@contextmanager
+def mounted(point: Path, *arguments: str) -> Iterator[None]:
+    """A file system mounted for a while; the test skips where that is not allowed."""
+    point.mkdir()
+    try:
+        result = subprocess.run(["mount", *arguments, str(point)], capture_output=True, text=True, check=False)
+    except OSError as error:
+        pytest.skip(f"cannot mount here: {error}")
+    if result.returncode:
+        pytest.skip(f"cannot mount here: {result.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def test_a_read_only_file_system_is_refused(scratch: Path) -> None:
+    point = scratch / "read-only"
+    with mounted(point, "--bind", str(scratch)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
+        with pytest.raises(StorageError, match="read-only"):
+            storage_directory(OffloadConfig(storage_paths=point))
+    assert storage_directory(OffloadConfig(storage_paths=point)) == point
+
+
+def test_a_full_file_system_is_refused(scratch: Path) -> None:
+    image, point = scratch / "image", scratch / "full"
+    image.write_bytes(bytes(8 << 20))
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("no mkfs.ext4 here")
+    subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
+    with mounted(point, "-o", "loop", str(image)):
+        assert storage_directory(OffloadConfig(storage_paths=point)) == point
+        with open(point / "filler", "wb") as filler:
+            space = os.statvfs(point)
+            os.posix_fallocate(filler.fileno(), 0, space.f_bfree * space.f_frsize - (512 << 10))
+        with pytest.raises(StorageError, match="full"):
+            storage_directory(OffloadConfig(storage_paths=point))
+
+
+def test_the_default_is_private_and_below_the_cache(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
+    found = storage_directory(OffloadConfig())
+    assert found == scratch / "cache" / "tba"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    found.chmod(0o755)
+    assert storage_directory(OffloadConfig()) == found
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+def test_the_default_falls_back_to_the_temp_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scratch / "cache").write_text("a file where the cache should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    assert storage_directory(OffloadConfig()) == scratch / f"tba-{os.getuid()}"
+
+
+def test_somebody_elses_directory_is_not_used(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scratch / "elsewhere").mkdir()
+    (scratch / f"tba-{os.getuid()}").symlink_to(scratch / "elsewhere")
+    monkeypatch.setattr(_storage_path, "default_directories", lambda *_: (scratch / f"tba-{os.getuid()}",))
+    with pytest.raises(StorageError, match="is a symbolic link") as caught:
+        storage_directory(OffloadConfig())
+    assert "TBA_STORAGE_PATHS" in str(caught.value)
+
+
+def test_where_the_defaults_are() -> None:
+    directories = default_directories({"XDG_CACHE_HOME": "/c"}, "/home/u", "/tmp", 7)
+    assert directories == (Path("/c/tba"), Path("/tmp/tba-7"), Path("/var/tmp/tba-7"))
+    assert default_directories({}, "/home/u", "/tmp", 7)[0] == Path("/home/u/.cache/tba")
+    assert default_directories({"XDG_CACHE_HOME": "relative"}, "/home/u", "/tmp", 7)[0] == Path("/home/u/.cache/tba")
+    assert default_directories({}, None, "/var/tmp", 7) == (Path("/var/tmp/tba-7"),)
+
+
+def test_a_network_file_system_is_used_with_a_warning(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.path.realpath(scratch)
+    monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - nfs4 server:/x rw\n")
+    with pytest.warns(OffloadWarning, match="network file system"):
+        assert storage_directory(OffloadConfig(storage_paths=scratch)) == scratch
+    monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - ext4 /dev/sda rw\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        storage_directory(OffloadConfig(storage_paths=scratch))

@@ -1,0 +1,184 @@
+"""The surface: imports run one way, public names are what they say, and every file keeps to the house's form."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("benchmarks", "compact", "io_backends", "tba", "tests")
+PUBLIC_PACKAGES = [
+    name for name in ("compact", "io_backends", "tba", "tba.cli") if (ROOT / name.replace(".", "/")).is_dir()
+]
+# What each package may import beside the standard library and itself.
+MAY_IMPORT = {
+    "io_backends": {"torch", "numpy", "psutil"},
+    "compact": {"torch", "numpy"},
+    "tba": {"torch", "numpy", "psutil", "pydantic", "pydantic_settings", "io_backends", "compact"},
+    "tba.cli": {"typer", "rich", "tba"},
+}
+MAX_LINES = 400
+
+Import = tuple[str, str]  # the module imported from and the name taken from it, "" for the module itself
+
+
+@cache
+def python_files(top: str = "") -> tuple[Path, ...]:
+    tops = [top] if top else OURS
+    return tuple(sorted(path for name in tops for path in (ROOT / name).rglob("*.py")))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def package_of(path: Path) -> str:
+    name = module_name(path)
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[Import]:
+    """Every import in a file, relative ones resolved."""
+    for node in ast.walk(tree(path)) if nodes is None else nodes:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package_of(path).split(".")
+            start = base[: len(base) - node.level + 1] if node.level else []
+            module = ".".join([*start, *filter(None, [node.module])])
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def imports_at_load(path: Path) -> Iterator[Import]:
+    """The imports that run when the module is imported: not those in functions or for type checkers."""
+    yield from imports(path, iter([node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]))
+
+
+def private_modules_of_ours(path: Path) -> Iterator[str]:
+    """Modules named `_x` of our packages that a file imports, whole or by a name."""
+    for module, name in imports(path):
+        dotted = f"{module}.{name}" if (ROOT / module.replace(".", "/") / f"{name}.py").is_file() else module
+        top, *rest = dotted.split(".")
+        if top in OURS and any(part.startswith("_") and not part.startswith("__") for part in rest):
+            yield dotted
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def library_files() -> list[Path]:
+    return [path for top in ("io_backends", "compact", "tba") for path in python_files(top)]
+
+
+def test_the_files_are_found() -> None:
+    assert len(library_files()) > 20
+    assert ("tba._errors", "ConfigError") in set(imports(ROOT / "tba" / "_config.py"))
+    assert "tba._memory" in set(private_modules_of_ours(ROOT / "tests" / "test_memory.py"))
+
+
+@pytest.mark.parametrize("path", library_files(), ids=relative)
+def test_imports_run_one_way(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0]
+    key = "tba.cli" if module_name(path).startswith("tba.cli") else own
+    allowed = MAY_IMPORT[key] | {own} | sys.stdlib_module_names
+    if module_name(path) == "tba.__main__":
+        allowed |= MAY_IMPORT["tba.cli"]
+    found = {module.partition(".")[0] for module, _ in imports(path)}
+    assert found <= allowed
+
+
+@pytest.mark.parametrize("path", library_files(), ids=relative)
+def test_a_package_reaches_others_by_public_names(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0]
+    assert [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own] == []
+
+
+@pytest.mark.parametrize("top", ["io_backends", "tba"])
+def test_no_module_imports_itself_by_a_detour(top: str) -> None:
+    files = {module_name(path): path for path in python_files(top)}
+    edges = {
+        name: {
+            target
+            for module, what in imports_at_load(path)
+            for target in (f"{module}.{what}", module)
+            if target in files
+        }
+        - {top, name}  # a package's own __init__ imports its modules, never the reverse
+        for name, path in files.items()
+    }
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above, name])
+        if name not in done:
+            for target in sorted(edges[name]):
+                visit(target, (*above, name))
+            done.add(name)
+
+    for name in sorted(files):
+        visit(name, ())
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *python_files("benchmarks"),
+        *(ROOT / "tests").glob("test_engine*.py"),
+        *(ROOT / "tests").glob("test_gpu*.py"),
+        *(ROOT / "tests").glob("*contract*.py"),
+        Path(__file__),
+    ],
+    ids=relative,
+)
+def test_benchmarks_and_engine_tests_use_public_names_only(path: Path) -> None:
+    own = path.relative_to(ROOT).parts[0]
+    assert [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own] == []
+
+
+@pytest.mark.parametrize("name", PUBLIC_PACKAGES)
+def test_all_is_what_is_visible(name: str) -> None:
+    package = importlib.import_module(name)
+    visible = {
+        entry
+        for entry in dir(package)
+        if not entry.startswith("_") and entry != "annotations" and not isinstance(getattr(package, entry), ModuleType)
+    }
+    assert set(package.__all__) == visible
+    assert len(package.__all__) == len(visible)
+
+
+@pytest.mark.parametrize("name", PUBLIC_PACKAGES)
+def test_public_names_are_documented(name: str) -> None:
+    package = importlib.import_module(name)
+    for entry in package.__all__:
+        value = getattr(package, entry)
+        # An instance has its class's docstring, which tells of another thing.
+        assert not callable(value) or value.__doc__, entry
+
+
+@pytest.mark.parametrize("path", python_files(), ids=relative)
+def test_a_file_has_one_noun_and_an_end(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert len(lines) <= MAX_LINES
+    docstring = ast.get_docstring(tree(path))
+    assert docstring is not None
+    assert docstring.splitlines()[0].strip()
+
+
+@pytest.mark.parametrize("top", [name for name in PUBLIC_PACKAGES if "." not in name])
+def test_packages_are_typed(top: str) -> None:
+    assert (ROOT / top / "py.typed").is_file()
