@@ -38,14 +38,14 @@ def step(
     machine: Machine = _MACHINE,
 ) -> None:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    from .step import CPU_MODELS, CUDA_MODELS, TINY, run_step
+    from .step import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
     names = model or list(known)
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
     if quick:
-        result = run_step([TINY], device=device, rounds=2, threads=threads, settings={"min_tensor_bytes": 0})
+        result = run_step([TINY], device=device, rounds=2, threads=threads, floor=floor, settings=TINY_SETTINGS)
     else:
         result = run_step([known[name] for name in names], device=device, rounds=rounds, threads=threads, floor=floor)
     _finish(result, json, save, machine)
@@ -79,7 +79,7 @@ def overlap(
 ) -> None:
     """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
     from .overlap import parse_rate, run_overlap
-    from .step import CPU_MODELS, TINY
+    from .step import CPU_MODELS, TINY, TINY_SETTINGS
 
     if model not in CPU_MODELS:
         raise typer.BadParameter(f"unknown model {model!r}; known are {', '.join(CPU_MODELS)}")
@@ -87,9 +87,7 @@ def overlap(
         rates = [parse_rate(text) for text in rate or []]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    size = TINY if quick else CPU_MODELS[model]
-    settings = {"min_tensor_bytes": 0} if quick else {}
-    rounds = 1 if quick else rounds
+    size, rounds, settings = (TINY, 1, TINY_SETTINGS) if quick else (CPU_MODELS[model], rounds, {})
     result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out, settings=settings)
     _finish(result, json, save, machine)
 
@@ -105,15 +103,12 @@ def demo(
     save: Save = False,
     machine: Machine = _MACHINE,
 ) -> None:
-    """Train a GPT on Python's standard library, plain and offloaded, and show what that did to memory, time and loss."""
+    """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
     from .demo import run_demo
-    from .step import CPU_MODELS, TINY
+    from .step import CPU_MODELS, TINY, TINY_SETTINGS
 
-    if quick:
-        settings = {"min_tensor_bytes": 0}
-        result = run_demo(TINY, seconds=seconds, steps=min(steps, 3), threads=threads, out=out, settings=settings)
-    else:
-        result = run_demo(CPU_MODELS["24x256"], seconds=seconds, steps=steps, threads=threads, out=out)
+    size, steps, settings = (TINY, min(steps, 3), TINY_SETTINGS) if quick else (CPU_MODELS["24x256"], steps, {})
+    result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out, settings=settings)
     _finish(result, json, save, machine)
 
 

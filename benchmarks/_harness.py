@@ -1,4 +1,4 @@
-"""Running and filing a benchmark: progress, the block that says where numbers come from, results as JSON and Markdown."""
+"""Running and filing a benchmark: progress, where the numbers come from, results as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -145,6 +145,10 @@ class ProgressBar:
 
     def note(self, note: str) -> None:
         self._bar.update(self._task, note=note)
+
+    def say(self, text: str) -> None:
+        """A line of its own above the bar, which stays."""
+        self._bar.console.print(text, highlight=False, soft_wrap=True)
 
 
 def median(values: Sequence[float]) -> float:

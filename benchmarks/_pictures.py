@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,10 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from ._trace import lanes, of_kind
+from ._trace import away_bytes, lanes, of_kind
 
 # The Okabe-Ito palette: told apart by every kind of colour vision, and in print.
 FORWARD, BACKWARD, OPTIMIZER = "#56B4E9", "#0072B2", "#999999"
@@ -23,7 +24,7 @@ _MIB = 1 << 20
 
 
 def draw_timeline(step: Mapping[str, Any], path: Path, *, title: str) -> None:
-    """Compute per block, each transfer and wait, and memory below, over one step."""
+    """Compute per block, each transfer and wait, and below the bytes that are away, over one step."""
     writes, reads, waits = (of_kind(step["events"], kind) for kind in ("write", "read", "wait"))
     rows: list[str] = ["compute", "waits"]
     bars: list[tuple[int, float, float, str]] = []
@@ -37,8 +38,8 @@ def draw_timeline(step: Mapping[str, Any], path: Path, *, title: str) -> None:
         rows += [f"{kind} {lane + 1}" for lane in range(max(chosen, default=-1) + 1)]
         bars += [(first + lane, event[1], event[2], colour) for event, lane in zip(events, chosen, strict=True)]
 
-    heights = (0.36 * len(rows) + 0.5, 2.0)
-    figure, (timeline, memory) = pyplot.subplots(
+    heights = (0.36 * len(rows) + 0.5, 1.8)
+    figure, (timeline, away) = pyplot.subplots(
         2, 1, figsize=(13, sum(heights) + 1.2), sharex=True, height_ratios=heights, layout="constrained"
     )
     for row, start, end, colour in bars:
@@ -48,7 +49,7 @@ def draw_timeline(step: Mapping[str, Any], path: Path, *, title: str) -> None:
     timeline.set_yticks(range(len(rows)), rows)
     timeline.set_ylim(len(rows) - 0.5, -0.6)
     timeline.set_title(title, loc="left", fontsize=11)
-    _borders((timeline, memory), step["spans"])
+    _borders((timeline, away), step["spans"])
     legend = {
         "forward, by block": FORWARD,
         "backward, by block": BACKWARD,
@@ -56,20 +57,20 @@ def draw_timeline(step: Mapping[str, Any], path: Path, *, title: str) -> None:
         "write": WRITE,
         "read": READ,
         "backward waits": WAIT,
-        "still in memory: forwarded": FORWARDED,
     }
-    patches = [Patch(color=colour, label=label) for label, colour in legend.items()]
-    timeline.legend(
-        handles=patches, ncols=len(patches), loc="lower left", bbox_to_anchor=(-0.01, 1.06), frameon=False, fontsize=9
-    )
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in legend.items()]
+    handles.append(Line2D([], [], color=FORWARDED, marker="^", linestyle="none", label="still in memory: forwarded"))
+    place = {"loc": "lower left", "bbox_to_anchor": (-0.01, 1.06)}
+    timeline.legend(handles=handles, ncols=len(handles), frameon=False, fontsize=9, **place)
 
-    memory.fill_between(*_series(step["memory"]), color=BACKWARD, alpha=0.25, linewidth=0)
-    memory.plot(*_series(step["memory"]), color=BACKWARD, linewidth=1.2)
-    memory.set_ylabel("resident memory\nover idle, MiB")
-    memory.set_xlabel("seconds from the start of the step")
-    memory.set_ylim(bottom=0)
-    memory.set_xlim(0, step["wall_s"])
-    memory.grid(axis="y", alpha=0.3)
+    at_s, sizes = away_bytes(step["events"], step["wall_s"])
+    away.fill_between(at_s, [size / _MIB for size in sizes], step="post", color=WRITE, alpha=0.35, linewidth=0)
+    away.step(at_s, [size / _MIB for size in sizes], where="post", color=WRITE, linewidth=1.2)
+    away.set_ylabel("written, not yet\nread back, MiB")
+    away.set_xlabel("seconds from the start of the step")
+    away.set_ylim(bottom=0)
+    away.set_xlim(0, step["wall_s"])
+    away.grid(axis="y", alpha=0.3)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
@@ -83,39 +84,79 @@ def draw_rates(
     need: float,
     title: str,
 ) -> None:
-    """Step time against the rate of the link: flat where I/O hides, rising below the knee."""
+    """Step time of plain's against the rate of the link: flat where I/O hides, rising below the knee."""
     rates = [rate / 1e6 for rate, _ in points]
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    axes.axhline(plain["wall_s"], color=OPTIMIZER, linestyle="--", label="plain, nothing moved")
-    axes.axhline(free["wall_s"], color=READ, linestyle=":", linewidth=2, label="offloaded, link not limited")
-    axes.plot(rates, [row["wall_s"] for _, row in points], "o-", color=BACKWARD, label="offloaded")
     low, high = min([*rates, need / 1e6]) / 1.5, max([*rates, need / 1e6]) * 1.5
     grid = [low * (high / low) ** (number / 100) for number in range(101)]
-    moved = (free["written_bytes"] + free["read_bytes"]) / 1e6
-    axes.plot(
-        grid,
-        [moved / rate for rate in grid],
-        color=WRITE,
-        linewidth=1,
-        label="bytes moved / rate: nothing hidden but I/O",
-    )
-    axes.axvline(need / 1e6, color=WAIT, linewidth=1, label=f"I/O fits behind compute from {need / 1e6:,.0f} MB/s")
+    alone = (free["written_bytes"] + free["read_bytes"]) / 1e6 / plain["wall_s"]
+    axes.plot(grid, [alone / rate for rate in grid], color=WRITE, linewidth=1.2, label="I/O alone: bytes moved / rate")
+    axes.axhline(1.0, color=OPTIMIZER, linestyle="--", label="plain, nothing moved")
+    axes.axhline(free["wall_ratio"], color=READ, linestyle=":", linewidth=2, label="offloaded, link not limited")
+    axes.plot(rates, [row["wall_ratio"] for _, row in points], "o-", color=BACKWARD, label="offloaded, link limited")
+    label = f"I/O fits behind compute from {need / 1e6:,.0f} MB/s"
+    axes.axvline(need / 1e6, color=WAIT, linewidth=1, label=label)
     axes.set_xscale("log")
     axes.set_xlim(low, high)
-    axes.set_ylim(0, 1.15 * max(row["wall_s"] for row in (*[row for _, row in points], plain, free)))
+    axes.set_ylim(0, 1.2 * max(1.0, free["wall_ratio"], *(row["wall_ratio"] for _, row in points)))
     axes.set_xticks(rates, [f"{rate:,.0f}" for rate in rates])
     axes.minorticks_off()
     axes.set_xlabel("link, MB/s each way")
-    axes.set_ylabel("step, seconds")
+    axes.set_ylabel("step time / plain's")
     axes.set_title(f"{title}: step time against the link", loc="left", fontsize=11)
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
 
 
-def _series(samples: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
-    return [at for at, _ in samples], [max(0.0, nbytes / _MIB) for _, nbytes in samples]
+def draw_memory(
+    courses: Mapping[str, Sequence[Sequence[tuple[float, int]]]], path: Path, *, title: str, first_steps: int = 3
+) -> None:
+    """Resident memory of every arm over its own training time (other arms' turns cut out): the first steps, and all.
+
+    `courses`: per arm, per step, `(seconds from the step's start, bytes over idle)`.
+    """
+    figure, panels = pyplot.subplots(1, 2, figsize=(13, 4.6), sharey=True, width_ratios=(1, 1.6), layout="constrained")
+    colours = dict(zip(courses, _arm_colours(courses), strict=True))
+    for panel, last, heading in (
+        (panels[0], first_steps, f"the first {first_steps} steps"),
+        (panels[1], None, "all steps"),
+    ):
+        for name, steps in courses.items():
+            at_s, sizes = _joined(steps[:last])
+            peak = max(sizes)
+            panel.plot(at_s, sizes, color=colours[name], linewidth=1.1, label=f"{name}: peak {peak:,.0f} MiB")
+        panel.set_xlabel("seconds of this arm's training")
+        panel.set_title(heading, loc="left", fontsize=10)
+        panel.set_xlim(left=0)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("resident memory over idle, MiB")
+    # Above the lines, which would else run through it.
+    panels[1].set_ylim(top=1.35 * panels[1].get_ylim()[1])
+    panels[1].legend(frameon=False, fontsize=9, loc="upper right")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def _arm_colours(names: Iterable[str]) -> list[str]:
+    """Plain arms in greys and reds, offloaded ones in green."""
+    plain = iter((OPTIMIZER, WAIT, FORWARDED))
+    return [READ if "offload" in name else next(plain) for name in names]
+
+
+def _joined(steps: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[float], list[float]]:
+    """Steps one after the other on one axis of seconds; sizes in MiB."""
+    at_s: list[float] = []
+    sizes: list[float] = []
+    begun_s = 0.0
+    for step in steps:
+        at_s += [begun_s + at for at, _ in step]
+        sizes += [nbytes / _MIB for _, nbytes in step]
+        begun_s += step[-1][0]
+    return at_s, sizes
 
 
 def _borders(all_axes: Sequence[Axes], spans: Sequence[Sequence[Any]]) -> None:

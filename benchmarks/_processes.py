@@ -53,22 +53,22 @@ def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_ALLOCATOR_PREFIXES)}
 
 
-def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, str], str]:
-    """The process environment of an arm, and the name of the allocator it gets.
+def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, str], str, str]:
+    """The process environment of an arm, the name of the allocator it gets, and why that one.
 
     Raises:
         Exception: what `tba.cli.allocator_environment` raises when the allocator is not on this machine.
     """
-    environment, allocator = plain_environment(environ), "as Python comes"
+    environment, allocator, reason = plain_environment(environ), "as Python comes", "nothing is preloaded or tuned"
     if spec.allocator != "as-is":
         from tba.cli import allocator_environment
 
         chosen = allocator_environment(spec.allocator, environ=environment)
         environment |= chosen.environment
-        allocator = chosen.name
+        allocator, reason = chosen.name, chosen.reason
     environment |= {"OMP_NUM_THREADS": str(spec.threads), "MKL_NUM_THREADS": str(spec.threads)}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), environ.get("PYTHONPATH", "")]))}
-    return environment | dict(spec.environment), allocator
+    return environment | dict(spec.environment), allocator, reason
 
 
 def available(allocator: str) -> bool:
@@ -89,8 +89,9 @@ class ArmProcess:
     def __init__(self, spec: Spec, *, timeout_s: float = TURN_TIMEOUT_S) -> None:
         self.spec = spec
         self._timeout_s = timeout_s
-        environment, self.allocator = arm_environment(spec, os.environ)
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
+        environment, self.allocator, self.allocator_reason = arm_environment(spec, os.environ)
+        self.about: dict[str, Any] = {}
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks._worker"],
             stdin=subprocess.PIPE,
@@ -102,9 +103,9 @@ class ArmProcess:
         self._answers = b""
         self._send({"role": spec.role, "options": dict(spec.options)})
 
-    def ready(self) -> dict[str, Any]:
-        """Wait until the arm is built; what it says of itself."""
-        return self._receive("ready")
+    def ready(self) -> None:
+        """Wait until the arm is built; `about` is what it says of itself."""
+        self.about = self._receive("ready")
 
     def turn(self, index: int) -> dict[str, Any]:
         """Let the arm work once."""

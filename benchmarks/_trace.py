@@ -56,14 +56,22 @@ def lanes(events: Sequence[Event]) -> list[int]:
     return chosen
 
 
+def away_bytes(events: Iterable[Sequence[Any]], end_s: float) -> tuple[list[float], list[int]]:
+    """Bytes that lie in the tier and not in memory, as steps over time: up when a write ends, down when a read does."""
+    changes = [(end, nbytes if kind == "write" else -nbytes) for kind, _, end, nbytes, _ in of_kind(events, *TRANSFERS)]
+    at_s, sizes = [0.0], [0]
+    for at, change in sorted(changes):
+        at_s.append(at)
+        sizes.append(max(0, sizes[-1] + change))
+    return [*at_s, end_s], [*sizes, sizes[-1]]
+
+
 def phase_s(spans: Iterable[Sequence[Any]], phase: str) -> float:
     """Seconds spent in "forward", "backward" or "optimizer"."""
     return sum(end - start for kind, _, start, end in spans if kind == phase)
 
 
-def chrome_trace(
-    spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]], memory: Sequence[Any]
-) -> dict[str, Any]:
+def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]], end_s: float) -> dict[str, Any]:
     """One step in the Trace Event Format that chrome://tracing and ui.perfetto.dev open (times in microseconds)."""
     out: list[dict[str, Any]] = []
     threads: list[str] = ["compute", "wait"]
@@ -95,8 +103,9 @@ def chrome_trace(
     for _, start, _, nbytes, label in of_kind(events, "forwarded"):
         place = {"pid": 1, "tid": 1, "s": "t", "args": {"bytes": nbytes}}
         out.append({"name": f"forwarded {label}", "cat": "forwarded", "ph": "i", "ts": 1e6 * start, **place})
-    for at, nbytes in memory:
-        out.append({"name": "memory over idle", "ph": "C", "ts": 1e6 * at, "pid": 1, "args": {"MiB": nbytes / 2**20}})
+    for at, nbytes in zip(*away_bytes(events, end_s), strict=True):
+        away = {"MiB": nbytes / 2**20}
+        out.append({"name": "written, not yet read back", "ph": "C", "ts": 1e6 * at, "pid": 1, "args": away})
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
         for number, name in enumerate(threads, start=1)

@@ -36,9 +36,9 @@ def run_hooks(*, rounds: int, tensors: int) -> Result:
         rows.append((*bars[-1].row(), f"{above['wall_us']:.1f} us", f"{empty:.1f} us"))
         kinds[kind] = {**above, "empty_cpu_us": empty, "limit_us": _BARS_US[kind], "met": bars[-1].met}
     note = (
-        "Pack, unpack and release of one saved tensor, microseconds of the calling thread's CPU time above an empty pair "
-        f"of hooks; medians over {rounds} chains of {tensors}. Wall: the same by the clock on the wall, waiting for the "
-        "disk apart. Empty: the whole chain's cost per tensor under the empty pair."
+        "Pack, unpack and release of one saved tensor: microseconds of the calling thread's CPU time above an empty "
+        f"pair of hooks; medians over {rounds} chains of {tensors}. Wall: the same by the clock on the wall, waiting "
+        "for the disk apart. Empty: the whole chain's cost per tensor under the empty pair."
     )
     table = Grid("Cost per saved tensor", ("kind", "bar", "measured", "met", "wall", "empty"), rows, note)
     data = {"kinds": kinds, "counters": counters, "rounds": rounds, "tensors": tensors}

@@ -9,14 +9,13 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ._harness import Grid, Result, environment_block, median, mib, progress
+from ._harness import Grid, Result, environment_block, median, median_ratio, mib, progress
 from ._pictures import draw_rates, draw_timeline
 from ._processes import Spec, in_turns, running
 from ._trace import TRANSFERS, busy_s, chrome_trace, hidden_share, of_kind, phase_s
 from .step import Model
 
 _WARM_UP_ROUNDS = 2
-_SAMPLE_INTERVAL_S = 0.005
 
 
 def parse_rate(text: str) -> float:
@@ -58,7 +57,7 @@ def run_overlap(
         allocators = {arm.spec.name: arm.allocator for arm in arms}
         for arm in arms:
             arm.close()
-    found = {name: summarise(steps) for name, steps in answers.items()}
+    found = {name: summarise(steps, answers["plain"]) for name, steps in answers.items()}
     free = found[link_name(None)]
     need = needed_rate(free)
     files = _draw(model, answers, found, rates, need, out)
@@ -81,7 +80,7 @@ def link_name(rate: float | None) -> str:
     return "offload" if rate is None else f"offload, {rate / 1e6:,.0f} MB/s"
 
 
-def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians over the traced steps of one arm."""
 
     def middle(value: Any) -> float:
@@ -91,6 +90,7 @@ def summarise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     waited = middle(lambda step: step["moved"].get("wait_s", 0.0) + step["moved"].get("backpressure_s", 0.0))
     return {
         "wall_s": middle(lambda step: step["wall_s"]),
+        "wall_ratio": median_ratio([step["wall_s"] for step in steps], [step["wall_s"] for step in plain]),
         "forward_s": middle(lambda step: phase_s(step["spans"], "forward")),
         "backward_s": middle(lambda step: phase_s(step["spans"], "backward")),
         "peak_bytes": max(step["peak_bytes"] for step in steps),
@@ -110,7 +110,7 @@ def needed_rate(row: Mapping[str, Any]) -> float:
 
 
 def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
-    merged = {**model.options(), "sample_interval_s": _SAMPLE_INTERVAL_S, **options}
+    merged = {**model.options(), **options}
     return Spec(name=name, role="timeline", options=merged, allocator="auto", threads=threads)
 
 
@@ -132,8 +132,8 @@ def _draw(
         title = f"{model.describe()}: {name}, {found[name]['hidden_share']:.1%} of I/O hidden behind compute"
         files += [stem.with_suffix(".png"), stem.with_suffix(".trace.json")]
         draw_timeline(middle, files[-2], title=title)
-        files[-1].write_text(json.dumps(chrome_trace(middle["spans"], middle["events"], middle["memory"])))
-    if rates:
+        files[-1].write_text(json.dumps(chrome_trace(middle["spans"], middle["events"], middle["wall_s"])))
+    if rates and need:
         files.append(out / "overlap_rates.png")
         points = [(rate, found[link_name(rate)]) for rate in sorted(rates)]
         draw_rates(
@@ -143,12 +143,11 @@ def _draw(
 
 
 def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) -> Grid:
-    plain = found["plain"]
     rows = [
         (
             name,
             f"{row['wall_s']:.3f}",
-            f"{row['wall_s'] / plain['wall_s']:.2f}",
+            f"{row['wall_ratio']:.2f}",
             mib(row["peak_bytes"]),
             mib(row["written_bytes"]),
             mib(row["read_bytes"]),
@@ -172,7 +171,7 @@ def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) ->
         "hidden",
     )
     note = (
-        "Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of "
-        f"{need / 1e6:,.0f} MB/s each way or more: written bytes over the forward's time, read bytes over the backward's."
+        f"Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of {need / 1e6:,.0f} MB/s each way "
+        "or more: the bytes written over the forward's time, those read over the backward's."
     )
     return Grid(f"Overlap, {model.describe()}", columns, rows, note)

@@ -56,6 +56,8 @@ class Extents:
 
     def free(self, offset: int, length: int) -> None:
         """Give a range back. Raises ValueError if it is not wholly in use: a double free would corrupt data."""
+        if length <= 0:
+            raise ValueError(f"length must be positive, got {length}")
         length = align_up(length, self.alignment)
         index = bisect_left(self._offsets, offset)
         before = self._offsets[index - 1] + self._lengths[index - 1] if index else 0

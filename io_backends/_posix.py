@@ -21,7 +21,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ._errors import ShortTransfer, StoreBroken, StoreClosed, StoreFull
@@ -63,6 +63,7 @@ class PosixStore:
         self.directory = Path(directory)
         self._syscalls = syscalls or Syscalls()
         self._file: ScratchFile | None = None
+        self._descriptors: list[int] = []  # that of `_file`; taken out by `pop`, which is atomic, so closed once
         self._closed = False
         self._lock = threading.Lock()
         self._extents = Extents(EXTENT_ALIGNMENT)
@@ -76,13 +77,19 @@ class PosixStore:
 
     def open(self) -> ScratchFile:
         """The scratch file, made on the first call."""
-        if self._file is None:
+        file = self._file
+        if file is None:
             with self._lock:
-                if self._closed:
-                    raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
-                if self._file is None:
-                    self._file = open_scratch(str(self.directory), self._syscalls)
-        return self._file
+                file = self._file
+                if file is None and not self._closed:
+                    file = self._file = open_scratch(str(self.directory), self._syscalls)
+                    self._descriptors.append(file.fd)
+                    if self._closed:  # meanwhile, by somebody who found nothing to close
+                        self._close_file()
+                        file = None
+            if file is None:
+                raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
+        return file
 
     @property
     def alignment(self) -> int:
@@ -155,6 +162,8 @@ class PosixStore:
     # -- on the workers ------------------------------------------------------------------------------------------
 
     def _write(self, ticket: Ticket) -> None:
+        if not ticket.nbytes:
+            return
         buffer, location, file = ticket.buffer, ticket.location, self.open()
         assert buffer is not None
         self._reserve(file, location.offset + location.length)
@@ -181,6 +190,8 @@ class PosixStore:
         ticket.moved_bytes = sum(length for _, length in pieces)
 
     def _read(self, ticket: Ticket) -> None:
+        if not ticket.nbytes:
+            return
         buffer, location, file = ticket.buffer, ticket.location, self.open()
         assert buffer is not None
         block = file.alignment
@@ -228,6 +239,8 @@ class PosixStore:
                 limit.pace(batch[0][1])
             try:
                 moved = call(file.fd, batch, offset)
+            except InterruptedError:
+                continue
             except OSError as error:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
@@ -264,7 +277,7 @@ class PosixStore:
             target = align_up(end, GROWTH_BYTES)
             for stop in (target, end):  # what is needed now, where the disk has no room for more
                 try:
-                    self._syscalls.fallocate(file.fd, start, stop - start)
+                    self._lay_out(file, start, stop)
                     break
                 except OSError as error:
                     if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
@@ -276,24 +289,34 @@ class PosixStore:
                         raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
             self._reserved_bytes = stop
 
+    def _lay_out(self, file: ScratchFile, start: int, stop: int) -> None:
+        while True:
+            try:
+                return self._syscalls.fallocate(file.fd, start, stop - start)
+            except InterruptedError:  # a signal for the program, which this thread happened to get
+                continue
+
     # -- with the lock -------------------------------------------------------------------------------------------
 
     def _free(self, ticket: Ticket) -> None:
         location, ticket.location = ticket.location, None
-        self._extents.free(location.offset, location.length)
+        if location is not None:  # discarded twice while it was running
+            self._extents.free(location.offset, location.length)
 
     def _free_orphans(self) -> None:
         if self._orphans:
-            ended = [ticket for ticket in self._orphans if ticket.done()]
-            if ended:
-                self._orphans = [ticket for ticket in self._orphans if not ticket.done()]
-                for ticket in ended:
+            running = []
+            for ticket in self._orphans:  # one look at each: it may end between two
+                if ticket.done():
                     self._free(ticket)
+                else:
+                    running.append(ticket)
+            self._orphans = running
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            self._syscalls.close(file.fd)
+        self._file = None
+        with suppress(IndexError):
+            self._syscalls.close(self._descriptors.pop())
 
 
 # -- fork --------------------------------------------------------------------------------------------------------------
@@ -315,6 +338,7 @@ def _after_fork_in_child() -> None:
     _held.pop_all()  # the locks belong to threads that do not exist here
     for store in list(_stores):
         store._closed = True
+        store._lock = threading.Lock()  # another thread may have held it
         store._workers.forget()
         store._close_file()
 

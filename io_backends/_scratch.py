@@ -10,6 +10,7 @@ import errno
 import mmap
 import os
 import secrets
+from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import NamedTuple
 
@@ -43,9 +44,13 @@ def open_scratch(directory: str, syscalls: Syscalls) -> ScratchFile:
                 if error.errno != errno.EINVAL:  # EINVAL: the file system has no direct I/O
                     raise
             else:
-                for alignment in (512, 4096):
-                    if _accepts(fd, alignment, syscalls):
-                        return ScratchFile(fd, alignment)
+                try:
+                    for alignment in (512, 4096):
+                        if _accepts(fd, alignment, syscalls):
+                            return ScratchFile(fd, alignment)
+                except OSError:  # a full disk: many may try again, and each would leave a descriptor
+                    syscalls.close(fd)
+                    raise
                 syscalls.close(fd)
         return ScratchFile(_open_nameless(directory, 0, syscalls), 1)
     except OSError as error:
@@ -61,7 +66,12 @@ def _open_nameless(directory: str, extra: int, syscalls: Syscalls) -> int:
             if error.errno not in _NO_TMPFILE or not os.path.isdir(directory):
                 raise
     path = os.path.join(directory, f".tba-{os.getpid()}-{secrets.token_hex(8)}")
-    fd = syscalls.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        fd = syscalls.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
+    except OSError:
+        with suppress(OSError):  # direct I/O is refused only after the file has been made
+            os.unlink(path)
+        raise
     os.unlink(path)
     return fd
 

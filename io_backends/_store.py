@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -153,6 +154,7 @@ class Ticket:
             work(self)
         except BaseException as error:  # a worker carries every error, even SystemExit, to whoever waits
             self.error = error if isinstance(error, StoreError) else _broken(error)
+            _let_go(error)
         self.ended_s = clock()
         self.finish()
 
@@ -178,6 +180,16 @@ def _broken(cause: BaseException) -> StoreBroken:
     error = StoreBroken(f"a transfer failed: {type(cause).__name__}: {cause}")
     error.__cause__ = cause
     return error
+
+
+def _let_go(error: BaseException) -> None:
+    """Keep a failed transfer's traceback but not the locals of its frames: they hold the buffer's owner."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # the first frame is `run`, which is still running
+    chained: BaseException | None = error
+    while chained is not None:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__
 
 
 class Store(Protocol):
@@ -207,7 +219,7 @@ class Store(Protocol):
         on_done: Callable[[Ticket], None] | None = None,
         before: Callable[[], None] | None = None,
     ) -> Ticket:
-        """Queue a read of a finished write into `buffer` (its size must be the write's). Goes ahead of queued writes."""
+        """Queue a read of a finished write into `buffer`, whose size is the write's. Goes ahead of queued writes."""
 
     def discard(self, ticket: Ticket) -> None:
         """Give back the space of a write, cancelling it if it has not started. Idempotent; never blocks."""

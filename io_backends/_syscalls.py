@@ -28,7 +28,7 @@ Pieces = Sequence[tuple[int, int]]  # (address, nbytes), in file order
 
 
 def _vectored(function: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
-    vector = (_IoVec * len(pieces))(*pieces)
+    vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
     moved = function(fd, vector, len(pieces), offset)
     if moved < 0:
         code = ctypes.get_errno()

@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 
 from ._errors import StoreClosed
@@ -29,7 +29,11 @@ _number = itertools.count()
 
 
 class Workers:
-    """`count` threads, started with the first ticket. `on_stopped` runs on the last thread to end, or in `stop`."""
+    """`count` threads, started with the first ticket.
+
+    `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first
+    `submit` may run it both times.
+    """
 
     def __init__(self, count: int, name: str, on_stopped: Callable[[], None]) -> None:
         if count < 1:
@@ -98,6 +102,9 @@ class Workers:
             for thread in threads:
                 thread.start()
             self._threads = threads
+            if self._stopping:  # meanwhile, by somebody who saw no thread to end
+                for _ in threads:
+                    self._tokens.put(False)
 
     def _loop(self, busy: threading.Lock) -> None:
         while self._tokens.get():
@@ -115,7 +122,7 @@ class Workers:
         try:
             ticket = self._reads.popleft()
         except IndexError:
-            ticket = self._writes.popleft()  # one token per ticket: never empty here
+            ticket = self._writes.popleft()  # one token per ticket: never empty for a worker
         if not ticket.start():
             return
         if self._stopping:
@@ -125,5 +132,6 @@ class Workers:
             ticket.run(time.perf_counter)
 
     def _fail_queued(self) -> None:
-        while self._reads or self._writes:
-            self._run_next()
+        with suppress(IndexError):  # none left: a late `submit` and the last worker may both be at it
+            while True:
+                self._run_next()

@@ -16,14 +16,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from . import _memory, _policy
+from . import _policy
 from ._config import OffloadConfig
+from ._pressure import LOOK_EVERY_BYTES
 from ._record import Record, RecordState
 from ._stats import Counters
 from ._transfer import Mover
-
-# How much more may be held between two looks at free memory: a look costs some tens of microseconds.
-_LOOK_EVERY_BYTES = 32 << 20
 
 
 class Held:
@@ -39,8 +37,8 @@ class Held:
         self._model = model
         self._queue: deque[weakref.ref[Record]] = deque()
         self._adapts = config.tier == "auto"
-        self._budget_bytes = 0 if self._adapts else mover.window_bytes
-        self._look_at_bytes = 0  # where the budget adapts: once this much is held, look at memory again
+        self._budget_bytes = 0 if self._adapts else mover.limits.window_bytes
+        self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished; whatever is too much then goes out."""
@@ -48,8 +46,10 @@ class Held:
         record.held_bytes = record.nbytes
         self.nbytes += record.nbytes
         self._queue.append(record.ref)
-        if self._adapts and self.nbytes > self._look_at_bytes:
-            self._look_at_memory()
+        if self._adapts:
+            self._unseen_bytes += record.nbytes
+            if self._unseen_bytes >= LOOK_EVERY_BYTES:
+                self._look_at_memory()
         if self.nbytes > self._budget_bytes:
             self._send(self._budget_bytes)
 
@@ -58,13 +58,9 @@ class Held:
         if not self._adapts:
             self._send(0)
 
-    def room_taken(self) -> int:
-        """Bytes of read-ahead's window that are taken by what is held."""
-        return 0 if self._adapts else self.nbytes
-
     def end_step(self) -> None:
         """Forget the dead; memory may look different in the next step."""
-        self._look_at_bytes = 0
+        self._unseen_bytes = LOOK_EVERY_BYTES
         self._queue = deque(reference for reference in self._queue if reference() is not None)
 
     def _send(self, budget_bytes: int) -> None:
@@ -82,12 +78,12 @@ class Held:
                 self._counters.kept_to_offloaded(-record.logical_bytes, _policy.NOT_WRITTEN)
 
     def _look_at_memory(self) -> None:
-        self._look_at_bytes = self.nbytes + _LOOK_EVERY_BYTES
+        self._unseen_bytes = 0
         if self._config.memory_budget is not None:
             self._budget_bytes = int(self._config.memory_budget)
             return
         model = self._model()
         coming = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) if model else 0
-        in_flight = self._mover.staging_cap_bytes + self._mover.window_bytes
-        reserve = _policy.reserve_bytes(_memory.total_bytes(), coming, in_flight)
-        self._budget_bytes = _policy.hold_budget_bytes(self.nbytes, _memory.free_bytes(), reserve)
+        pressure = self._mover.pressure
+        reserve = pressure.reserve_bytes + coming
+        self._budget_bytes = _policy.hold_budget_bytes(self.nbytes, pressure.free_bytes(), reserve)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 # A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
 # (q, k, v side by side) are then found there instead of being written again.
@@ -53,9 +54,28 @@ def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> i
     return max(0, held_bytes + free_bytes - reserve_bytes)
 
 
-def reserve_bytes(total_bytes: int, coming_gradient_bytes: int, in_flight_bytes: int) -> int:
-    """What a step needs beside saved tensors: gradients not made yet, transfers in flight, a sixteenth for the rest."""
-    return coming_gradient_bytes + in_flight_bytes + total_bytes // 16
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What bounds the engine: bytes in flight to the tier, bytes of read-ahead, bytes to leave free, seconds to wait."""
+
+    staging_bytes: int
+    window_bytes: int
+    reserve_bytes: int
+    timeout_s: float
+
+
+def limits(staging_bytes: int | None, window_bytes: int | None, timeout_s: float, total_bytes: int) -> Limits:
+    """The limits for a machine (or cgroup) with this much memory, where a setting is None its default."""
+    default = default_window_bytes(total_bytes)
+    staging_bytes = default if staging_bytes is None else staging_bytes
+    window_bytes = default if window_bytes is None else window_bytes
+    return Limits(
+        staging_bytes=staging_bytes,
+        window_bytes=window_bytes,
+        # Room for what is in flight both ways, and a sixteenth for everything that is not a saved tensor.
+        reserve_bytes=staging_bytes + window_bytes + total_bytes // 16,
+        timeout_s=timeout_s,
+    )
 
 
 def default_window_bytes(total_bytes: int) -> int:

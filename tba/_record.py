@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class View(NamedTuple):
     def of(tensor: Tensor) -> View:
         return View(
             tensor.dtype,
-            tensor.storage_offset(),
+            cast(int, tensor.storage_offset()),  # a SymInt only while tracing, where hooks do not run
             tuple(tensor.shape),
             tensor.stride(),
             tensor.is_conj(),
@@ -63,7 +63,7 @@ class View(NamedTuple):
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
         tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-        tensor.set_(storage, offset, self.size, self.stride)  # type: ignore[call-overload]  # stubs lack this overload
+        tensor.set_(storage, offset, self.size, self.stride)
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:
@@ -74,7 +74,7 @@ class View(NamedTuple):
 def span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a non-empty strided tensor touches: [first, behind the last)."""
     itemsize = tensor.itemsize
-    begin = tensor.storage_offset() * itemsize
+    begin = cast(int, tensor.storage_offset()) * itemsize
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

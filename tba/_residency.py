@@ -92,7 +92,7 @@ class Residency:
     def _bring(self, record: Record) -> None:
         if record.state is RecordState.STORED:
             self._mover.fetch(record)
-            if record.device.type != "cpu" and record.state is RecordState.READING:
+            if record.device.type != "cpu" and record.read is not None:
                 self._arriving.append(record.ref)
         elif record.state is RecordState.WRITING:
             self._mover.take_back(record)

@@ -66,12 +66,8 @@ class Saver:
         self._tier = config.tier
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._model = model
-        self.mover = Mover(self.lock, self.counters, open_store, config.io_timeout)
-        window_bytes = _policy.default_window_bytes(_memory.total_bytes())
-        asked = config.staging_bytes, config.prefetch_bytes
-        self.mover.staging_cap_bytes, self.mover.window_bytes = (
-            window_bytes if nbytes is None else int(nbytes) for nbytes in asked
-        )
+        limits = _policy.limits(config.staging_bytes, config.prefetch_bytes, config.io_timeout, _memory.total_bytes())
+        self.mover = Mover(self.lock, self.counters, open_store, limits)
         self.held = Held(config, self.mover, self.counters, model)
         self.residency = Residency(self.mover, self.counters)
         self._remains: deque[Remains] = deque()
@@ -217,6 +213,7 @@ class Saver:
             self.settle()
             if task != -1:
                 self.steps.backward_seen = True
+            self.mover.pressure.moved(record.nbytes)
             self.residency.ask(record, task)
             tensor = self._look(record, view, task)
         while tensor is None:
@@ -240,7 +237,8 @@ class Saver:
             raise
         if record.state in IN_MEMORY and not record.asks and record.offloaded:
             self._forwarded(record)
-        window_bytes = mover.window_bytes - self.held.room_taken()
+        # What is held is wanted before anything that was written, and takes its place in memory until then.
+        window_bytes = mover.limits.window_bytes - self.held.nbytes
         residency.demand(record, window_bytes)
         residency.advance(task, record, window_bytes)
         if record.state is RecordState.READING:

@@ -29,6 +29,8 @@ from io_backends import Buffer, BufferPool, Store, StoreError, Ticket
 
 from . import _policy, _streams
 from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
+from ._policy import Limits
+from ._pressure import Pressure
 from ._record import IN_MEMORY, Record, RecordState
 from ._staging import Staging
 from ._stats import Counters, TraceEvent
@@ -41,12 +43,14 @@ _OURS_ALONE = 2
 class Mover:
     """Moves records between memory and one store, made by `open_store` when first needed."""
 
-    def __init__(self, lock: threading.RLock, counters: Counters, open_store: Callable[[], Store], timeout_s: float):  # type: ignore[valid-type]  # RLock is a function in the stubs of 3.11
+    def __init__(
+        self, lock: threading.RLock, counters: Counters, open_store: Callable[[], Store], limits: Limits
+    ) -> None:
         self.lock = lock
         self.counters = counters
-        self.timeout_s = timeout_s
-        self.staging_cap_bytes = self.window_bytes = 0  # set by the engine, which knows the machine's memory
-        self.staging = Staging(threading.Condition(lock), timeout_s)
+        self.limits = limits
+        self.pressure = Pressure(limits.reserve_bytes)
+        self.staging = Staging(threading.Condition(lock), limits.timeout_s)
         self.trace: list[TraceEvent] | None = None
         self.closed = False
         self.store: Store | None = None
@@ -62,11 +66,12 @@ class Mover:
         """Queue the write of a record in memory; waits for room first. False if it stays in memory after all."""
         if self.closed:
             return False
+        self.pressure.moved(record.nbytes)
         begun_s = time.perf_counter()
-        room = self.staging.wait_for_room(record.nbytes, self.staging_cap_bytes)
+        room = self.staging.wait_for_room(record.nbytes, self.limits.staging_bytes)
         self.counters.backpressure_s += time.perf_counter() - begun_s
         if not room:
-            self._complain(f"no transfer has ended for {self.timeout_s:g} s; tensors stay in memory")
+            self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
             return False
         alias = record.alias
         if record.state not in (RecordState.PENDING, RecordState.HELD) or alias is None:
@@ -75,7 +80,7 @@ class Mover:
         if self._moved(record, storage):
             return False
         source = torch.empty(0, dtype=torch.uint8, device=record.device)
-        source.set_(storage, record.begin, (record.nbytes,), (1,))  # type: ignore[call-overload]  # as in View.over
+        source.set_(storage, record.begin, (record.nbytes,), (1,))
         host, arrived = _streams.out(source, record.stream)
         reference, nbytes = record.ref, record.nbytes
 
@@ -209,12 +214,12 @@ class Mover:
         begun_s = time.perf_counter()
         try:
             ended = -1
-            while not ticket.wait(self.timeout_s):
+            while not ticket.wait(self.limits.timeout_s):
                 if self._reads_ended != ended:  # others were ahead in the queue, and the device moves
                     ended = self._reads_ended
                     continue
                 raise StalledError(
-                    f"{record.name()} ({record.nbytes} bytes) was not read back within {self.timeout_s:g} s; "
+                    f"{record.name()} ({record.nbytes} bytes) was not read back within {self.limits.timeout_s:g} s; "
                     "the device has stalled (TBA_IO_TIMEOUT sets how long to wait)"
                 )
         except StoreError:
