@@ -3,9 +3,9 @@
 A chain of autograd functions saves one prepared tensor each and computes next to nothing. The chain is run under the
 empty pair and under the engine, in turns within one process, and the difference is divided by the number of tensors.
 What is counted is the calling thread: pack in the forward, unpack in the backward (of CPU tensors that is the calling
-thread too) and letting the graph go. Two stretches are outside of the clock, under both pairs: between forward and
-backward the writes are flushed, and after the first unpack, which asks for what follows, there is a pause in which the
-reads come in. In training compute fills these; without them the cost of waiting would be measured instead.
+thread too) and letting the graph go. In training, compute goes on between one tensor and the next, and the transfers
+with it; here it is a pause outside of the clock after every few tensors, under both pairs. Without it the cost of
+waiting for the disk would be measured instead.
 """
 
 from __future__ import annotations
@@ -20,10 +20,15 @@ import torch
 from torch import Tensor, nn
 
 # 64 KiB: no work on the calling thread depends on the size.
-_RECORD_ELEMENTS = 16 << 10
 _WIDTH = 128
-_PAUSE_S = 0.03
+_RECORD_BYTES = 4 * _WIDTH * _WIDTH
+# The engine reads ahead, and holds back from writing, as many tensors as this. So many are saved before the counted
+# ones: then each counted pack sends one tensor off, and each counted unpack asks for one, as in a long graph.
+_WINDOW_TENSORS = 32
+_PAUSE_EVERY = 8
+_PAUSE_S = 0.004
 
+_Call = Callable[[], None] | None
 KINDS = ("weight", "below minimum size", "further view", "new record")
 
 
@@ -45,6 +50,12 @@ class _Clock:
     def start(self) -> None:
         self._begun = time.thread_time(), time.perf_counter()
 
+    def pause(self) -> None:
+        """Let the transfers go on for a moment, then run (on)."""
+        self.stop()
+        time.sleep(_PAUSE_S)
+        self.start()
+
     def stop(self) -> None:
         now_cpu_s, now_s = time.thread_time(), time.perf_counter()
         if self._begun is not None:
@@ -54,15 +65,16 @@ class _Clock:
 
 
 class _Save(torch.autograd.Function):
-    """Passes a scalar through and saves one tensor, as the operators of a model do."""
+    """Passes a scalar through and saves one tensor, as the operators of a model do.
+
+    `before` and `after` are called in backward, around the unpack.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, scalar: Tensor, held: list[Tensor], before: Callable[[], None] | None, clock: _Clock | None
-    ) -> Tensor:
+    def forward(ctx: Any, scalar: Tensor, held: list[Tensor], before: _Call = None, after: _Call = None) -> Tensor:
         # Taken out of the list: from here on the graph alone holds the tensor, as with an activation.
         ctx.save_for_backward(held.pop())
-        ctx.before, ctx.clock = before, clock
+        ctx.before, ctx.after = before, after
         return scalar.view_as(scalar)
 
     @staticmethod
@@ -70,10 +82,8 @@ class _Save(torch.autograd.Function):
         if ctx.before is not None:
             ctx.before()
         ctx.saved_tensors  # noqa: B018 - this is the unpack
-        if ctx.clock is not None:
-            ctx.clock.stop()
-            time.sleep(_PAUSE_S)
-            ctx.clock.start()
+        if ctx.after is not None:
+            ctx.after()
         return gradients[0], None, None, None
 
 
@@ -86,7 +96,8 @@ class HookArm:
         self.options = options
         self.model = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(options.tensors))
         # Kinds differ by what is saved and by the minimum size that lets it in or not.
-        self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0)
+        window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
+        self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
         self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
 
     def ready(self) -> dict[str, Any]:
@@ -120,32 +131,36 @@ class HookArm:
         held = self._tensors(kind)
         clock = _Clock()
         with under():
-            # The opener is not counted: it begins the step, and of the views it is the one that makes the record.
-            out = _Save.apply(scalar, held, clock.stop, None)
-            waited_s = offload.stats().wait_s
-            clock.start()
-            for _ in range(count - 1):
-                out = _Save.apply(out, held, None, None)
-            out = _Save.apply(out, held, None, clock)  # unpacked first: the pause follows it
+            out = scalar
+            for number in range(_WINDOW_TENSORS + 1):
+                # Of views, the first makes the record. In backward the clock stops when the turn comes to these.
+                out = _Save.apply(out, held, clock.stop if number == _WINDOW_TENSORS else None)
+            before_s = offload.stats().wait_s
+            clock.pause()
+            for number in range(count):
+                pausing = number % _PAUSE_EVERY == 0
+                out = _Save.apply(out, held, None, clock.pause if pausing else None)
+                if pausing:
+                    clock.pause()
             clock.stop()
+            # The last one is unpacked first: it asks for a window full of reads, and the clock starts behind it.
+            out = _Save.apply(out, held, None, clock.pause)
             offload.flush()
-            clock.start()
             out.backward()
-            waited_s = offload.stats().wait_s - waited_s
+            waited_s = offload.stats().wait_s - before_s
         return {"cpu_us": 1e6 * clock.cpu_s / count, "wall_us": 1e6 * (clock.wall_s - waited_s) / count}
 
     def _tensors(self, kind: str) -> list[Tensor]:
-        count = self.options.tensors + 1
+        count = self.options.tensors + _WINDOW_TENSORS + 2
         if kind == "weight":
             # What a linear layer saves: the transposed view of a parameter.
-            weights = [layer.weight.t() for layer in self.model]
-            return [*weights, weights[0]]
+            return [self.model[number % len(self.model)].weight.t() for number in range(count)]
         if kind == "below minimum size":
             return [torch.zeros(16) for _ in range(count)]
         if kind == "further view":
-            base = torch.zeros(_RECORD_ELEMENTS)
-            return [base.view(_WIDTH, -1) for _ in range(count)]
-        return [torch.zeros(_RECORD_ELEMENTS) for _ in range(count)]
+            base = torch.zeros(_WIDTH, _WIDTH)
+            return [base.view(-1) for _ in range(count)]
+        return [torch.zeros(_WIDTH, _WIDTH) for _ in range(count)]
 
 
 def _empty_pair() -> AbstractContextManager[Any]:

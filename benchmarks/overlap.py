@@ -171,7 +171,7 @@ def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) ->
         "hidden",
     )
     note = (
-        f"Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of {need / 1e6:,.0f} MB/s each way "
-        "or more: the bytes written over the forward's time, those read over the backward's."
+        "Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of "
+        f"{need / 1e6:,.0f} MB/s each way: the bytes written over the forward's time, those read over the backward's."
     )
     return Grid(f"Overlap, {model.describe()}", columns, rows, note)

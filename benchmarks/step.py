@@ -46,10 +46,10 @@ CPU_MODELS = {
     "8x512": Model(layers=8, width=512, heads=8, sequence=512, batch=4),
 }
 CUDA_MODELS = {"24x2048": Model(layers=24, width=2048, heads=16, sequence=2048, batch=8)}
-# What `--quick` runs: everything is moved, and with so little allowed in flight forward waits until it is written, so
-# that bytes go through the file however short the step is.
+# What `--quick` runs. Every tensor is moved; with so little read-ahead next to nothing is held back for it, and with so
+# little in flight forward waits for the writes, so that bytes go through the file however short the step is.
 TINY = Model(layers=3, width=64, heads=2, sequence=64, batch=4)
-TINY_SETTINGS = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16}
+TINY_SETTINGS = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 16}
 
 
 @dataclass(kw_only=True)

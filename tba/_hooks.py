@@ -20,7 +20,7 @@ Unpack = Callable[[Any], Tensor]
 
 
 def push(pack: Pack, unpack: Unpack) -> bool:
-    """Make the pair innermost; False, with a warning, where `torch.autograd.graph.disable_saved_tensors_hooks` rules."""
+    """Make the pair innermost; False, with a warning, where `disable_saved_tensors_hooks` of torch rules."""
     try:
         _torch.push_hooks(pack, unpack)
     except RuntimeError as error:
@@ -57,7 +57,7 @@ def lifted(pack: Pack) -> Iterator[None]:
 
 
 class _ModelHook:
-    """A module hook that a copy of the module does not inherit: copied or pickled it becomes a hook that does nothing."""
+    """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action

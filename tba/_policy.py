@@ -14,6 +14,7 @@ _RANGE_ALIGNMENT = 16
 # Reasons for which a tensor is kept, as statistics name them.
 FITS = "fits in memory"
 NOT_WRITTEN = "write failed"
+TOO_SMALL = "below min_tensor_bytes"
 
 
 class Decision(enum.Enum):
@@ -24,17 +25,13 @@ class Decision(enum.Enum):
     SEND = enum.auto()  # moves now
 
 
-def decide(
-    tier: str, storage_bytes: int, min_tensor_bytes: int, *, on_device: bool, used_at_once: bool
-) -> tuple[Decision, str]:
-    """The decision and, for what is kept, the reason.
+def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision, str]:
+    """The decision for a tensor of at least the minimum size, and the reason for what is kept.
 
     `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
     """
     if tier == "keep":
         return Decision.KEEP, "tier keep"
-    if storage_bytes < min_tensor_bytes or storage_bytes == 0:
-        return Decision.KEEP, "below min_tensor_bytes"
     if used_at_once:
         return Decision.KEEP, "recomputed"
     if tier == "cpu" and not on_device:
@@ -43,7 +40,7 @@ def decide(
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:
-    """Which bytes of a storage to move when a view spans `[begin, end)`: all, or for a small part little more than it."""
+    """Which bytes of a storage to move when a view spans `[begin, end)`: all, or little more than a small part."""
     if end - begin >= _WHOLE_SHARE * storage_bytes:
         return 0, storage_bytes
     return begin // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT, end
@@ -56,7 +53,7 @@ def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> i
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds the engine: bytes in flight to the tier, bytes of read-ahead, bytes to leave free, seconds to wait."""
+    """What bounds the engine: bytes in flight to the tier, of read-ahead, and to leave free; seconds to wait."""
 
     staging_bytes: int
     window_bytes: int

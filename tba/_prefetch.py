@@ -40,7 +40,7 @@ class Walk:
         self._next_place = max(self._next_place, self._places.get(distance, -1) + 1)
 
     def peek(self, lowest: int) -> int | None:
-        """The number expected next that was neither asked for nor taken; None past the order's end or below `lowest`."""
+        """The number expected next, neither asked for nor taken; None past the order's end or below `lowest`."""
         if self._expected is None:
             while self._next_down in self._asked:
                 self._next_down -= 1

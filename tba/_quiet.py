@@ -10,18 +10,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import _torch
 
 
-def modes_are_on() -> bool:
-    """Whether a dispatch or function mode (FLOP counter, selective checkpointing, default device) listens here."""
-    return bool(_torch.dispatch_mode_count() or _torch.function_mode_count())
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No mode sees or changes what is done inside. Autocast and the default generator are not touched by our operations."""
+    """No mode (FLOP counter, selective checkpointing, default device) sees or changes what is done inside.
+
+    Autocast and the default generator are not touched by the engine's operations anyway.
+    """
     with ExitStack() as stack:
-        if not modes_are_on():
-            yield
-            return
-        stack.enter_context(_torch.DisableTorchFunction())
-        stack.enter_context(_disable_current_modes())
+        if _torch.dispatch_mode_count() or _torch.function_mode_count():
+            stack.enter_context(_torch.DisableTorchFunction())
+            stack.enter_context(_disable_current_modes())
         yield

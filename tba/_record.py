@@ -33,7 +33,8 @@ class RecordState(enum.Enum):
     POISONED = enum.auto()  # edited in place before the copy was finished: nobody may have it
 
 
-IN_MEMORY = frozenset({RecordState.PENDING, RecordState.HELD, RecordState.WRITING})
+# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
+IN_MEMORY = (RecordState.HELD, RecordState.WRITING, RecordState.PENDING)
 
 
 class View(NamedTuple):
@@ -190,7 +191,7 @@ class Record:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
         alias = self.alias
         assert alias is not None
-        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        alias.data = alias.new_empty(0)
 
     def __del__(self) -> None:
         self.remains.append(Remains(self.number, self.write, self.resident_bytes, self.held_bytes))

@@ -1,8 +1,8 @@
 """Residency: which records backward has, or will soon have, in memory, within a budget of bytes.
 
 Guarantees: read-ahead starts only while everything counted here fits the budget (a single record larger than the
-budget is read when it is asked for); what backward has used up and its graph still owns (`retain_graph`) counts too and is
-the first to go: dropped where the store has it, written after all where it does not.
+budget is read when it is asked for); what backward has used up and its graph still owns (`retain_graph`) counts too
+and is the first to go: dropped where the store has it, written after all where it does not.
 
 Wants the engine's lock held.
 """
@@ -46,7 +46,8 @@ class Residency:
 
     def advance(self, task: int, current: Record, budget_bytes: int) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
-        self._start_second_legs()
+        if self._arriving:
+            self._start_second_legs()
         walk = self._walks.get(task)
         if walk is None or not self.records:
             return
@@ -66,10 +67,9 @@ class Residency:
                 return
 
     def demand(self, record: Record, budget_bytes: int) -> None:
-        """Bring one record now: at the cost of others where the budget is full, and in any case."""
-        if not record.resident_bytes and not record.held_bytes:
-            self._make_room(record, record, budget_bytes, evict_unused=True)
-            self._bring(record)
+        """Bring one record that is not resident yet: at the cost of others where the budget is full, in any case."""
+        self._make_room(record, record, budget_bytes, evict_unused=True)
+        self._bring(record)
 
     def hand_over(self, record: Record) -> None:
         """The record's memory now belongs to whoever asked: the engine lets go of it."""

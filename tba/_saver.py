@@ -34,7 +34,7 @@ from ._config import OffloadConfig
 from ._errors import ClosedError, TransferError
 from ._held import Held
 from ._policy import Decision
-from ._quiet import modes_are_on, quiet
+from ._quiet import quiet
 from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
@@ -79,7 +79,7 @@ class Saver:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd with each tensor it saves."""
-        if modes_are_on():
+        if _torch.dispatch_mode_count() or _torch.function_mode_count():
             with quiet():
                 return self._pack(tensor)
         return self._pack(tensor)
@@ -111,15 +111,20 @@ class Saver:
         except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors: plain by type, no storage
             return self._keep(tensor, nbytes, "no storage")
         mark = getattr(storage, MARK, None)
-        if mark is WEIGHT or isinstance(base, nn.Parameter) or leads_to_parameter(tensor.grad_fn):
+        node = tensor.grad_fn
+        if (
+            mark is WEIGHT
+            or (base is not None and isinstance(base, nn.Parameter))
+            or (node is not None and leads_to_parameter(node))
+        ):
             counters.saved_bytes += nbytes
             counters.weight_bytes += nbytes
             return tensor.detach(), tensor._version
         storage_bytes = storage.nbytes()
+        if storage_bytes < self._min_tensor_bytes:
+            return self._keep(tensor, nbytes, _policy.TOO_SMALL)
         decision, reason = _policy.decide(
             self._tier,
-            storage_bytes,
-            self._min_tensor_bytes,
             on_device=tensor.is_cuda,
             used_at_once=in_backward and not _torch.graph_is_kept(),
         )
@@ -167,8 +172,10 @@ class Saver:
         return self._keep(tensor, nbytes, reason)
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
-        self.counters.saved_bytes += nbytes
-        self.counters.keep(nbytes, reason)
+        counters = self.counters
+        counters.saved_bytes += nbytes
+        counters.kept_bytes += nbytes
+        counters.kept_by_reason[reason] += nbytes
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
         return tensor.detach(), tensor._version
 
@@ -198,9 +205,8 @@ class Saver:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise _edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            assert isinstance(first, Tensor)
-            return first
-        if modes_are_on():
+            return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
+        if _torch.dispatch_mode_count() or _torch.function_mode_count():
             with quiet():
                 return self._unpack(first, second)
         return self._unpack(first, second)
@@ -210,7 +216,8 @@ class Saver:
             return _unpack_in_child(record, view)
         task = _torch.current_graph_task_id()
         with self.lock:
-            self.settle()
+            if self._remains or self.mover.unconfirmed:
+                self.settle()
             if task != -1:
                 self.steps.backward_seen = True
             self.mover.pressure.moved(record.nbytes)
@@ -224,37 +231,42 @@ class Saver:
 
     def _look(self, record: Record, view: View, task: int) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency = self.mover, self.residency
-        if record.state is RecordState.POISONED or (
-            record.state in IN_MEMORY and record.alias is not None and record.alias._version != record.version
-        ):
-            assert record.alias is not None
-            raise _edited_in_place(record.name(), record.alias._version, record.version)
-        try:
-            mover.arrive(record)
-        except TransferError:
-            residency.hand_over(record)
-            raise
-        if record.state in IN_MEMORY and not record.asks and record.offloaded:
-            self._forwarded(record)
+        mover, residency, alias = self.mover, self.residency, record.alias
+        if record.state is RecordState.READING:
+            try:
+                mover.arrive(record)
+            except TransferError:
+                residency.hand_over(record)
+                raise
+        elif record.state in IN_MEMORY:
+            assert alias is not None
+            if alias._version != record.version:
+                raise _edited_in_place(record.name(), alias._version, record.version)
+            if record.offloaded and not record.asks:
+                self._forwarded(record)
+        elif record.state is RecordState.POISONED:
+            assert alias is not None
+            raise _edited_in_place(record.name(), alias._version, record.version)
         # What is held is wanted before anything that was written, and takes its place in memory until then.
         window_bytes = mover.limits.window_bytes - self.held.nbytes
-        residency.demand(record, window_bytes)
+        if not record.resident_bytes and not record.held_bytes:
+            residency.demand(record, window_bytes)
         residency.advance(task, record, window_bytes)
         if record.state is RecordState.READING:
             return None
         record.asks += 1
-        if record.state in IN_MEMORY:
-            assert record.alias is not None
-            storage, begin = record.alias.untyped_storage(), 0
-        else:
+        if record.state is RecordState.RESTORED:
             assert record.restored is not None
             storage, begin = record.restored, record.begin
+        else:
+            assert record.alias is not None
+            storage, begin = record.alias.untyped_storage(), 0
         tensor = view.over(storage, begin)
-        _streams.use(tensor, record.ready)
+        if record.ready is not None:
+            _streams.use(tensor, record.ready)
         if task != -1 and type(_torch.current_node()).__name__ == "CompiledFunctionBackward":
             # Compiled code may overwrite what it is given.
-            if record.state in IN_MEMORY or record.saves > 1:  # and others look at this memory too
+            if record.state is not RecordState.RESTORED or record.saves > 1:  # and others look at this memory too
                 tensor = view.over(storage.clone(), begin)
             residency.hand_over(record)
         return tensor
@@ -283,7 +295,8 @@ class Saver:
             self.held.nbytes -= remains.held_bytes
             if remains.ticket is not None:
                 self.mover.discard(remains.ticket)
-        self.mover.confirm()
+        if self.mover.unconfirmed:
+            self.mover.confirm()
 
     def end_step(self) -> None:
         """A training step is over."""

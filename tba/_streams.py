@@ -36,31 +36,35 @@ _pinning_failed = False
 
 def producer_stream(tensor: Tensor) -> Any:
     """The stream that the operator saving `tensor` runs on; None on a CPU."""
-    return torch.cuda.current_stream(tensor.device) if tensor.device.type == "cuda" else None
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def capturing(tensor: Tensor) -> bool:
     """Whether the device is recording a CUDA graph, in which no event may be waited for and no file touched."""
-    return tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def out(source: Tensor, producer: Any) -> tuple[Tensor, Callable[[], None] | None]:
-    """Start moving `source` (one-dimensional, uint8) to host memory.
+def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Callable[[], None] | None]:
+    """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
     Returns the host bytes and what to call, on any thread, before touching them (None: they are there).
     """
-    if source.device.type == "cpu":
-        return source, None
-    side = _side_stream(source.device, "out")
+    storage = source.untyped_storage()
+    if producer is None:
+        return Buffer(storage.data_ptr() + begin, nbytes, source), None
+    device = source.device
+    side = _side_stream(device, "out")
     launched = torch.cuda.Event()
     launched.record(producer)
     side.wait_event(launched)
-    host = pinned(source.numel())
+    host = pinned(nbytes)
     arrived = torch.cuda.Event()
+    raw = torch.empty(0, dtype=torch.uint8, device=device)
+    raw.set_(storage, begin, (nbytes,), (1,))
     with torch.cuda.stream(side):
-        host.copy_(source, non_blocking=True)
+        host.copy_(raw, non_blocking=True)
         arrived.record(side)
-    return host, arrived.synchronize
+    return Buffer(host.data_ptr(), nbytes, host), arrived.synchronize
 
 
 def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Any]:

@@ -79,9 +79,7 @@ class Mover:
         storage = alias.untyped_storage()
         if self._moved(record, storage):
             return False
-        source = torch.empty(0, dtype=torch.uint8, device=record.device)
-        source.set_(storage, record.begin, (record.nbytes,), (1,))
-        host, arrived = _streams.out(source, record.stream)
+        buffer, arrived = _streams.out(alias, record.begin, record.nbytes, record.stream)
         reference, nbytes = record.ref, record.nbytes
 
         def landed(ticket: Ticket) -> None:
@@ -91,7 +89,6 @@ class Mover:
             if self.store is None:
                 self.store = self._open_store()
                 weakref.finalize(self, self.store.abandon).atexit = False
-            buffer = Buffer(host.data_ptr(), nbytes, host)
             record.write = self.store.write(buffer, on_done=landed, before=arrived)
         except (StoreError, OSError) as error:
             self._complain(f"a write could not be queued ({error}); tensors stay in memory")
@@ -136,8 +133,6 @@ class Mover:
 
     def confirm(self) -> None:
         """At a hook: see whether anything written was edited before its copy was finished."""
-        if not self.unconfirmed:
-            return
         unconfirmed, self.unconfirmed = self.unconfirmed, []
         for reference in unconfirmed:
             record = reference()

@@ -23,7 +23,9 @@ def raw_bytes(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return torch.cat([raw_bytes(part) for part in _parts(tensor)])
-    return tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    return (
+        tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    )
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -173,9 +175,7 @@ def run_training(
         if not backward_inside:
             backward(losses)
         run.losses += [loss.detach().clone() for loss in losses]
-        run.gradients.append(
-            {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-        )
+        run.gradients.append({name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()})
         steps_of.step()
         steps_of.zero_grad()
     run.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}

@@ -1,0 +1,132 @@
+"""Extents against a trivial model: a list that says of every block whether it is in use."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import assume, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from io_backends._extents import Extents, align_up
+
+# The same examples every time and nothing written to disk: a failure here is a failure everywhere.
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=60, stateful_step_count=60)
+
+
+class AgainstBlocks(RuleBasedStateMachine):
+    """Every answer is that of first fit over single blocks."""
+
+    @initialize(alignment=st.sampled_from([1, 512, 4096]), capacity_blocks=st.none() | st.integers(1, 40))
+    def begin(self, alignment: int, capacity_blocks: int | None) -> None:
+        self.alignment = alignment
+        self.capacity_blocks = capacity_blocks
+        # A capacity need not be a multiple of the alignment: what is over is no use.
+        capacity = None if capacity_blocks is None else capacity_blocks * alignment + alignment // 2
+        self.extents = Extents(alignment, capacity)
+        self.blocks: list[bool] = []  # in use?
+        self.live: list[tuple[int, int]] = []  # (offset, length) as given out and asked for
+
+    def _lowest_fit(self, count: int) -> int | None:
+        limit = len(self.blocks) + count if self.capacity_blocks is None else self.capacity_blocks
+        for start in range(limit - count + 1):
+            if not any(self.blocks[start : start + count]):
+                return start
+        return None
+
+    def _mark(self, start: int, count: int, used: bool) -> None:
+        self.blocks += [False] * (start + count - len(self.blocks))
+        self.blocks[start : start + count] = [used] * count
+
+    @rule(data=st.data())
+    def allocate(self, data: st.DataObject) -> None:
+        length = data.draw(st.integers(1, 9 * self.alignment), label="length")
+        count = align_up(length, self.alignment) // self.alignment
+        start = self._lowest_fit(count)
+        offset = self.extents.allocate(length)
+        assert offset == (None if start is None else start * self.alignment)
+        if start is not None and offset is not None:
+            assert not any(self.blocks[start : start + count])
+            self._mark(start, count, True)
+            self.live.append((offset, length))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset, length = self.live.pop(data.draw(st.integers(0, len(self.live) - 1), label="which"))
+        self.extents.free(offset, length)
+        self._mark(offset // self.alignment, align_up(length, self.alignment) // self.alignment, False)
+
+    @rule(start=st.integers(-2, 60), count=st.integers(1, 12), shift=st.sampled_from([0, 1, 100]))
+    def free_what_is_not_in_use(self, start: int, count: int, shift: int) -> None:
+        shift %= self.alignment
+        wanted = [0 <= block < len(self.blocks) and self.blocks[block] for block in range(start, start + count)]
+        assume(shift or not all(wanted))
+        with pytest.raises(ValueError, match="not in use"):
+            self.extents.free(start * self.alignment + shift, count * self.alignment)
+
+    @invariant()
+    def sums_agree(self) -> None:
+        if hasattr(self, "extents"):
+            last_used = max((block + 1 for block, used in enumerate(self.blocks) if used), default=0)
+            assert self.extents.end == last_used * self.alignment
+            assert self.extents.used_bytes == sum(self.blocks) * self.alignment
+
+
+TestAgainstBlocks = AgainstBlocks.TestCase
+TestAgainstBlocks.settings = STEADY
+
+
+@pytest.mark.parametrize(
+    ("value", "alignment", "expected"), [(0, 512, 0), (1, 512, 512), (512, 512, 512), (513, 512, 1024), (7, 1, 7)]
+)
+def test_align_up(value: int, alignment: int, expected: int) -> None:
+    assert align_up(value, alignment) == expected
+
+
+def test_a_periodic_load_of_any_sizes_reuses_the_same_range() -> None:
+    extents = Extents(4096)
+    sizes = [5000, 1, 123456, 4096, 70000, 8191]
+    ends = []
+    for _ in range(20):
+        taken = [(extents.allocate(size), size) for size in sizes]
+        ends.append(extents.end)
+        for offset, size in reversed(taken):
+            assert offset is not None
+            extents.free(offset, size)
+        assert (extents.end, extents.used_bytes) == (0, 0)
+    assert set(ends) == {sum(align_up(size, 4096) for size in sizes)}
+
+
+def test_neighbours_merge_from_both_sides() -> None:
+    extents = Extents(512)
+    offsets = [extents.allocate(512) for _ in range(4)]
+    assert offsets == [0, 512, 1024, 1536]
+    extents.free(0, 512)
+    extents.free(1024, 512)
+    assert extents.allocate(1024) == 2048  # neither hole is large enough
+    extents.free(512, 512)
+    assert extents.allocate(1536) == 0
+
+
+def test_a_double_free_is_an_error_and_changes_nothing() -> None:
+    extents = Extents(512)
+    extents.allocate(512)
+    kept = extents.allocate(512)
+    assert kept == 512
+    extents.free(0, 512)
+    with pytest.raises(ValueError, match=r"range \[0, 512\) is not in use"):
+        extents.free(0, 512)
+    assert extents.used_bytes == 512
+    assert extents.allocate(1024) == 1024
+
+
+@pytest.mark.parametrize("length", [0, -512])
+def test_lengths_are_positive(length: int) -> None:
+    extents = Extents(512)
+    extents.allocate(512)
+    with pytest.raises(ValueError, match="length must be positive"):
+        extents.allocate(length)
+    with pytest.raises(ValueError, match="length must be positive"):
+        extents.free(0, length)
+    with pytest.raises(ValueError, match="alignment must be positive"):
+        Extents(length)

@@ -1,0 +1,308 @@
+"""Workers: which ticket runs when, what failing and stopping do to the others, and what an idle worker remembers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+from store_tools import WAIT_S
+
+from io_backends import Buffer, StoreBroken, StoreClosed, Ticket, TicketState, TransferCancelled
+from io_backends._workers import Workers
+
+
+class Owner:
+    """Stands for memory: a buffer's owner whose life can be watched."""
+
+
+def ticket_of(work: Callable[[Ticket], None], owner: object = None) -> Ticket:
+    return Ticket(Buffer(0, 8, owner), None, work)
+
+
+def nothing(ticket: Ticket) -> None:
+    """A transfer that ends at once."""
+
+
+@contextmanager
+def running(count: int = 1, on_stopped: Callable[[], None] = lambda: None) -> Iterator[Workers]:
+    workers = Workers(count, "tba-test", on_stopped)
+    try:
+        yield workers
+    finally:
+        workers.stop()
+        workers.join(WAIT_S)
+
+
+class Blocker:
+    """A transfer that goes on until `release` is set."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.release = threading.Event()
+        self.ticket = ticket_of(self._work)
+
+    def _work(self, ticket: Ticket) -> None:
+        self.begun.set()
+        assert self.release.wait(WAIT_S)
+
+    def occupy(self, workers: Workers) -> None:
+        workers.submit(self.ticket, urgent=False)
+        assert self.begun.wait(WAIT_S)
+
+
+def test_no_thread_before_the_first_ticket_then_named_daemons() -> None:
+    with running(3) as workers:
+        assert workers._threads == []
+        ticket = ticket_of(nothing)
+        workers.submit(ticket, urgent=True)
+        assert ticket.wait(WAIT_S)
+        names = [thread.name for thread in workers._threads]
+        assert len(set(names)) == 3
+        assert all(name.startswith("tba-test-") for name in names)
+        assert all(thread.daemon for thread in workers._threads)
+    assert not any(thread.is_alive() for thread in workers._threads)
+
+
+def test_a_store_needs_a_worker() -> None:
+    with pytest.raises(ValueError, match="at least one worker, got 0"):
+        Workers(0, "tba-test", lambda: None)
+
+
+def test_reads_go_ahead_of_writes_each_in_order() -> None:
+    order: list[str] = []
+    with running() as workers:
+        blocker = Blocker()
+        blocker.occupy(workers)
+        tickets = []
+        for name in ("write 0", "read 0", "write 1", "read 1"):
+            ticket = ticket_of(lambda _, name=name: order.append(name))  # type: ignore[misc]
+            workers.submit(ticket, urgent=name.startswith("read"))
+            tickets.append(ticket)
+        blocker.release.set()
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert order == ["read 0", "read 1", "write 0", "write 1"]
+
+
+def test_several_workers_run_at_the_same_time() -> None:
+    with running(2) as workers:
+        meeting = threading.Barrier(2)
+        tickets = [ticket_of(lambda _: meeting.wait(WAIT_S) and None) for _ in range(2)]
+        for ticket in tickets:
+            workers.submit(ticket, urgent=False)
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+
+
+def test_a_cancelled_ticket_is_passed_over() -> None:
+    ran: list[str] = []
+    with running() as workers:
+        blocker = Blocker()
+        blocker.occupy(workers)
+        cancelled, kept = ticket_of(lambda _: ran.append("cancelled")), ticket_of(lambda _: ran.append("kept"))
+        workers.submit(cancelled, urgent=True)
+        workers.submit(kept, urgent=True)
+        assert cancelled.cancel()
+        blocker.release.set()
+        assert kept.wait(WAIT_S)
+    assert ran == ["kept"]
+    with pytest.raises(TransferCancelled):
+        cancelled.wait(0)
+
+
+def test_a_failed_ticket_leaves_its_worker_alive() -> None:
+    def fail(_: Ticket) -> None:
+        raise SystemExit("worst of all")
+
+    with running() as workers:
+        failing, after = ticket_of(fail), ticket_of(nothing)
+        workers.submit(failing, urgent=False)
+        workers.submit(after, urgent=False)
+        assert after.wait(WAIT_S)
+        with pytest.raises(StoreBroken, match="SystemExit: worst of all"):
+            failing.wait(WAIT_S)
+        assert all(thread.is_alive() for thread in workers._threads)
+
+
+def test_an_idle_worker_remembers_nothing_of_its_last_ticket() -> None:
+    gc.disable()  # a reference cycle would be as bad: memory must go now, not at the next collection
+    try:
+        with running() as workers:
+            owner = Owner()
+            watched_owner, held = weakref.ref(owner), [owner]
+
+            def work(ticket: Ticket) -> None:
+                assert ticket.buffer is not None
+                assert ticket.buffer.owner is not None
+
+            watched_work = weakref.ref(work)
+            ticket = ticket_of(work, owner)
+            del owner, work
+            held.clear()
+            workers.submit(ticket, urgent=False)
+            assert ticket.wait(WAIT_S)
+            assert watched_owner() is None  # goes before a waiter wakes, although the ticket lives on
+            del ticket
+            with workers.held():  # now the worker is between two tickets
+                assert watched_work() is None
+    finally:
+        gc.enable()
+
+
+def test_stopping_lets_the_running_ticket_end_and_fails_the_queued() -> None:
+    stopped: list[str] = []
+    with running(on_stopped=lambda: stopped.append(threading.current_thread().name)) as workers:
+        blocker = Blocker()
+        blocker.occupy(workers)
+        queued = [ticket_of(nothing) for _ in range(4)]
+        for index, ticket in enumerate(queued):
+            workers.submit(ticket, urgent=index % 2 == 0)
+        workers.stop()
+        workers.stop()
+        assert stopped == []
+        with pytest.raises(StoreClosed, match="the store is closed"):
+            workers.submit(ticket_of(nothing), urgent=False)
+        blocker.release.set()
+        workers.join(WAIT_S)
+        assert blocker.ticket.state is TicketState.DONE
+        for ticket in queued:
+            with pytest.raises(StoreClosed, match="before this transfer started"):
+                ticket.wait(WAIT_S)
+        assert stopped == [workers._threads[0].name]
+
+
+def test_stopping_before_anything_was_queued_calls_back_at_once() -> None:
+    stopped: list[bool] = []
+    workers = Workers(2, "tba-test", lambda: stopped.append(True))
+    workers.stop()
+    workers.join()
+    assert stopped == [True]
+    with pytest.raises(StoreClosed):
+        workers.submit(ticket_of(nothing), urgent=True)
+
+
+def test_submit_and_stop_at_the_same_time_lose_no_ticket_and_no_thread() -> None:
+    """Whatever was accepted ends: done, or failed with StoreClosed."""
+    for _ in range(100):
+        stopped: list[bool] = []
+        workers = Workers(2, "tba-test", lambda: stopped.append(True))  # noqa: B023  # used up in this round
+        begin = threading.Barrier(3)
+        accepted: list[Ticket] = []
+
+        def submit(workers: Workers = workers, begin: threading.Barrier = begin, to: list[Ticket] = accepted) -> None:
+            begin.wait(WAIT_S)
+            for _ in range(8):
+                ticket = ticket_of(nothing)
+                try:
+                    workers.submit(ticket, urgent=False)
+                except StoreClosed:
+                    return
+                to.append(ticket)
+
+        submitters = [threading.Thread(target=submit) for _ in range(2)]
+        for thread in submitters:
+            thread.start()
+        begin.wait(WAIT_S)
+        workers.stop()
+        for thread in submitters:
+            thread.join()
+        workers.join(WAIT_S)
+        assert not any(thread.is_alive() for thread in workers._threads)
+        for ticket in accepted:
+            try:
+                assert ticket.wait(WAIT_S)
+            except StoreClosed:
+                assert ticket.state is TicketState.FAILED
+        assert stopped
+
+
+def test_stop_while_the_first_ticket_starts_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stop` sees no thread to end yet; they must end all the same."""
+    workers = Workers(2, "tba-test", lambda: None)
+    start = threading.Thread.start
+
+    def stop_then_start(thread: threading.Thread) -> None:
+        workers.stop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", stop_then_start)
+    ticket = ticket_of(nothing)
+    workers.submit(ticket, urgent=False)
+    with pytest.raises(StoreClosed):
+        ticket.wait(WAIT_S)
+    workers.join(WAIT_S)
+    assert len(workers._threads) == 2
+    assert not any(thread.is_alive() for thread in workers._threads)
+
+
+def test_two_threads_may_fail_the_queued_tickets_together() -> None:
+    """A late `submit` and the last worker: one finds the queue emptied by the other after it has looked."""
+
+    class Emptied(deque[Ticket]):
+        def __bool__(self) -> bool:
+            return True
+
+    stopped: list[bool] = []
+    workers = Workers(1, "tba-test", lambda: stopped.append(True))
+    workers._writes = Emptied()
+    ticket = ticket_of(nothing)
+    workers.submit(ticket, urgent=False)
+    assert ticket.wait(WAIT_S)
+    workers.stop()
+    workers.join(WAIT_S)
+    assert stopped == [True]
+
+
+class _Announcing:
+    """A worker's lock that tells when anyone but the worker asks for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.asked = threading.Event()
+
+    def __enter__(self) -> None:
+        if not threading.current_thread().name.startswith("tba-"):
+            self.asked.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_held_waits_for_the_running_ticket_and_holds_the_next() -> None:
+    with running() as workers:
+        lock = _Announcing()
+        workers._busy = [lock]  # type: ignore[list-item]
+        blocker, queued = Blocker(), ticket_of(nothing)
+        blocker.occupy(workers)
+        workers.submit(queued, urgent=True)
+        releaser = threading.Thread(target=lambda: lock.asked.wait(WAIT_S) and blocker.release.set())
+        releaser.start()
+        assert not blocker.ticket.done()
+        with workers.held():
+            assert blocker.ticket.done()
+            late = ticket_of(nothing)
+            workers.submit(late, urgent=True)
+            assert not late.wait(0.05)
+        assert late.wait(WAIT_S)
+        assert queued.wait(WAIT_S)
+        releaser.join()
+
+
+def test_a_forgotten_set_of_workers_takes_nothing_more() -> None:
+    with running() as workers:
+        done = ticket_of(nothing)
+        workers.submit(done, urgent=True)
+        assert done.wait(WAIT_S)
+        threads = workers._threads
+        workers.forget()
+        with pytest.raises(StoreClosed):
+            workers.submit(ticket_of(nothing), urgent=True)
+        workers.join()
+    for _ in threads:  # they do exist in this process
+        workers._tokens.put(False)
+    for thread in threads:
+        thread.join(WAIT_S)
