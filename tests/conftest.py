@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -21,18 +22,9 @@ _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    for line in (
-        "serial: must not share the machine with another test",
-        "gpu: needs a CUDA device",
-        "slow: takes more than ten seconds",
-    ):
-        config.addinivalue_line("markers", line)
-
-
-def _file_system(path: Path) -> str:
-    """The type of the file system `path` is on: that of the longest mount point above it."""
-    resolved = path.resolve()
+@functools.cache
+def _file_system(resolved: Path) -> str:
+    """The type of the file system a path is on: that of the longest mount point above it."""
     mounts = [
         (len(Path(part.mountpoint).parts), part.fstype)
         for part in psutil.disk_partitions(all=True)
@@ -44,12 +36,12 @@ def _file_system(path: Path) -> str:
 @pytest.fixture
 def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """An empty directory on a real disk: below the temp directory, or below pytest's cache where that one is in RAM."""
-    if _file_system(tmp_path) not in _RAM_FILE_SYSTEMS:
+    if _file_system(tmp_path.resolve().parent) not in _RAM_FILE_SYSTEMS:
         return tmp_path
     assert request.config.cache is not None
     directory = request.config.cache.mkdir(f"scratch-{os.getpid()}") / str(time.monotonic_ns())
     directory.mkdir()
-    if _file_system(directory) in _RAM_FILE_SYSTEMS:
+    if _file_system(directory.resolve().parent) in _RAM_FILE_SYSTEMS:
         pytest.skip(f"both {tmp_path} and {directory} are in RAM; set --basetemp to a directory on a disk")
     return directory
 

@@ -70,7 +70,9 @@ def cgroup() -> Iterator[Path]:
     path.rmdir()
 
 
-def _train(tier: str, blocks: int, steps: int, scratch: Path, cgroup: Path | None = None) -> tuple[int, dict[str, object]]:
+def _train(
+    tier: str, blocks: int, steps: int, scratch: Path, cgroup: Path | None = None
+) -> tuple[int, dict[str, object]]:
     def enter() -> None:
         if cgroup is not None:
             (cgroup / "cgroup.procs").write_text(str(os.getpid()))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from engine_tools import Gate, activation, engine, save
 from helpers import assert_bit_equal
+
+from io_backends import PosixStore
+from io_backends.testing import FaultyStore
+from tba import OffloadConfig, Offloader
 
 MODIFIED = "modified by an inplace operation"
 
@@ -81,23 +86,40 @@ def test_5_an_edit_after_the_copy_has_finished_is_legal_and_the_copy_is_used(scr
         assert_bit_equal(leaf.grad, 2 * leaf.detach())
 
 
+class _Tells(FaultyStore):
+    """Sets an event once a write has ended and the engine knows."""
+
+    def __init__(self, store: PosixStore) -> None:
+        super().__init__(store, lambda operation, number: None)
+        self.landed = threading.Event()
+
+    def write(self, buffer, *, on_done=None, before=None):  # type: ignore[no-untyped-def]
+        def done(ticket):  # type: ignore[no-untyped-def]
+            on_done(ticket)
+            self.landed.set()
+
+        return super().write(buffer, on_done=done, before=before)
+
+
 def test_5_an_edit_whose_kernel_ends_after_the_write_is_noticed_at_the_next_hook(scratch: Path) -> None:
     # An in-place kernel bumps the version only when it has ended: a write that ends while it runs sees the old number.
     # The edit is made in two halves here: bytes first, unseen; then the bump.
-    with engine(scratch, prefetch_bytes=0) as offload:
-        _, x = activation(4096)
-        with offload:
-            result = save(x)
-            x.data.mul_(0.5)  # the kernel is running ...
-            offload._saver.pass_on(None)
-            while offload._saver.mover.staging.count:  # ... and the write ends ...
-                with offload._saver.lock:
-                    offload._saver.mover.staging.wait_until_idle()
-            with torch.no_grad():
-                x.add_(0)  # ... before it has bumped the version
-            _ = save(x * 1)
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            result.sum().backward()
+    store = _Tells(PosixStore(scratch, threads=1))
+    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0), store=store)
+    _, x = activation(4096)
+    small = torch.ones(1, requires_grad=True) * 1
+    with offload:
+        result = save(x)
+        x.data.mul_(0.5)  # the kernel is running ...
+        other = save(small)  # (the write is submitted here)
+        assert store.landed.wait(10)  # ... and the write ends ...
+        with torch.no_grad():
+            x.add_(0)  # ... before it has bumped the version
+        again = save(small)
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        result.sum().backward()
+    del other, again
+    offload.close()
 
 
 def test_5_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path) -> None:

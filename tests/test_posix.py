@@ -70,7 +70,7 @@ def test_what_was_written_comes_back(store: PosixStore) -> None:
 
 
 def test_every_combination_of_head_and_tail(scratch: Path) -> None:
-    """Each head with three tails and each tail with three heads, all stored together, so that neighbours would suffer."""
+    """Each head with three tails and each tail with three heads, stored together: neighbours would suffer."""
     store = PosixStore(scratch, threads=2)
     block = store.alignment
     noise = pattern_at(0, 4 * block, seed=1)

@@ -76,14 +76,15 @@ def test_transfers_that_are_cut_at_a_block_go_on(
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000, 5001])
-def test_a_buffered_transfer_may_be_cut_anywhere(
+def test_a_transfer_that_is_cut_inside_a_block(
     store: PosixStore, writing: Later, reading: Later, most_bytes: int
 ) -> None:
-    writing.call, reading.call = cutting(REAL.pwritev, most_bytes), cutting(REAL.preadv, most_bytes)
-    array = pattern_at(4000, 5000)
+    array = pattern_at(4000, 6000)
     if store.alignment == 1:
+        writing.call, reading.call = cutting(REAL.pwritev, most_bytes), cutting(REAL.preadv, most_bytes)
         assert np.array_equal(read_back(store, write(store, array)), array)
-    elif most_bytes % store.alignment:  # a direct transfer cannot go on from inside a block
+    else:  # direct I/O cannot go on from there
+        writing.call = lambda *arguments: min(REAL.pwritev(*arguments), most_bytes)
         with pytest.raises(ShortTransfer, match=f"{most_bytes} of .* bytes moved in '{store.directory}'"):
             write(store, array)
 
@@ -170,8 +171,7 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
         assert np.array_equal(read_back(store, ticket), array)
     extent = 25 * 4096  # of NBYTES
     growth = _posix.GROWTH_BYTES
-    assert asked == [(0, growth), (0, extent), (extent, growth - extent), (extent, extent)][: len(asked)]
-    assert len(asked) >= 3
+    assert asked == [(0, growth), (0, extent), (extent, growth - extent)]
 
 
 def test_a_disk_that_has_no_room_for_the_write(store: PosixStore, layout: Later) -> None:
