@@ -9,15 +9,25 @@ from typing import Annotated, Literal
 
 import typer
 
-from ._harness import Result, file_result, show
+from ._harness import Result, check_machine, file_result, show
 from ._processes import ArmError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
+
+def _neutral(machine: str) -> str:
+    try:
+        return check_machine(machine)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
 Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
 Save = Annotated[bool, typer.Option("--save/--no-save", help="File the result under benchmarks/results/.")]
-Machine = Annotated[str, typer.Option(help="Short neutral name of this machine for the result's file, such as vm2.")]
+Machine = Annotated[
+    str, typer.Option(help="Short neutral name of this machine for the result's file, such as vm2.", callback=_neutral)
+]
 Out = Annotated[Path, typer.Option(help="Folder for pictures and traces.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 
@@ -27,7 +37,9 @@ _OUT = Path("out")
 
 @app.command()
 def step(
-    model: Annotated[list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 24x2048.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 16x1024, 24x2048.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 10,
     threads: Threads = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
@@ -41,7 +53,7 @@ def step(
     from .step import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
-    names = model or list(known)
+    names = model or (["16x1024"] if device == "cuda" else list(known))
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
     if quick:
@@ -94,7 +106,7 @@ def overlap(
 
 @app.command()
 def demo(
-    seconds: Annotated[float, typer.Option(min=1, help="Train for about so long, all arms together.")] = 130,
+    seconds: Annotated[float, typer.Option(min=1, help="Take about so long, all arms together.")] = 150,
     steps: Annotated[int, typer.Option(min=1, help="At most so many steps.")] = 60,
     threads: Threads = 2,
     out: Out = _OUT,
@@ -124,6 +136,10 @@ def main() -> None:
         app()
     except ArmError as error:
         sys.exit(f"benchmarks: {error}")
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        sys.exit("benchmarks: pictures need matplotlib, which is not here; pip install 'tba-offload[plot]'")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -99,8 +99,7 @@ def command() -> str:
 
 def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Path]:
     """Write `<theme>_<machine>_<yyyymm>.md` and `.json`; the paths written."""
-    if not machine.isidentifier():
-        raise ValueError(f"--machine must be a short neutral name such as vm2, not {machine!r}: it becomes public")
+    check_machine(machine)
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
     described = [f"- {name}: {value}" for name, value in result.environment.items()]
@@ -110,6 +109,17 @@ def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Pa
     document = {**result.document(), "files": [path.name for path in result.files]}
     raw.write_text(json.dumps(document, indent=1) + "\n")
     return [text, raw]
+
+
+def check_machine(machine: str) -> str:
+    """The name, if it may stand in a public file's name.
+
+    Raises:
+        ValueError: it looks like a host name or a path.
+    """
+    if not machine.isidentifier() or len(machine) > 16:
+        raise ValueError(f"the machine's name becomes public: give a short neutral one such as vm2, not {machine!r}")
+    return machine
 
 
 def show(result: Result, *, as_json: bool) -> None:
@@ -146,6 +156,10 @@ class ProgressBar:
     def note(self, note: str) -> None:
         self._bar.update(self._task, note=note)
 
+    def finish(self) -> None:
+        """All that was to be done is done, be it less than announced."""
+        self._bar.update(self._task, total=self._bar.tasks[self._task].completed, note="")
+
     def say(self, text: str) -> None:
         """A line of its own above the bar, which stays."""
         self._bar.console.print(text, highlight=False, soft_wrap=True)
@@ -164,11 +178,6 @@ def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
 def mib(nbytes: float) -> str:
     """Bytes as MiB for a table."""
     return f"{nbytes / MIB:,.0f}"
-
-
-def as_data(value: Any) -> Any:
-    """A dataclass as JSON-able data."""
-    return asdict(value)
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -57,13 +57,17 @@ def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, s
     """The process environment of an arm, the name of the allocator it gets, and why that one.
 
     Raises:
-        Exception: what `tba.cli.allocator_environment` raises when the allocator is not on this machine.
+        ArmError: the allocator is not on this machine.
     """
     environment, allocator, reason = plain_environment(environ), "as Python comes", "nothing is preloaded or tuned"
     if spec.allocator != "as-is":
+        from tba import ConfigError
         from tba.cli import allocator_environment
 
-        chosen = allocator_environment(spec.allocator, environ=environment)
+        try:
+            chosen = allocator_environment(spec.allocator, environ=environment)
+        except ConfigError as error:
+            raise ArmError(f"the arm {spec.name!r} cannot start: {error}") from error
         environment |= chosen.environment
         allocator, reason = chosen.name, chosen.reason
     environment |= {"OMP_NUM_THREADS": str(spec.threads), "MKL_NUM_THREADS": str(spec.threads)}

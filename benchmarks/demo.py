@@ -46,6 +46,7 @@ def run_demo(
         _arm(PLAIN, model, "auto", threads),
         _arm(OFFLOAD, model, "auto", threads, tier="nvme", settings=dict(settings or {})),
     ]
+    until_s = time.monotonic() + seconds
     with progress(f"training {model.name}", steps) as bar:
         bar.note("starting the three arms")
         with running(specs) as arms:
@@ -53,13 +54,13 @@ def run_demo(
             bar.say(
                 f"{model.describe()}; text {text['text_sha256']}, {text['text_bytes'] / 1e6:.1f} MB; {_under(arms)}"
             )
-            answers = _train(arms, steps, seconds, bar, text["text_sha256"])
+            answers = _train(arms, steps, until_s, bar, text["text_sha256"])
             allocators = {arm.spec.name: arm.allocator for arm in arms}
             final = {arm.spec.name: arm.close() for arm in arms}
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo_memory.png"
-    courses = {f"{name} ({allocators[name]})": [step["memory"] for step in found] for name, found in answers.items()}
-    courses[f"{AS_IS} (glibc)"] = courses.pop(f"{AS_IS} ({allocators[AS_IS]})")
+    labels = {AS_IS: AS_IS, **{name: f"{name}, {allocators[name]}" for name in (PLAIN, OFFLOAD)}}
+    courses = {labels[name]: [step["memory"] for step in found] for name, found in answers.items()}
     draw_memory(courses, picture, title=f"{model.describe()}, AdamW: resident memory over idle")
     summary = {name: _summary(found, answers[PLAIN]) for name, found in answers.items()}
     data = {
@@ -89,11 +90,10 @@ def _under(arms: list[ArmProcess]) -> str:
 
 
 def _train(
-    arms: list[ArmProcess], steps: int, seconds: float, bar: ProgressBar, text: str
+    arms: list[ArmProcess], steps: int, until_s: float, bar: ProgressBar, text: str
 ) -> dict[str, list[dict[str, Any]]]:
     """Every arm's answers, a round at a time, so that all have trained the same steps when time is up."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
-    begun_s = time.monotonic()
     longest_s = 0.0
     for number in range(steps):
         round_s = time.monotonic()
@@ -104,8 +104,9 @@ def _train(
         bar.say(f"step {number + 1:3}  loss: {losses}  (text {text})")
         bar.advance()
         longest_s = max(longest_s, time.monotonic() - round_s)
-        if time.monotonic() - begun_s + longest_s > seconds:
+        if time.monotonic() + longest_s > until_s:
             break
+    bar.finish()
     return answers
 
 
@@ -142,6 +143,9 @@ def _table(
     def moved(counter: str) -> Any:
         return lambda arm: mib(arm["moved"][counter]) if arm["moved"] else "-"
 
+    # With time for one step only, its loss stands there already.
+    last = [row(f"loss at step {count}, text {text['text_sha256']}", lambda arm: f"{arm['losses'][-1]:.6f}")]
+    last = last if count > 1 else []
     rows = [
         ("allocator", *(allocators[name] for name, _ in arms)),
         row("peak memory over idle, MiB", lambda arm: mib(arm["peak_bytes"])),
@@ -153,7 +157,7 @@ def _table(
         *(row(f"{what}, MiB per step", moved(counter)) for what, counter in _BYTES),
         row("backward waited, ms per step", lambda arm: f"{1e3 * arm['moved']['wait_s']:.2f}" if arm["moved"] else "-"),
         row(f"loss at step 1, text {text['text_sha256']}", lambda arm: f"{arm['losses'][0]:.6f}"),
-        row(f"loss at step {count}, text {text['text_sha256']}", lambda arm: f"{arm['losses'][-1]:.6f}"),
+        *last,
         row("gradients bit-equal to plain's", lambda arm: "yes" if arm["gradients_bit_equal"] else "NO"),
     ]
     note = (

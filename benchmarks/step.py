@@ -45,7 +45,11 @@ CPU_MODELS = {
     "24x256": Model(layers=24, width=256, heads=8, sequence=256, batch=8),
     "8x512": Model(layers=8, width=512, heads=8, sequence=512, batch=4),
 }
-CUDA_MODELS = {"24x2048": Model(layers=24, width=2048, heads=16, sequence=2048, batch=8)}
+# In bf16: 4 GiB and 26 GB of activations a step.
+CUDA_MODELS = {
+    "16x1024": Model(layers=16, width=1024, heads=16, sequence=1024, batch=8),
+    "24x2048": Model(layers=24, width=2048, heads=16, sequence=2048, batch=8),
+}
 # What `--quick` runs. Every tensor is moved; with so little read-ahead next to nothing is held back for it, and with so
 # little in flight forward waits for the writes, so that bytes go through the file however short the step is.
 TINY = Model(layers=3, width=64, heads=2, sequence=64, batch=4)

@@ -33,9 +33,9 @@ class HostStore:
         before: Callable[[], None] | None = None,
     ) -> Ticket:
         ticket = Ticket(buffer, buffer, _moved, on_done, before)
+        self._workers.submit(ticket, urgent=False)
         with self._lock:
             self._bytes += buffer.nbytes
-        self._workers.submit(ticket, urgent=False)
         return ticket
 
     def read(

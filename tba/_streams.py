@@ -7,10 +7,13 @@ stream a block was allocated on, may hand out the block while the copy is under 
 The order kept here:
 
 1. Out: the side stream waits for an event recorded on the producer's stream after the kernel was launched. The source
-   stays referenced until `arrived` (called on a worker) has waited for the copy's own event.
+   stays referenced until the worker has waited for the copy's own event, and no longer.
 2. In: the destination is allocated on the consumer's stream; the side stream waits for what that stream has queued
-   (the block may be a recycled one) and is recorded with the allocator; the consumer's stream waits for the copy's
-   event at each use. The current stream is asked for at each use, per device, never remembered.
+   (the block may be a recycled one); the stream that uses it waits for the copy's event, at each use. The current
+   stream is asked for at each use, per device, never remembered.
+3. The allocator is told of the side stream (`record_stream`) only where a copy is abandoned before anybody has waited
+   for it: a block it was told of is not reused before everything queued on that stream by the time it is freed has
+   run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` its own storage, and neither waits. The
 rest of the engine therefore runs one path.
@@ -29,7 +32,6 @@ from io_backends import Buffer, BufferPool
 
 from ._errors import OffloadWarning
 
-_PIN_ALIGNMENT = 4096
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
 _pinning_failed = False
 
@@ -42,6 +44,51 @@ def producer_stream(tensor: Tensor) -> Any:
 def capturing(tensor: Tensor) -> bool:
     """Whether the device is recording a CUDA graph, in which no event may be waited for and no file touched."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Departure:
+    """A copy out of a device under way. Called, on any thread, it waits until the bytes are in host memory."""
+
+    __slots__ = ("_copied", "_side", "_source")
+
+    def __init__(self, source: Tensor, side: Any, copied: Any) -> None:
+        self._source: Tensor | None = source
+        self._side = side
+        self._copied = copied
+
+    def __call__(self) -> None:
+        # A new thread's device is the first one, and waiting would make a context on it.
+        with torch.cuda.device(self._side.device):
+            self._copied.synchronize()
+        self._source = None
+
+    def __del__(self) -> None:
+        if self._source is not None:  # never waited for: a cancelled write
+            self._source.record_stream(self._side)
+
+
+class Arrival:
+    """A copy to a device under way, and who may use what it makes."""
+
+    __slots__ = ("_consumer", "_copied", "_side", "_target")
+
+    def __init__(self, target: Tensor, side: Any, consumer: Any, copied: Any) -> None:
+        self._target: Tensor | None = target
+        self._side = side
+        self._consumer = consumer
+        self._copied = copied
+
+    def wait(self, tensor: Tensor) -> None:
+        """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
+        current = torch.cuda.current_stream(tensor.device)
+        current.wait_event(self._copied)
+        if current != self._consumer:
+            tensor.record_stream(current)  # allocated on another one
+        self._target = None  # whatever frees the block now does so behind the copy
+
+    def __del__(self) -> None:
+        if self._target is not None:  # never used
+            self._target.record_stream(self._side)
 
 
 def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Callable[[], None] | None]:
@@ -58,16 +105,20 @@ def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer,
     launched.record(producer)
     side.wait_event(launched)
     host = pinned(nbytes)
-    arrived = torch.cuda.Event()
     raw = torch.empty(0, dtype=torch.uint8, device=device)
     raw.set_(storage, begin, (nbytes,), (1,))
+    if torch.cuda.get_allocator_backend() == "native":  # others object where it is the stream of the allocation
+        # The memory goes earlier than the graph would let it go; this costs nothing on the stream of the allocation.
+        raw.record_stream(producer)
+    copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
+    departure = Departure(raw, side, copied)
     with torch.cuda.stream(side):
         host.copy_(raw, non_blocking=True)
-        arrived.record(side)
-    return Buffer(host.data_ptr(), nbytes, host), arrived.synchronize
+        copied.record(side)
+    return Buffer(host.data_ptr(), nbytes, host), departure
 
 
-def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Any]:
+def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arrival | None]:
     """Start moving host bytes to `device`: the storage to build on, and what `use` waits for."""
     if device.type == "cpu":
         return host.untyped_storage(), None
@@ -76,31 +127,31 @@ def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Any]
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     side.wait_stream(consumer)
     copied = torch.cuda.Event()
+    arrival = Arrival(target, side, consumer, copied)
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
-    target.record_stream(side)
-    return target.untyped_storage(), (copied, consumer)
+    return target.untyped_storage(), arrival
 
 
 def use(tensor: Tensor, ready: Any) -> None:
-    """Make the current stream wait until the bytes beneath `tensor` have arrived."""
-    if ready is None:
-        return
-    copied, consumer = ready
-    current = torch.cuda.current_stream(tensor.device)
-    current.wait_event(copied)
-    if current != consumer:
-        tensor.record_stream(current)
+    """Make the current stream wait until the bytes beneath `tensor` have arrived. `ready` is what `into` gave."""
+    if ready is not None:
+        ready.wait(tensor)
 
 
 def lease(pool: BufferPool, nbytes: int, skew: int, device: torch.device) -> tuple[Any, Buffer]:
     """Host memory to read into for a tensor of `device`: (what keeps it and `host_bytes` takes, the buffer)."""
     if device.type == "cpu":
         return pool.lease(nbytes, skew)
-    whole = pinned(nbytes + 2 * _PIN_ALIGNMENT)  # whole blocks around the bytes, so that a direct read may fill them
-    start = _PIN_ALIGNMENT + (skew - whole.data_ptr()) % _PIN_ALIGNMENT
-    host = whole[start : start + nbytes]
+    block = pool.alignment
+    length = (skew + nbytes + block - 1) // block * block  # whole blocks, so that a direct read may fill them
+    whole = pinned(length)  # no byte more: a power of two stays one, and to one the allocator rounds up
+    start = -whole.data_ptr() % block
+    if start:  # pageable: pinned memory begins with a page
+        whole = pinned(length + block)
+        start = -whole.data_ptr() % block
+    host = whole[start + skew : start + skew + nbytes]
     return host, Buffer(host.data_ptr(), nbytes, host, padded=True)
 
 

@@ -16,6 +16,7 @@ Every method wants the engine's lock held, except `_landed` and `await_read`, wh
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 import warnings
@@ -191,7 +192,7 @@ class Mover:
             self._restore(record, location.owner)
             return
         if self._pool is None:
-            self._pool = BufferPool(self.store.alignment)
+            self._pool = BufferPool(max(self.store.alignment, mmap.PAGESIZE))  # leases never share a page
         kept, buffer = _streams.lease(self._pool, record.nbytes, location.skew, record.device)
         record.view = kept
         try:

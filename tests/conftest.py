@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -34,16 +35,15 @@ def _file_system(resolved: Path) -> str:
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """An empty directory on a real disk: below the temp directory, or below pytest's cache where that one is in RAM."""
+def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """An empty directory on a real disk: below the temp directory, or in the checkout where that one is in RAM."""
     if _file_system(tmp_path.resolve().parent) not in _RAM_FILE_SYSTEMS:
-        return tmp_path
-    assert request.config.cache is not None
-    directory = request.config.cache.mkdir(f"scratch-{os.getpid()}") / str(time.monotonic_ns())
-    directory.mkdir()
-    if _file_system(directory.resolve().parent) in _RAM_FILE_SYSTEMS:
-        pytest.skip(f"both {tmp_path} and {directory} are in RAM; set --basetemp to a directory on a disk")
-    return directory
+        yield tmp_path
+        return
+    if _file_system(request.config.rootpath.resolve()) in _RAM_FILE_SYSTEMS:
+        pytest.skip(f"{tmp_path} and {request.config.rootpath} are in RAM; set --basetemp to a directory on a disk")
+    with tempfile.TemporaryDirectory(prefix=".scratch-", dir=request.config.rootpath) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The elements' bytes in logical order, uint8 [nbytes]; sparse tensors: those of their parts, one after the other."""
+    """The elements' bytes in logical order, uint8 [nbytes]; of sparse tensors, those of their parts in turn."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         return torch.cat([raw_bytes(part) for part in _parts(tensor)])
@@ -37,7 +37,7 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def difference(actual: Any, expected: Any) -> str:
-    """In what two values differ, to the last bit (NaNs of equal bytes are equal), or "": tensors, None, nested lists."""
+    """How two values differ to the last bit, or "": tensors (NaNs of equal bytes are equal), None, nested lists."""
     if isinstance(expected, Tensor) and isinstance(actual, Tensor):
         for name in ("shape", "dtype", "device", "layout"):
             got, wanted = getattr(actual, name), getattr(expected, name)
@@ -64,7 +64,7 @@ def difference(actual: Any, expected: Any) -> str:
 
 
 def assert_bit_equal(actual: Any, expected: Any, what: str = "") -> None:
-    """Shape, stride, dtype, device and every byte are the same: tensors, or lists, tuples and dicts of them (or None)."""
+    """Shape, stride, dtype, device and every byte are the same: of tensors or None, in lists, tuples and dicts."""
     found = difference(actual, expected)
     assert not found, f"{what} {found}".strip()
 

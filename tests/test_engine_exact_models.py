@@ -1,4 +1,4 @@
-"""Training with every activation through the file is bit for bit plain training: each family, in each way of training."""
+"""Training with every activation through the file is bit for bit plain training, for each family of models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_keeping_the_graph_is_exact(family: Family, scratch: Path) -> None:
 
 @pytest.mark.parametrize("low_rank", [False, True], ids=["trained", "frozen"])
 def test_no_byte_of_a_weight_is_moved(family: Family, low_rank: bool, scratch: Path) -> None:
-    """Against an account of our own: what autograd saves of the storages of parameters and buffers, the engine leaves."""
+    """By an account of our own: what autograd saves of the storages of parameters and buffers is left alone."""
 
     def make_model() -> nn.Module:
         model = family.make_model()

@@ -36,12 +36,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`nn.functional.upsample_(nearest|bilinear)` is deprecated:UserWarning"),
 ]
 
-_SAMPLES = 10
+_SAMPLES = 8
 _HASTY_SAMPLES = 2
 _MAX_ELEMENTS = 20_000
 _GRADIENT_SEED = 11
 _RETRIES = 20  # plain runs that a gradient which differs is held against, before it counts as the engine's fault
-_SAVING = 370  # operators that save something: 373 in torch 2.13
+_SAVING = 360  # operators that save something in their first two samples: 367 in torch 2.13
 _DTYPES = (torch.float32, torch.complex64, torch.float64, torch.complex128, torch.bfloat16, torch.float16)
 
 # Why tensors stay in memory: the reasons the engine gives, for each operator where it happens. Everything else moves.
@@ -50,6 +50,9 @@ KEPT = {
     "sparse.sampled_addmm": {"torch.sparse_csr"},
     "to_sparse": {"torch.sparse_coo"},
 }
+
+# What plain PyTorch cannot do with any of the database's samples: the result has another dtype than the input.
+NOT_COMPARABLE = {"float_power-float32-inplace"}
 
 
 def _name(op: OpInfo) -> str:
@@ -84,13 +87,13 @@ class Case:
     def function(self) -> Callable[..., Any]:
         return self.op.inplace_variant if self.in_place else self.op.op
 
-    def samples(self, count: int = _SAMPLES) -> Iterator[SampleInput]:
+    def samples(self) -> Iterator[SampleInput]:
         torch.manual_seed(3)
         samples = self.op.sample_inputs("cpu", self.dtype, requires_grad=True)
         small = (s for s in samples if sum(t.numel() for t in _leaves(s)) <= _MAX_ELEMENTS)
         if self.in_place:
             small = (s for s in small if not s.broadcasts_input)
-        return itertools.islice(small, count)
+        return itertools.islice(small, _SAMPLES)
 
 
 def _cases() -> Iterator[Case]:
@@ -129,9 +132,6 @@ def _lazy(tensor: Tensor) -> Tensor:
     return torch._neg_view(-(torch.conj_physical(tensor).conj() if tensor.is_complex() else tensor))
 
 
-DISGUISES = (_as_it_is, _strided, _lazy)
-
-
 def _forward(case: Case, sample: SampleInput, disguise: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """The outputs that have a gradient, of inputs that are no leaves."""
 
@@ -155,6 +155,10 @@ def _backward(outputs: list[Tensor], sample: SampleInput) -> list[Tensor | None]
 
 def _values(outputs: list[Tensor]) -> list[Tensor]:
     return [t.detach().clone() for t in outputs]
+
+
+class NothingToCompareError(Exception):
+    """Plain PyTorch raises, or is not deterministic against itself."""
 
 
 class HastyStore(FaultyStore):
@@ -188,53 +192,68 @@ class Trial:
         offload.flush()
         return [_values(outputs), _backward(outputs, self.sample)]
 
-    def unstable(self, expected: list[Any], runs: int) -> str:
+    def unstable(self, expected: list[Any]) -> str:
         """How plain PyTorch differs from itself (some LAPACK routines depend on where memory happens to lie), or ""."""
-        return next((what for _ in range(runs) if (what := difference(self.plain(), expected))), "")
+        return next((what for _ in range(_RETRIES) if (what := difference(self.plain(), expected))), "")
 
-    def compare(self, offload: Offloader, seen: Observer) -> str:
-        """Why there is nothing to compare, or ""."""
+    def compare(self, offload: Offloader) -> int:
+        """How many tensors autograd saved, none of which changed a bit on its way. Raises NothingToCompareError."""
+        observer = Observer()
         try:
             expected = self.plain()
+            again = self.plain(observer)
         except Exception as error:  # plain PyTorch cannot do it
-            return f"plain raises {type(error).__name__}: {error}"
-        if unstable := self.unstable(expected, 1):
-            return f"plain differs from plain: {unstable}"
-        self.plain(seen)
+            raise NothingToCompareError(f"plain raises {type(error).__name__}: {error}") from error
+        if unstable := difference(again, expected):
+            raise NothingToCompareError(f"plain differs from plain: {unstable}")
         actual = self.moved(offload)
-        if difference(actual, expected) and (unstable := self.unstable(expected, _RETRIES)):
-            return f"plain differs from plain: {unstable}"
+        if difference(actual, expected) and (unstable := self.unstable(expected)):
+            raise NothingToCompareError(f"plain differs from plain: {unstable}")
         assert_bit_equal(actual, expected, f"{self.disguise.__name__}, {self.sample}:")
-        return ""
+        return observer.others
+
+
+def _moved_all(case: Case, trials: Iterator[Trial], offload: Offloader) -> tuple[int, list[str]]:
+    """How many trials were compared, and why the others were not; what autograd saved took the file."""
+    compared = saved = 0
+    excused = []
+    try:
+        for trial in trials:
+            try:
+                saved += trial.compare(offload)
+            except NothingToCompareError as why:
+                excused.append(str(why))
+            else:
+                compared += 1
+        stats = offload.stats()
+    finally:
+        offload.close()
+    if not excused:
+        assert (stats.offloaded_bytes > 0) == (saved > 0), (saved, stats)
+    assert_adds_up(stats)
+    assert stats.forwarded_bytes == 0
+    assert set(stats.kept_by_reason) <= KEPT.get(case.name, set()), dict(stats.kept_by_reason)
+    assert stats.written_bytes >= stats.offloaded_bytes, stats
+    assert stats.read_bytes >= stats.offloaded_bytes, stats
+    return compared, excused
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operator_is_exact_through_the_file(
     case: Case, scratch: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    outcomes: list[str] = []
-    for hasty in (False, True):
-        seen = Observer()
-        samples = itertools.islice(case.samples(), _HASTY_SAMPLES if hasty else None)
-        disguises = (_strided, _lazy) if hasty else (_as_it_is,)
-        early = {"prefetch_bytes": 0} if hasty else {}  # with no window, what may be written is written at once
-        config = OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=scratch, **early)
-        offload = Offloader(config=config, store=HastyStore(scratch) if hasty else None)
-        try:
-            outcomes += [Trial(case, s, disguise).compare(offload, seen) for s in samples for disguise in disguises]
-            stats = offload.stats()
-        finally:
-            offload.close()
-        assert_adds_up(stats)
-        assert stats.forwarded_bytes == 0
-        assert set(stats.kept_by_reason) <= KEPT.get(case.name, set()), dict(stats.kept_by_reason)
-        assert (stats.offloaded_bytes > 0) == (seen.others > 0), (seen.others, stats)
-        assert stats.written_bytes >= stats.offloaded_bytes, stats
-        assert stats.read_bytes >= stats.offloaded_bytes, stats
-    excused = [why for why in outcomes if why]
-    record_property("excused", excused)
-    if len(excused) == len(outcomes):
-        pytest.skip(excused[0] if excused else "no samples")
+    """All samples asynchronously, and the first again in disguise, with each tensor written as early as it may be."""
+    settings = {"tier": "nvme", "min_tensor_bytes": 0, "storage_paths": scratch}
+    samples = list(case.samples())
+    as_they_are = (Trial(case, sample, _as_it_is) for sample in samples)
+    compared, excused = _moved_all(case, as_they_are, Offloader(config=OffloadConfig(**settings)))
+    disguised = (Trial(case, sample, disguise) for sample in samples[:_HASTY_SAMPLES] for disguise in (_strided, _lazy))
+    early = Offloader(config=OffloadConfig(**settings, prefetch_bytes=0), store=HastyStore(scratch))
+    also_compared, also_excused = _moved_all(case, disguised, early)
+    record_property("excused", excused + also_excused)
+    if not compared + also_compared:
+        assert str(case) in NOT_COMPARABLE, excused
+        pytest.skip(excused[0])
 
 
 def test_no_operator_with_a_gradient_is_left_out() -> None:
@@ -249,7 +268,7 @@ def test_most_operators_save_something_to_move() -> None:
         if case.in_place or case.name in names:
             continue
         seen = Observer()
-        for sample in case.samples(3):
+        for sample in itertools.islice(case.samples(), 2):
             # What plain PyTorch cannot do counts as nothing saved.
             with seen, suppress(Exception):
                 _forward(case, sample, _as_it_is)

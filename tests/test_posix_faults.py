@@ -137,7 +137,13 @@ def test_a_full_disk_says_so_and_works_again_once_it_has_room(store: PosixStore,
 def test_a_write_that_fails_half_way_is_an_error(store: PosixStore, writing: Later) -> None:
     """The first part of it has been moved already."""
     failing = Failing(cutting(REAL.pwritev, 4096))
-    writing.call = lambda *arguments: (failing(*arguments), failing.codes.append(errno.EIO))[0]
+
+    def pwritev(*arguments: Any) -> Any:
+        moved = failing(*arguments)
+        failing.codes.append(errno.EIO)
+        return moved
+
+    writing.call = pwritev
     with pytest.raises(StoreBroken):
         write(store, pattern_at(64, NBYTES))
     assert failing.calls == 2

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from store_tools import WAIT_S, Held, Pieces, buffer_of, empty_at, in_child, pattern_at, read_back, write
 
-from io_backends import PosixStore, StoreBroken, StoreClosed, Syscalls, TicketState
+from io_backends import BufferPool, PosixStore, StoreBroken, StoreClosed, Syscalls, TicketState
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 
@@ -21,8 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threade
 def is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
-    except OSError as error:
-        assert error.errno == errno.EBADF
+    except OSError:
         return False
     return True
 
@@ -101,7 +100,7 @@ def test_close_without_use(scratch: Path) -> None:
         store.write(buffer_of(pattern_at(0, 1)))
 
 
-def test_closing_lets_the_running_write_end_and_fails_the_queued(scratch: Path) -> None:
+def test_ending_lets_the_running_write_end_and_fails_the_queued(scratch: Path) -> None:
     held = Held()
     store = held.store(scratch)
     running = store.write(buffer_of(pattern_at(0, 3 * 4096)))
@@ -111,15 +110,12 @@ def test_closing_lets_the_running_write_end_and_fails_the_queued(scratch: Path) 
     queued = store.write(buffer_of(array))
     del array
     fd = store.open().fd
-    closer = threading.Thread(target=store.close)
-    closer.start()
+    store.abandon()
     held.release.set()
-    closer.join(WAIT_S)
-    assert not closer.is_alive()
+    store.close()
     assert running.state is TicketState.DONE
-    # Whether the worker came to the second write before it saw the end is a matter of luck; that it ends is not.
-    assert queued.done()
-    assert queued.state is TicketState.DONE or isinstance(queued.error, StoreClosed)
+    with pytest.raises(StoreClosed, match="closed before this transfer started"):
+        queued.wait(0)
     assert watched() is None
     assert not is_open(fd)
 
@@ -237,6 +233,16 @@ def test_forks_in_the_middle_of_many_transfers(scratch: Path) -> None:
     for ticket, array in zip(tickets, arrays, strict=True):
         assert ticket.wait(WAIT_S)
         assert np.array_equal(read_back(store, ticket), array)
+    pool = BufferPool(store.alignment)  # private memory, which a fork in mid-read may tear (open(2), O_DIRECT)
+    reads = []
+    for index, ticket in enumerate(tickets):
+        view, buffer = pool.lease(ticket.nbytes, ticket.location.skew)
+        reads.append((store.read(ticket.location, buffer), view))
+        if index % 10 == 5:
+            assert in_child(lambda: "ended") == "ended"
+    for (read, view), array in zip(reads, arrays, strict=True):
+        assert read.wait(WAIT_S)
+        assert np.array_equal(np.frombuffer(view, np.uint8), array)
     store.close()
 
 

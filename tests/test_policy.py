@@ -1,0 +1,90 @@
+"""Policy: every decision is a function of what is recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from tba._policy import (
+    FITS,
+    Decision,
+    decide,
+    default_window_bytes,
+    hold_budget_bytes,
+    limits,
+    range_to_store,
+)
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("tier", "on_device", "used_at_once", "decision", "reason"),
+    [
+        ("nvme", False, False, Decision.SEND, ""),
+        ("nvme", True, False, Decision.SEND, ""),
+        ("cpu", True, False, Decision.SEND, ""),
+        ("cpu", False, False, Decision.KEEP, "already in host memory"),
+        ("auto", False, False, Decision.HOLD, FITS),
+        ("auto", True, False, Decision.HOLD, FITS),
+        ("keep", True, False, Decision.KEEP, "tier keep"),
+        ("keep", False, True, Decision.KEEP, "tier keep"),
+        ("nvme", False, True, Decision.KEEP, "recomputed"),
+        ("auto", True, True, Decision.KEEP, "recomputed"),
+        ("cpu", True, True, Decision.KEEP, "recomputed"),
+    ],
+)
+def test_decide(tier: str, on_device: bool, used_at_once: bool, decision: Decision, reason: str) -> None:
+    assert decide(tier, on_device=on_device, used_at_once=used_at_once) == (decision, reason)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "storage_bytes", "stored"),
+    [
+        (0, 4096, 4096, (0, 4096)),  # the whole
+        (1024, 3072, 4096, (0, 4096)),  # half of it takes the rest along
+        (1024, 3068, 4096, (1024, 3068)),  # less does not
+        (0, 4, 4096, (0, 4)),
+        (4092, 4096, 4096, (4080, 4096)),  # begins at a multiple of the largest element, 16 bytes
+        (17, 33, 4096, (16, 33)),
+        (16, 33, 4096, (16, 33)),
+    ],
+)
+def test_range_to_store(begin: int, end: int, storage_bytes: int, stored: tuple[int, int]) -> None:
+    assert range_to_store(begin, end, storage_bytes) == stored
+
+
+def test_a_stored_range_holds_the_view_and_little_more() -> None:
+    for begin in range(0, 300, 7):
+        for end in range(begin + 1, 301, 13):
+            first, last = range_to_store(begin, end, 300)
+            assert 0 <= first <= begin
+            assert end <= last <= 300
+            assert (first, last) == (0, 300) or (first % 16 == 0 and last - first < end - begin + 16)
+            assert (first, last) == (0, 300) or 2 * (end - begin) < 300
+
+
+@pytest.mark.parametrize(
+    ("held", "free", "reserve", "budget"),
+    [(0, 1000, 300, 700), (500, 1000, 300, 1200), (500, 200, 300, 400), (500, 0, 300, 200), (100, 50, 300, 0)],
+)
+def test_hold_what_leaves_the_reserve_free(held: int, free: int, reserve: int, budget: int) -> None:
+    assert hold_budget_bytes(held, free, reserve) == budget
+
+
+@pytest.mark.parametrize(("total_mib", "window_mib"), [(0, 4), (64, 4), (320, 20), (768, 48), (1024, 48), (65536, 48)])
+def test_the_window_is_a_sixteenth_of_memory_within_bounds(total_mib: int, window_mib: int) -> None:
+    assert default_window_bytes(total_mib * MIB) == window_mib * MIB
+
+
+def test_limits_by_default() -> None:
+    found = limits(None, None, 60.0, 512 * MIB)
+    assert (found.staging_bytes, found.window_bytes) == (32 * MIB, 32 * MIB)
+    assert found.reserve_bytes == (32 + 32 + 32) * MIB
+    assert found.timeout_s == 60.0
+
+
+def test_limits_that_were_set_stay_and_count_in_the_reserve() -> None:
+    found = limits(5 * MIB, 0, 1.5, 512 * MIB)
+    assert (found.staging_bytes, found.window_bytes) == (5 * MIB, 0)
+    assert found.reserve_bytes == (5 + 0 + 32) * MIB
+    assert limits(None, 7 * MIB, 1.5, 512 * MIB).staging_bytes == 32 * MIB
