@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -150,6 +151,7 @@ class ArmProcess:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while b"\n" not in self._answers:
                 if not selector.select(max(0.0, until_s - time.monotonic())):
+                    self._process.send_signal(signal.SIGUSR1)  # it writes its stacks to its standard error
                     raise self._failed(f"gave no answer within {self._timeout_s:g} s")
                 piece = os.read(self._process.stdout.fileno(), 1 << 20)
                 if not piece:

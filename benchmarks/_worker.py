@@ -10,8 +10,10 @@ Whatever goes wrong ends the process with its traceback on standard error, which
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 from typing import Any, Protocol, TextIO
 
@@ -51,6 +53,8 @@ def _answer(channel: TextIO, kind: str, body: dict[str, Any]) -> None:
 
 def main() -> None:
     """Serve until told to close, or until the other side is gone."""
+    # The other side asks an arm that hangs where it stands, so that the error can say so.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     # Answers get a descriptor of their own: whatever a library prints on standard output lands on standard error.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

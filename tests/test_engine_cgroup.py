@@ -78,7 +78,7 @@ def _train(
             (cgroup / "cgroup.procs").write_text(str(os.getpid()))
 
     command = [sys.executable, "-c", _TRAIN, tier, str(blocks), str(steps), str(scratch)]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter, timeout=300)  # noqa: PLW1509
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=enter, timeout=300)
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {"stderr": done.stderr}
 
 

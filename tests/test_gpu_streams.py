@@ -365,4 +365,4 @@ def test_a_write_that_fails_leaves_the_tensor_on_the_device(scratch: Path) -> No
             y = forward()
         y.sum().backward()
         assert_bit_equal(leaf.grad, expected)
-        assert offload.stats().errors == len(range(1, 2 * LAYERS, 3))
+        assert offload.stats().errors >= len(range(1, 2 * LAYERS, 3))
