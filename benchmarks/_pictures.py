@@ -117,10 +117,11 @@ def draw_memory(
 
     `courses`: per arm, per step, `(seconds from the step's start, bytes over idle)`.
     """
+    first_steps = min(first_steps, *(len(steps) for steps in courses.values()))
     figure, panels = pyplot.subplots(1, 2, figsize=(13, 4.6), sharey=True, width_ratios=(1, 1.6), layout="constrained")
     colours = dict(zip(courses, _arm_colours(courses), strict=True))
     for panel, last, heading in (
-        (panels[0], first_steps, f"the first {first_steps} steps"),
+        (panels[0], first_steps, f"steps 1 to {first_steps}"),
         (panels[1], None, "all steps"),
     ):
         for name, steps in courses.items():

@@ -78,6 +78,6 @@ def limits(staging_bytes: int | None, window_bytes: int | None, timeout_s: float
 def default_window_bytes(total_bytes: int) -> int:
     """Default cap of writes in flight, and of read-ahead. A few of the largest tensors of a layer, bounded by memory.
 
-    At 2 GB/s this is some 25 ms of transfer: far above a transfer's latency, far below a step.
+    At 2 GB/s this is some 30 ms of transfer: far above a transfer's latency, far below a step.
     """
-    return max(4 << 20, min(48 << 20, total_bytes // 16))
+    return max(4 << 20, min(64 << 20, total_bytes // 16))

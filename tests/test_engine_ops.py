@@ -32,6 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:tier='nvme' moved nothing:tba.OffloadWarning"),
     # From plain PyTorch.
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
+    pytest.mark.filterwarnings("ignore:torch.qr is deprecated:UserWarning"),
     pytest.mark.filterwarnings("ignore:dropout2d. Received a :UserWarning"),
     pytest.mark.filterwarnings("ignore:`nn.functional.upsample_(nearest|bilinear)` is deprecated:UserWarning"),
 ]
