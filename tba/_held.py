@@ -14,9 +14,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
-from . import _policy
+from . import _memory, _policy
 from ._config import OffloadConfig
 from ._pressure import LOOK_EVERY_BYTES
 from ._record import Record, RecordState
@@ -37,6 +38,7 @@ class Held:
         self._model = model
         self._queue: deque[weakref.ref[Record]] = deque()
         self._adapts = config.tier == "auto"
+        self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
         self._budget_bytes = 0 if self._adapts else mover.limits.window_bytes
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
 
@@ -47,6 +49,7 @@ class Held:
         self.nbytes += record.nbytes
         self._queue.append(record.ref)
         if self._adapts:
+            self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self._look_at_memory()
@@ -82,8 +85,15 @@ class Held:
         if self._config.memory_budget is not None:
             self._budget_bytes = int(self._config.memory_budget)
             return
-        model = self._model()
-        coming = sum(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None) if model else 0
-        pressure = self._mover.pressure
-        reserve = pressure.reserve_bytes + coming
-        self._budget_bytes = _policy.hold_budget_bytes(self.nbytes, pressure.free_bytes(), reserve)
+        self._budget_bytes = min(
+            _policy.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(device)) for device in self._devices
+        )
+
+    def _free_and_reserve_bytes(self, device: torch.device) -> tuple[int, int]:
+        model, pressure, limits = self._model(), self._mover.pressure, self._mover.limits
+        weights = list(model.parameters()) if model is not None else []
+        coming = sum(p.nbytes for p in weights if p.requires_grad and p.grad is None and p.device == device)
+        if device.type == "cpu":
+            return pressure.free_bytes(), pressure.reserve_bytes + coming
+        rest = _memory.device_total_bytes(device) // 16
+        return _memory.device_free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming

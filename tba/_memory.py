@@ -82,6 +82,11 @@ def device_free_bytes(device: torch.device) -> int:
     )
 
 
+def device_total_bytes(device: torch.device) -> int:
+    """Bytes of memory `device` has in all. On a CPU that is `total_bytes()`."""
+    return total_bytes() if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
 def device_rest_bytes(driver_free: int, reserved: int, allocated: int, allowed: int) -> int:
     """What is left for tensors: the driver's rest and the allocator's unused part, within what the process may have."""
     return max(0, min(driver_free + reserved - allocated, allowed - allocated))

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 # A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
 # (q, k, v side by side) are then found there instead of being written again.
 _WHOLE_SHARE = 0.5
-# Ranges begin at a multiple of the largest element, so that a view of any dtype has a whole offset within them.
-_RANGE_ALIGNMENT = 16
+# Ranges begin at a multiple of what allocators align to, so that a view has a whole offset within them and comes back
+# to an address of the same alignment: matrix kernels are chosen by it (up to 256 bytes), and other kernels, other bits.
+_RANGE_ALIGNMENT = 512
 
 # Reasons for which a tensor is kept, as statistics name them.
 FITS = "fits in memory"

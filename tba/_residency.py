@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from ._errors import OffloadError
 from ._prefetch import Orders, Walk
 from ._record import IN_MEMORY, Record, RecordState, Remains
 from ._stats import Counters
@@ -63,7 +62,7 @@ class Residency:
             walk.take()
             try:
                 self._bring(record)
-            except OffloadError:  # the unpack that asks for this very tensor will say so
+            except RuntimeError:  # OffloadError, or no memory on the device: the unpack that asks for it will say so
                 return
 
     def demand(self, record: Record, budget_bytes: int) -> None:
@@ -146,5 +145,8 @@ class Residency:
                 if not record.read.done():
                     return
                 if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
-                    self._mover.arrive(record)
+                    try:
+                        self._mover.arrive(record)
+                    except RuntimeError:  # no memory on the device now: that unpack reads it again
+                        self.hand_over(record)
             self._arriving.popleft()

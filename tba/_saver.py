@@ -88,6 +88,8 @@ class Saver:
         if self.dead:
             return tensor.detach(), tensor._version
         with self.lock:
+            if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
+                return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             if self._remains or self.mover.unconfirmed:
                 self.settle()
             in_backward = _torch.current_graph_task_id() != -1
@@ -139,9 +141,11 @@ class Saver:
                 counters.saved_bytes += nbytes
                 counters.duplicate_bytes += nbytes
                 record.saves += 1
+                if record.stream is not None:
+                    _streams.also_used(tensor, record.stream)
                 return record, View.of(tensor)
-        if tensor.is_quantized or _streams.capturing(tensor):
-            return self._keep(tensor, nbytes, "quantized" if tensor.is_quantized else "CUDA graph capture")
+        if tensor.is_quantized:
+            return self._keep(tensor, nbytes, "quantized")
         record = self._new_record(tensor, root, *_policy.range_to_store(begin, end, storage_bytes))
         others = [reference for reference in mark or () if reference() is not None]
         setattr(storage, MARK, [*others, record.ref])
@@ -235,7 +239,7 @@ class Saver:
         if record.state is RecordState.READING:
             try:
                 mover.arrive(record)
-            except TransferError:
+            except RuntimeError:  # TransferError, or no memory on the device
                 residency.hand_over(record)
                 raise
         elif record.state in IN_MEMORY:
@@ -251,8 +255,8 @@ class Saver:
         window_bytes = mover.limits.window_bytes - self.held.nbytes
         if not record.resident_bytes and not record.held_bytes:
             residency.demand(record, window_bytes)
-        residency.advance(task, record, window_bytes)
         if record.state is RecordState.READING:
+            residency.advance(task, record, window_bytes)
             return None
         record.asks += 1
         if record.state is RecordState.RESTORED:
@@ -261,6 +265,11 @@ class Saver:
         else:
             assert record.alias is not None
             storage, begin = record.alias.untyped_storage(), 0
+            if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
+                raise TransferError(
+                    f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
+                    "autograd saved it; whoever emptied it must fill it again before backward"
+                )
         tensor = view.over(storage, begin)
         if record.ready is not None:
             _streams.use(tensor, record.ready)
@@ -269,6 +278,7 @@ class Saver:
             if record.state is not RecordState.RESTORED or record.saves > 1:  # and others look at this memory too
                 tensor = view.over(storage.clone(), begin)
             residency.hand_over(record)
+        residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
         return tensor
 
     def _forwarded(self, record: Record) -> None:

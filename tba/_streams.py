@@ -41,6 +41,13 @@ def producer_stream(tensor: Tensor) -> Any:
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
+def also_used(tensor: Tensor, producer: Any) -> None:
+    """An operator on another stream than `producer` saves `tensor` too: its memory must outlive that one's kernel."""
+    current = torch.cuda.current_stream(tensor.device)
+    if current != producer:
+        tensor.record_stream(current)
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether the device is recording a CUDA graph, in which no event may be waited for and no file touched."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

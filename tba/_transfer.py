@@ -80,7 +80,6 @@ class Mover:
         storage = alias.untyped_storage()
         if self._moved(record, storage):
             return False
-        buffer, arrived = _streams.out(alias, record.begin, record.nbytes, record.stream)
         reference, nbytes = record.ref, record.nbytes
 
         def landed(ticket: Ticket) -> None:
@@ -90,8 +89,9 @@ class Mover:
             if self.store is None:
                 self.store = self._open_store()
                 weakref.finalize(self, self.store.abandon).atexit = False
+            buffer, arrived = _streams.out(alias, record.begin, nbytes, record.stream)
             record.write = self.store.write(buffer, on_done=landed, before=arrived)
-        except (StoreError, OSError) as error:
+        except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             self._complain(f"a write could not be queued ({error}); tensors stay in memory")
             return False
         record.state = RecordState.WRITING
@@ -191,13 +191,12 @@ class Mover:
             self.counters.read_bytes += record.nbytes
             self._restore(record, location.owner)
             return
-        if self._pool is None:
-            self._pool = BufferPool(max(self.store.alignment, mmap.PAGESIZE))  # leases never share a page
-        kept, buffer = _streams.lease(self._pool, record.nbytes, location.skew, record.device)
-        record.view = kept
         try:
+            if self._pool is None:
+                self._pool = BufferPool(max(self.store.alignment, mmap.PAGESIZE))  # leases never share a page
+            record.view, buffer = _streams.lease(self._pool, record.nbytes, location.skew, record.device)
             record.read = self.store.read(location, buffer, on_done=self._read_ended)
-        except StoreError as error:
+        except (StoreError, OSError, RuntimeError, MemoryError) as error:
             record.view = None
             raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
         record.state = RecordState.READING
@@ -236,8 +235,8 @@ class Mover:
         if record.state is not RecordState.READING or ticket is None or not ticket.done():
             return
         record.read = record.view = None
+        record.state = RecordState.STORED  # until the bytes are where they belong: a later unpack may try again
         if ticket.error is not None:
-            record.state = RecordState.STORED  # a later unpack may try again
             self.counters.errors += 1
             raise TransferError(
                 f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Callable
@@ -111,13 +112,26 @@ def test_the_file_is_created_exclusively_where_it_needs_a_name(scratch: Path) ->
     assert len(names) == 2
 
 
-@pytest.mark.parametrize(("least", "alignment"), [(512, 512), (1024, 4096), (4096, 4096), (8192, 1)])
-def test_the_alignment_is_found_by_trying(least: int, alignment: int, scratch: Path) -> None:
-    """A device whose blocks are larger refuses addresses, offsets and lengths that are not multiples of its own."""
+@pytest.mark.parametrize(
+    ("strict_about", "least", "alignment"),
+    [
+        *itertools.product(["address", "length", "offset", "all"], [512], [512]),
+        *itertools.product(["address", "length", "offset", "all"], [1024, 4096], [4096]),
+        *itertools.product(["length", "offset", "all"], [8192], [1]),  # an address may be such a multiple by chance
+    ],
+)
+def test_the_alignment_is_found_by_trying(strict_about: str, least: int, alignment: int, scratch: Path) -> None:
+    """A device whose blocks are larger refuses addresses, offsets or lengths that are not multiples of its own."""
 
     def strict(real: Callable[[int, Pieces, int], int]) -> Callable[[int, Pieces, int], int]:
         def call(fd: int, pieces: Pieces, offset: int) -> int:
-            if any(value % least for piece in pieces for value in (*piece, offset)):
+            values = {
+                "address": [address for address, _ in pieces],
+                "length": [length for _, length in pieces],
+                "offset": [offset],
+            }
+            checked = values.get(strict_about) or [value for kind in values.values() for value in kind]
+            if any(value % least for value in checked):
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             return real(fd, pieces, offset)
 

@@ -135,7 +135,8 @@ def test_a_failed_ticket_leaves_its_worker_alive() -> None:
         assert all(thread.is_alive() for thread in workers._threads)
 
 
-def test_an_idle_worker_remembers_nothing_of_its_last_ticket() -> None:
+@pytest.mark.parametrize("urgent", [True, False])
+def test_an_idle_worker_remembers_nothing_of_its_last_ticket(urgent: bool) -> None:
     gc.disable()  # a reference cycle would be as bad: memory must go now, not at the next collection
     try:
         with running() as workers:
@@ -149,7 +150,7 @@ def test_an_idle_worker_remembers_nothing_of_its_last_ticket() -> None:
             watched_work = weakref.ref(work)
             ticket = ticket_of(work, owner, location)
             del owner, location, work
-            workers.submit(ticket, urgent=False)
+            workers.submit(ticket, urgent=urgent)
             assert ticket.wait(WAIT_S)
             assert watched_owner() is None  # goes before a waiter wakes, although the ticket lives on
             del ticket
