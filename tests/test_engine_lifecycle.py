@@ -7,6 +7,7 @@ import gc
 import os
 import pickle
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -340,6 +341,8 @@ def test_13_fork_in_mid_write_leaves_a_dead_engine_in_the_child(scratch: Path) -
         leaf, x = activation(1 << 18)
         with offload:
             y = chain(x, 6)
+        while not offload.stats().written_bytes:  # at least one tensor is in the file alone, and others on their way
+            time.sleep(0.001)
         pid = os.fork()
         if pid == 0:
             status = 1
