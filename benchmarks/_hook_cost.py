@@ -142,7 +142,7 @@ class HookArm:
             before_s = offload.stats().wait_s
             clock.pause()
             for number in range(count):
-                pausing = number % _PAUSE_EVERY == 0
+                pausing = kind == "new record" and number % _PAUSE_EVERY == 0
                 out = _Save.apply(out, held, None, clock.pause if pausing else None)
                 if pausing:
                     clock.pause()

@@ -96,14 +96,14 @@ class Offloader:
             _hooks.pop()
         saver = self._saver
         if not saver.dead:
-            with saver.lock, quiet():
+            with saver.locked(), quiet():
                 saver.pass_on(None)
                 if not self.entered and saver.steps.open:
                     saver.end_step()
 
     def stats(self) -> OffloadStats:
         """A snapshot of what was moved since the start."""
-        with self._saver.lock:
+        with self._saver.locked():
             return self._saver.stats()
 
     def flush(self) -> None:
@@ -114,7 +114,7 @@ class Offloader:
             StalledError: no transfer ended for `io_timeout` seconds.
         """
         saver = self._saver
-        with saver.lock, quiet():
+        with saver.locked(), quiet():
             saver.pass_on(None)
             saver.held.send_all()
             if not saver.mover.staging.wait_until_idle():
@@ -151,7 +151,7 @@ class Offloader:
 
         What is still in memory stays usable by its graphs; an unpack of what was stored raises ClosedError.
         """
-        with self._saver.lock:
+        with self._saver.locked():
             if self.closed:
                 return
             self._saver.settle()
@@ -162,7 +162,7 @@ class Offloader:
         store = self._saver.mover.store or self._store
         if store is not None:
             store.close()
-        with self._saver.lock:
+        with self._saver.locked():
             self._saver.settle()
 
 

@@ -54,7 +54,7 @@ class Held:
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self._look_at_memory()
         if self.nbytes > self._budget_bytes:
-            self._send(self._budget_bytes)
+            self._send(self._budget_bytes - _policy.burst_bytes(self._budget_bytes))
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""

@@ -12,6 +12,8 @@ _WHOLE_SHARE = 0.5
 # to an address of the same alignment: matrix kernels are chosen by it (up to 256 bytes), and other kernels, other bits.
 _RANGE_ALIGNMENT = 512
 
+_BURST_BYTES = 1 << 20
+
 # Reasons for which a tensor is kept, as statistics name them.
 FITS = "fits in memory"
 NOT_WRITTEN = "write failed"
@@ -50,6 +52,11 @@ def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:
 def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> int:
     """How much may be held in memory, given what is held and what is still free, leaving `reserve_bytes` free."""
     return max(0, held_bytes + free_bytes - reserve_bytes)
+
+
+def burst_bytes(budget_bytes: int) -> int:
+    """How far below a budget to go at once: a worker woken for each of many small tensors costs more than they do."""
+    return min(_BURST_BYTES, budget_bytes // 4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,15 +29,16 @@ class Walk:
         self._next_down = first - 1  # the same where reverse pack order is all there is to go by
         self._asked: set[int] = set()
 
-    def ask(self, number: int) -> None:
-        """Backward asks for `number` (again, maybe: only the first time tells about order)."""
+    def ask(self, number: int) -> bool:
+        """Backward asks for `number`. False if it did before: only the first time tells about order."""
         if number in self._asked:
-            return
+            return False
         self._asked.add(number)
         distance = number - self._first
         self.distances.append(distance)
         self._next_down = min(self._next_down, number - 1)
         self._next_place = max(self._next_place, self._places.get(distance, -1) + 1)
+        return True
 
     def peek(self, lowest: int) -> int | None:
         """The number expected next, neither asked for nor taken; None past the order's end or below `lowest`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
+from functools import cache
 from typing import NamedTuple, cast
 
 import torch
@@ -37,6 +38,12 @@ class RecordState(enum.Enum):
 IN_MEMORY = (RecordState.HELD, RecordState.WRITING, RecordState.PENDING)
 
 
+@cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One for all: nobody can write to a tensor without elements."""
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 class View(NamedTuple):
     """How one saved tensor looks at its storage. `offset`, `size` and `stride` in elements of `dtype`."""
 
@@ -49,13 +56,11 @@ class View(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> View:
-        return View(
-            tensor.dtype,
-            cast(int, tensor.storage_offset()),  # a SymInt only while tracing, where hooks do not run
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
+        dtype = tensor.dtype
+        conj = dtype.is_complex and tensor.is_conj()
+        # Not by View(...), which is a Python function: one is made for every saved tensor.
+        return tuple.__new__(
+            View, (dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), conj, tensor.is_neg())
         )
 
     def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
@@ -63,7 +68,7 @@ class View(NamedTuple):
         offset = self.offset
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
-        tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+        tensor = _empty(self.dtype, storage.device).new_empty(0)  # cheaper than torch.empty
         tensor.set_(storage, offset, self.size, self.stride)
         if self.conj:
             tensor = torch._conj(tensor)
@@ -118,6 +123,7 @@ class Record:
         "held_bytes",
         "label",
         "logical_bytes",
+        "nbytes",
         "number",
         "offloaded",
         "read",
@@ -144,6 +150,7 @@ class Record:
         self.number = number
         self.begin = begin
         self.end = end
+        self.nbytes = end - begin
         self.label = (tensor.dtype, tensor.shape)
         self.device = tensor.device
         self.version = root._version
@@ -168,10 +175,6 @@ class Record:
         self.remains = remains
         self.ref = weakref.ref(self)
 
-    @property
-    def nbytes(self) -> int:
-        return self.end - self.begin
-
     def name(self) -> str:
         """For messages and timelines, e.g. `float32[8, 256, 1024] #17`."""
         dtype, shape = self.label
@@ -191,7 +194,7 @@ class Record:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
         alias = self.alias
         assert alias is not None
-        alias.data = alias.new_empty(0)
+        alias.data = _empty(alias.dtype, alias.device)
 
     def __del__(self) -> None:
         self.remains.append(Remains(self.number, self.write, self.resident_bytes, self.held_bytes))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
+from . import _policy
 from ._prefetch import Orders, Walk
 from ._record import IN_MEMORY, Record, RecordState, Remains
 from ._stats import Counters
@@ -30,18 +31,17 @@ class Residency:
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, weakref.ref[Record]] = {}  # what counts now, longest resident first
+        self._used_up: dict[int, weakref.ref[Record]] = {}  # those of them that backward has had as often as it saved
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
-    def ask(self, record: Record, task: int) -> None:
-        """Backward (graph task `task`) asks for a record. Outside of backward (-1) nothing is learned."""
-        if task == -1:
-            return
+    def ask(self, record: Record, task: int) -> bool:
+        """Backward (graph task `task`) asks for a record. False if it has asked before."""
         walk = self._walks.get(task)
         if walk is None:
             if len(self._walks) >= _MAX_WALKS:
                 self._orders.learn(self._walks.pop(next(iter(self._walks))))
             walk = self._walks[task] = self._orders.begin(record.number, (record.label, record.nbytes))
-        walk.ask(record.number)
+        return walk.ask(record.number)
 
     def advance(self, task: int, current: Record, budget_bytes: int) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
@@ -49,6 +49,9 @@ class Residency:
             self._start_second_legs()
         walk = self._walks.get(task)
         if walk is None or not self.records:
+            return
+        burst_bytes = _policy.burst_bytes(budget_bytes)
+        if self._members and self._counters.resident_bytes + burst_bytes > budget_bytes and not self._used_up:
             return
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:
@@ -70,6 +73,12 @@ class Residency:
         self._make_room(record, record, budget_bytes, evict_unused=True)
         self._bring(record)
 
+    def answered(self, record: Record) -> None:
+        """Backward got a record once more."""
+        record.asks += 1
+        if record.asks >= record.saves and record.resident_bytes:
+            self._used_up[record.number] = record.ref
+
     def hand_over(self, record: Record) -> None:
         """The record's memory now belongs to whoever asked: the engine lets go of it."""
         self._mover.drop(record)
@@ -79,6 +88,7 @@ class Residency:
         """A record has died."""
         self.records.pop(remains.number, None)
         self._members.pop(remains.number, None)
+        self._used_up.pop(remains.number, None)
         self._counters.live_records -= 1
         self._counters.resident_bytes -= remains.resident_bytes
 
@@ -105,10 +115,10 @@ class Residency:
         need = self._counters.resident_bytes + wanted.nbytes - budget_bytes
         if need <= 0 or not self._members:
             return True
-        for used_up in (True, False) if evict_unused else (True,):
-            for reference in list(self._members.values()):
+        for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
+            for reference in list(members.values()):
                 record = reference()
-                if record is None or record is current or (record.asks >= record.saves) is not used_up:
+                if record is None or record is current:
                     continue
                 need -= self._evict(record)
                 if need <= 0:
@@ -137,6 +147,7 @@ class Residency:
         self._counters.resident_bytes -= record.resident_bytes
         record.resident_bytes = 0
         self._members.pop(record.number, None)
+        self._used_up.pop(record.number, None)
 
     def _start_second_legs(self) -> None:
         while self._arriving:

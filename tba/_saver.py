@@ -22,14 +22,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn, strided
 
 from io_backends import Store
 
-from . import _memory, _policy, _streams, _torch
+from . import _memory, _policy, _streams
 from ._config import OffloadConfig
 from ._errors import ClosedError, TransferError
 from ._held import Held
@@ -39,8 +40,18 @@ from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
+from ._torch import (
+    current_graph_task_id,
+    current_node,
+    dispatch_mode_count,
+    function_mode_count,
+    graph_is_kept,
+    sequence_nr,
+)
 from ._transfer import Mover
 from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
+
+_COMPILED = "CompiledFunctionBackward"  # the name of the type of the nodes that run compiled code
 
 # What pack gives to autograd: a record and how to look at it, or a detached tensor and its version.
 Packed = tuple[Record, View] | tuple[Tensor, int]
@@ -79,7 +90,7 @@ class Saver:
 
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd with each tensor it saves."""
-        if _torch.dispatch_mode_count() or _torch.function_mode_count():
+        if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._pack(tensor)
         return self._pack(tensor)
@@ -87,22 +98,28 @@ class Saver:
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return tensor.detach(), tensor._version
+        mover = self.mover
         with self.lock:
             if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
-            if self._remains or self.mover.unconfirmed:
+            if self._remains or mover.unconfirmed or mover.ended:
                 self.settle()
-            in_backward = _torch.current_graph_task_id() != -1
+            in_backward = current_graph_task_id() != -1
             if not in_backward:
-                if self.steps.backward_seen:
+                steps = self.steps
+                if steps.backward_seen:
                     self.end_step()
                     self.mark_weights()
-                self.steps.open = True
+                steps.open = True
             if self._pending.queue:
-                self.pass_on(_torch.sequence_nr())
-            if type(tensor) is not Tensor or tensor.layout is not strided or not (tensor.is_cpu or tensor.is_cuda):
-                return self._pack_odd(tensor)
-            return self._pack_plain(tensor, in_backward)
+                self.pass_on(sequence_nr())
+            if type(tensor) is Tensor and tensor.layout is strided and (tensor.is_cpu or tensor.is_cuda):
+                packed = self._pack_plain(tensor, in_backward)
+            else:
+                packed = self._pack_odd(tensor)
+        if mover.ended:
+            mover.catch_up()
+        return packed
 
     def _pack_plain(self, tensor: Tensor, in_backward: bool) -> Packed:
         counters = self.counters
@@ -119,16 +136,15 @@ class Saver:
             or (base is not None and isinstance(base, nn.Parameter))
             or (node is not None and leads_to_parameter(node))
         ):
-            counters.saved_bytes += nbytes
             counters.weight_bytes += nbytes
-            return tensor.detach(), tensor._version
+            return tensor, tensor._version  # as it is: no operator saves a view of a weight as its output
         storage_bytes = storage.nbytes()
         if storage_bytes < self._min_tensor_bytes:
             return self._keep(tensor, nbytes, _policy.TOO_SMALL)
         decision, reason = _policy.decide(
             self._tier,
             on_device=tensor.is_cuda,
-            used_at_once=in_backward and not _torch.graph_is_kept(),
+            used_at_once=in_backward and not graph_is_kept(),
         )
         if decision is Decision.KEEP or not nbytes or self.mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
@@ -138,7 +154,6 @@ class Saver:
         for reference in mark or ():
             record = reference()
             if record is not None and record.remains is self._remains and record.covers(root, begin, end):
-                counters.saved_bytes += nbytes
                 counters.duplicate_bytes += nbytes
                 record.saves += 1
                 if record.stream is not None:
@@ -151,19 +166,17 @@ class Saver:
         setattr(storage, MARK, [*others, record.ref])
         record.logical_bytes = nbytes
         record.offloaded = decision is Decision.SEND
-        counters.saved_bytes += nbytes
         if record.offloaded:
             counters.offloaded_bytes += nbytes
         else:
-            counters.keep(nbytes, reason)
-        self._pending.queue.append((_torch.sequence_nr(), record.ref))
+            counters.kept_by_reason[reason] += nbytes
+        self._pending.queue.append((sequence_nr(), record.ref))
         return record, View.of(tensor)
 
     def _pack_odd(self, tensor: Tensor) -> Packed:
         """What is no plain strided tensor on a known device: parameters, subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             nbytes = tensor.nbytes
-            self.counters.saved_bytes += nbytes
             self.counters.weight_bytes += nbytes
             return tensor.detach(), tensor._version
         reason = type(tensor).__name__
@@ -176,12 +189,9 @@ class Saver:
         return self._keep(tensor, nbytes, reason)
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
-        counters = self.counters
-        counters.saved_bytes += nbytes
-        counters.kept_bytes += nbytes
-        counters.kept_by_reason[reason] += nbytes
+        self.counters.kept_by_reason[reason] += nbytes
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
-        return tensor.detach(), tensor._version
+        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
     def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
         record = Record(self._numbers, tensor, root, begin, end, self._remains)
@@ -205,12 +215,12 @@ class Saver:
         second: Any
         first, second = packed
         if type(first) is not Record:
-            if not self.steps.backward_seen and _torch.current_graph_task_id() != -1:
+            if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise _edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
-        if _torch.dispatch_mode_count() or _torch.function_mode_count():
+        if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._unpack(first, second)
         return self._unpack(first, second)
@@ -218,19 +228,25 @@ class Saver:
     def _unpack(self, record: Record, view: View) -> Tensor:
         if self.dead:
             return _unpack_in_child(record, view)
-        task = _torch.current_graph_task_id()
+        task, mover = current_graph_task_id(), self.mover
         with self.lock:
-            if self._remains or self.mover.unconfirmed:
+            if self._remains or mover.unconfirmed or mover.ended:
                 self.settle()
+            if not record.asks:
+                mover.pressure.moved(record.nbytes)
             if task != -1:
                 self.steps.backward_seen = True
-            self.mover.pressure.moved(record.nbytes)
-            self.residency.ask(record, task)
+                again = not self.residency.ask(record, task)
+                if again and record.state is RecordState.RESTORED and type(current_node()).__name__ != _COMPILED:
+                    self.residency.answered(record)
+                    return self._view(record, view)
             tensor = self._look(record, view, task)
         while tensor is None:
-            self.mover.await_read(record)
+            mover.await_read(record)
             with self.lock:
                 tensor = self._look(record, view, task)
+        if mover.ended:
+            mover.catch_up()
         return tensor
 
     def _look(self, record: Record, view: View, task: int) -> Tensor | None:
@@ -258,34 +274,47 @@ class Saver:
         if record.state is RecordState.READING:
             residency.advance(task, record, window_bytes)
             return None
-        record.asks += 1
-        if record.state is RecordState.RESTORED:
-            assert record.restored is not None
-            storage, begin = record.restored, record.begin
-        else:
-            assert record.alias is not None
-            storage, begin = record.alias.untyped_storage(), 0
-            if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
-                raise TransferError(
-                    f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
-                    "autograd saved it; whoever emptied it must fill it again before backward"
-                )
-        tensor = view.over(storage, begin)
-        if record.ready is not None:
-            _streams.use(tensor, record.ready)
-        if task != -1 and type(_torch.current_node()).__name__ == "CompiledFunctionBackward":
+        residency.answered(record)
+        tensor = self._view(record, view)
+        if task != -1 and type(current_node()).__name__ == _COMPILED:
             # Compiled code may overwrite what it is given.
             if record.state is not RecordState.RESTORED or record.saves > 1:  # and others look at this memory too
-                tensor = view.over(storage.clone(), begin)
+                begin = record.begin if record.state is RecordState.RESTORED else 0
+                tensor = view.over(tensor.untyped_storage().clone(), begin)
             residency.hand_over(record)
         residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
         return tensor
+
+    def _view(self, record: Record, view: View) -> Tensor:
+        if record.state is RecordState.RESTORED:
+            assert record.restored is not None
+            tensor = view.over(record.restored, record.begin)
+            if record.ready is not None:
+                _streams.use(tensor, record.ready)
+            return tensor
+        assert record.alias is not None
+        storage = record.alias.untyped_storage()
+        if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
+            raise TransferError(
+                f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
+                "autograd saved it; whoever emptied it must fill it again before backward"
+            )
+        return view.over(storage, 0)
 
     def _forwarded(self, record: Record) -> None:
         self.counters.forwarded_bytes += record.logical_bytes
         if self.mover.trace is not None:
             now_s = time.perf_counter()
             self.mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The lock, for all but the hooks."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            self.mover.catch_up()
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
@@ -299,6 +328,7 @@ class Saver:
 
     def settle(self) -> None:
         """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
+        self.mover.land()
         while self._remains:
             remains = self._remains.popleft()
             self.residency.bury(remains)

@@ -3,7 +3,8 @@
 Guarantees: bytes in flight never exceed the cap, except by one tensor that is larger than the cap on its own; a wait
 ends when a transfer ends, or reports a stall once no transfer has ended for the timeout.
 
-`condition` shares the engine's lock: waiting releases it, so that workers can land their transfers.
+`condition` shares the engine's lock: waiting releases it, so that workers can land their transfers. `catch_up` lands
+what had ended before; whoever lands later sees `waiters` and takes the lock.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from collections.abc import Callable
 class Staging:
     """Accounting of transfers in flight. All methods want the lock of `condition` held."""
 
-    def __init__(self, condition: threading.Condition, timeout_s: float) -> None:
+    def __init__(
+        self, condition: threading.Condition, timeout_s: float, catch_up: Callable[[], None] = lambda: None
+    ) -> None:
         self._condition = condition
         self._timeout_s = timeout_s
+        self._catch_up = catch_up
+        self.waiters = 0
         self._landings = 0
         self.bytes = 0
         self.count = 0
@@ -46,10 +51,17 @@ class Staging:
         self._condition.notify_all()
 
     def _wait(self, satisfied: Callable[[], bool]) -> bool:
-        while not satisfied():
-            landings = self._landings
-            deadline_s = time.monotonic() + self._timeout_s
-            while not satisfied() and self._landings == landings:
-                if not self._condition.wait(max(0.0, deadline_s - time.monotonic())) and self._landings == landings:
-                    return False
-        return True
+        if satisfied():
+            return True
+        self.waiters += 1  # before catching up: what ends from here on is landed by its worker
+        try:
+            self._catch_up()
+            while not satisfied():
+                landings = self._landings
+                deadline_s = time.monotonic() + self._timeout_s
+                while not satisfied() and self._landings == landings:
+                    if not self._condition.wait(max(0.0, deadline_s - time.monotonic())) and self._landings == landings:
+                        return False
+            return True
+        finally:
+            self.waiters -= 1

@@ -67,10 +67,8 @@ class OffloadStats:
 
 # What adds up over time, so that a step's share is a difference; the rest are readings of the moment.
 _SUMS = (
-    "saved_bytes",
     "weight_bytes",
     "duplicate_bytes",
-    "kept_bytes",
     "offloaded_bytes",
     "written_bytes",
     "read_bytes",
@@ -88,10 +86,8 @@ class Counters:
     __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "staging_peak_bytes")
 
     def __init__(self) -> None:
-        self.saved_bytes = 0
         self.weight_bytes = 0
         self.duplicate_bytes = 0
-        self.kept_bytes = 0
         self.offloaded_bytes = 0
         self.written_bytes = 0
         self.read_bytes = 0
@@ -105,19 +101,25 @@ class Counters:
         self.staging_peak_bytes = 0
         self.kept_by_reason: Counter[str] = Counter()
 
-    def keep(self, nbytes: int, reason: str) -> None:
-        """Count bytes left in memory."""
-        self.kept_bytes += nbytes
-        self.kept_by_reason[reason] += nbytes
+    @property
+    def kept_bytes(self) -> int:
+        """Left in memory."""
+        return self.kept_by_reason.total()
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that autograd handed over."""
+        return self.weight_bytes + self.duplicate_bytes + self.kept_bytes + self.offloaded_bytes
 
     def kept_to_offloaded(self, nbytes: int, reason: str) -> None:
         """A tensor kept so far goes to the tier after all (or, negative, comes back: its write failed)."""
-        self.keep(-nbytes, reason)
+        self.kept_by_reason[reason] -= nbytes
         self.offloaded_bytes += nbytes
 
     def snapshot(self, *, file_bytes: int, last_step: OffloadStats | None) -> OffloadStats:
         """The counters now."""
-        values = {name: getattr(self, name) for name in self.__slots__ if name != "kept_by_reason"}
+        readings = (name for name in self.__slots__ if name != "kept_by_reason")
+        values = {name: getattr(self, name) for name in (*readings, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
         return OffloadStats(**values, kept_by_reason=kept, file_bytes=file_bytes, last_step=last_step)
 
@@ -125,7 +127,7 @@ class Counters:
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
     """What one step added: sums subtracted, readings of the moment as they are now."""
     values = {f.name: getattr(now, f.name) for f in fields(now) if f.name not in ("last_step", "kept_by_reason")}
-    for name in _SUMS:
+    for name in (*_SUMS, "saved_bytes", "kept_bytes"):
         values[name] -= getattr(before, name)
     reasons = {*now.kept_by_reason, *before.kept_by_reason}
     kept = {reason: now.kept_by_reason.get(reason, 0) - before.kept_by_reason.get(reason, 0) for reason in reasons}

@@ -2,7 +2,9 @@
 
 Guarantees:
 
-1. A record's memory goes the moment its write has ended and nobody else holds the storage.
+1. A record's memory goes the moment its write has ended and nobody else holds the storage. The worker that ended it
+   sees to that (`land`) unless another thread holds the lock; then that thread does, when it lets go (`catch_up`).
+   A worker thus never waits for a hook, nor a hook for a worker.
 2. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
    compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
    look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
@@ -11,7 +13,7 @@ Guarantees:
    again, which is what plain PyTorch has.
 4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
 
-Every method wants the engine's lock held, except `_landed` and `await_read`, which take it.
+Every method wants the engine's lock held, except `_write_ended`, `catch_up` and `await_read`, which take it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -51,13 +54,16 @@ class Mover:
         self.counters = counters
         self.limits = limits
         self.pressure = Pressure(limits.reserve_bytes)
-        self.staging = Staging(threading.Condition(lock), limits.timeout_s)
+        self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land)
         self.trace: list[TraceEvent] | None = None
         self.closed = False
         self.store: Store | None = None
         self._open_store = open_store
         self._pool: BufferPool | None = None
         self.unconfirmed: list[weakref.ref[Record]] = []
+        self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
+        self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
+        self._sending = False
         self._warned = False
         self._reads_ended = 0
 
@@ -67,70 +73,95 @@ class Mover:
         """Queue the write of a record in memory; waits for room first. False if it stays in memory after all."""
         if self.closed:
             return False
-        self.pressure.moved(record.nbytes)
-        begun_s = time.perf_counter()
-        room = self.staging.wait_for_room(record.nbytes, self.limits.staging_bytes)
-        self.counters.backpressure_s += time.perf_counter() - begun_s
-        if not room:
-            self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
-            return False
+        nbytes, staging = record.nbytes, self.staging
+        self.pressure.moved(nbytes)
+        if staging.count and staging.bytes + nbytes > self.limits.staging_bytes:
+            begun_s = time.perf_counter()
+            room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
+            self.counters.backpressure_s += time.perf_counter() - begun_s
+            if not room:
+                self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
+                return False
         alias = record.alias
         if record.state not in (RecordState.PENDING, RecordState.HELD) or alias is None:
             return False  # changed hands while we waited
         storage = alias.untyped_storage()
         if self._moved(record, storage):
             return False
-        reference, nbytes = record.ref, record.nbytes
-
-        def landed(ticket: Ticket) -> None:
-            self._landed(reference, nbytes, ticket)
-
+        self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
                 self.store = self._open_store()
                 weakref.finalize(self, self.store.abandon).atexit = False
             buffer, arrived = _streams.out(alias, record.begin, nbytes, record.stream)
-            record.write = self.store.write(buffer, on_done=landed, before=arrived)
+            ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             self._complain(f"a write could not be queued ({error}); tensors stay in memory")
             return False
+        finally:
+            self._sending = False
+        record.write = ticket
         record.state = RecordState.WRITING
-        self.staging.depart(nbytes)
-        self.counters.staging_peak_bytes = self.staging.peak_bytes
+        self._in_flight[ticket] = record.ref
+        staging.depart(nbytes)
+        self.counters.staging_peak_bytes = staging.peak_bytes
         return True
 
-    def _landed(self, reference: weakref.ref[Record], nbytes: int, ticket: Ticket) -> None:
+    def _write_ended(self, ticket: Ticket) -> None:
         """On the worker: a write has ended."""
-        with self.lock:
-            self.staging.land(nbytes)
+        self.ended.append(ticket)
+        # Who waits for room lets go of the lock. Everybody else who holds it looks at `ended` after letting go of it.
+        if self._sending or not self.lock.acquire(blocking=self.staging.waiters > 0):
+            return
+        try:
+            self.land()
+        finally:
+            self.lock.release()
+
+    def catch_up(self) -> None:
+        """Land what has ended while others held the lock. Call it after letting go of the lock."""
+        while self.ended and self.lock.acquire(blocking=False):
+            try:
+                self.land()
+            finally:
+                self.lock.release()
+
+    def land(self) -> None:
+        """Give back the memory of what has been written."""
+        while self.ended:
+            ticket = self.ended.popleft()
+            reference = self._in_flight.pop(ticket)
+            self.staging.land(ticket.nbytes)
             self.counters.written_bytes += ticket.moved_bytes
             record = reference()
             if self.trace is not None:
                 label = record.name() if record is not None else "dropped"
-                self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, nbytes, label))
-            if record is None or record.state is not RecordState.WRITING:
-                return
-            alias = record.alias
-            assert alias is not None
-            storage = alias.untyped_storage()
-            if self._moved(record, storage):
-                self._take_back(record, "storage resized or replaced while it was written")
-            elif alias._version != record.version:
-                self._poison(record)
-            elif ticket.error is not None:
-                self._take_back(record, _policy.NOT_WRITTEN)
-                self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
-            elif record.wanted:
-                record.state = RecordState.HELD
+                self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label))
+            if record is not None and record.state is RecordState.WRITING:
+                self._settle_write(record, ticket)
+
+    def _settle_write(self, record: Record, ticket: Ticket) -> None:
+        alias = record.alias
+        assert alias is not None
+        storage = alias.untyped_storage()
+        if self._moved(record, storage):
+            self._take_back(record, "storage resized or replaced while it was written")
+        elif alias._version != record.version:
+            self._poison(record)
+        elif ticket.error is not None:
+            self._take_back(record, _policy.NOT_WRITTEN)
+            self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
+        elif record.wanted:
+            record.state = RecordState.HELD
+        else:
+            alone = storage_use_count(storage._cdata) <= _OURS_ALONE
+            del storage
+            record.drop_alias()
+            record.state = RecordState.STORED
+            if alone:
+                record.alias = None
             else:
-                alone = storage_use_count(storage._cdata) <= _OURS_ALONE
-                del storage
-                record.drop_alias()
-                record.state = RecordState.STORED
-                if alone:
-                    record.alias = None
-                else:
-                    self.unconfirmed.append(reference)
+                self.unconfirmed.append(record.ref)
 
     def confirm(self) -> None:
         """At a hook: see whether anything written was edited before its copy was finished."""
@@ -148,6 +179,7 @@ class Mover:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
         ticket = record.write
         if ticket is not None and ticket.cancel():
+            del self._in_flight[ticket]
             self.staging.land(record.nbytes)
             self._give_back(record)
             record.state = RecordState.HELD
@@ -173,6 +205,7 @@ class Mover:
         """A dead record's place in the store is free again."""
         if self.store is not None:
             if ticket.cancel():
+                del self._in_flight[ticket]
                 self.staging.land(ticket.nbytes)
             self.store.discard(ticket)
 

@@ -10,6 +10,7 @@ import pytest
 from tba import OffloadStats
 from tba._stats import _SUMS, Counters, difference
 
+DERIVED = {"saved_bytes", "kept_bytes"}
 READINGS = {"live_records", "resident_bytes", "staging_peak_bytes", "file_bytes"}
 
 
@@ -27,8 +28,8 @@ def take(counters: Counters, file_bytes: int = 0) -> OffloadStats:
 def test_every_field_is_a_sum_or_a_reading() -> None:
     """A field that is neither would be wrong in `last_step`."""
     names = {field.name for field in dataclasses.fields(OffloadStats)}
-    assert names == {*_SUMS, *READINGS, "kept_by_reason", "last_step"}
-    assert set(Counters.__slots__) == names - {"file_bytes", "last_step"}
+    assert names == {*_SUMS, *DERIVED, *READINGS, "kept_by_reason", "last_step"}
+    assert set(Counters.__slots__) == names - {*DERIVED, "file_bytes", "last_step"}
 
 
 def test_it_starts_at_nothing() -> None:
@@ -38,7 +39,7 @@ def test_it_starts_at_nothing() -> None:
 def test_a_snapshot_shows_every_counter() -> None:
     values = {name: number for number, name in enumerate((*_SUMS, *sorted(READINGS - {"file_bytes"})), start=1)}
     counters = counters_of(**values)
-    counters.keep(0, "nothing")
+    counters.kept_by_reason["nothing"] += 0
     last = OffloadStats(steps=7)
     stats = counters.snapshot(file_bytes=99, last_step=last)
     assert {name: getattr(stats, name) for name in values} == values
@@ -48,11 +49,11 @@ def test_a_snapshot_shows_every_counter() -> None:
 
 def test_a_snapshot_does_not_change() -> None:
     counters = Counters()
-    counters.keep(10, "fits")
+    counters.kept_by_reason["fits"] += 10
     stats = take(counters)
-    counters.keep(10, "fits")
-    counters.saved_bytes = 5
-    assert (stats.kept_bytes, stats.saved_bytes, dict(stats.kept_by_reason)) == (10, 0, {"fits": 10})
+    counters.kept_by_reason["fits"] += 10
+    counters.weight_bytes += 5
+    assert (stats.kept_bytes, stats.saved_bytes, dict(stats.kept_by_reason)) == (10, 10, {"fits": 10})
     with pytest.raises(dataclasses.FrozenInstanceError):
         stats.saved_bytes = 1  # type: ignore[misc]
     with pytest.raises(TypeError):
@@ -62,7 +63,7 @@ def test_a_snapshot_does_not_change() -> None:
 def test_kept_bytes_are_counted_by_reason() -> None:
     counters = Counters()
     for nbytes, reason in ((10, "small"), (5, "FakeTensor"), (7, "small")):
-        counters.keep(nbytes, reason)
+        counters.kept_by_reason[reason] += nbytes
     stats = take(counters)
     assert stats.kept_bytes == sum(stats.kept_by_reason.values()) == 22
     assert stats.kept_by_reason == {"small": 17, "FakeTensor": 5}
@@ -70,8 +71,7 @@ def test_kept_bytes_are_counted_by_reason() -> None:
 
 def test_what_was_kept_may_go_after_all_and_come_back() -> None:
     counters = Counters()
-    counters.saved_bytes = 30
-    counters.keep(30, "fits")
+    counters.kept_by_reason["fits"] += 30
     counters.kept_to_offloaded(20, "fits")
     stats = take(counters)
     assert (stats.kept_bytes, stats.offloaded_bytes, dict(stats.kept_by_reason)) == (10, 20, {"fits": 10})
@@ -85,14 +85,12 @@ def test_what_was_kept_may_go_after_all_and_come_back() -> None:
 
 def test_a_step_is_what_was_added_and_what_is_now() -> None:
     before = counters_of(**dict.fromkeys(_SUMS, 100), **dict.fromkeys(READINGS - {"file_bytes"}, 50))
-    before.kept_bytes = 0
-    before.keep(70, "small")
-    before.keep(30, "FakeTensor")
+    before.kept_by_reason["small"] += 70
+    before.kept_by_reason["FakeTensor"] += 30
     now = counters_of(**dict.fromkeys(_SUMS, 175), **dict.fromkeys(READINGS - {"file_bytes"}, 20))
-    now.kept_bytes = 0
-    now.keep(70, "small")
-    now.keep(31, "FakeTensor")
-    now.keep(74, "empty")
+    now.kept_by_reason["small"] += 70
+    now.kept_by_reason["FakeTensor"] += 31
+    now.kept_by_reason["empty"] += 74
     step = difference(take(now, file_bytes=8), take(before, file_bytes=6))
     assert {name: getattr(step, name) for name in _SUMS} == dict.fromkeys(_SUMS, 75)
     assert {name: getattr(step, name) for name in READINGS} == {**dict.fromkeys(READINGS, 20), "file_bytes": 8}
@@ -103,8 +101,8 @@ def test_a_step_is_what_was_added_and_what_is_now() -> None:
 
 def test_a_reason_may_lose_bytes_in_a_step() -> None:
     before, now = Counters(), Counters()
-    before.keep(30, "fits")
-    now.keep(30, "fits")
+    before.kept_by_reason["fits"] += 30
+    now.kept_by_reason["fits"] += 30
     now.kept_to_offloaded(20, "fits")
     step = difference(take(now), take(before))
     assert (step.kept_bytes, step.offloaded_bytes, dict(step.kept_by_reason)) == (-20, 20, {"fits": -20})
