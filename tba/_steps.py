@@ -6,7 +6,10 @@ the context is left.
 
 from __future__ import annotations
 
+import sys
 import warnings
+
+from torch.utils import checkpoint
 
 from ._errors import OffloadWarning
 from ._stats import Counters, OffloadStats, difference
@@ -34,7 +37,7 @@ class Steps:
 
     def tell_if_idle(self, step: OffloadStats) -> None:
         """Once: a tier that was asked for and moved nothing says why."""
-        if self._told:
+        if self._told or (not step.saved_bytes and _inside_checkpoint()):
             return
         self._told = True
         if step.offloaded_bytes or step.errors:
@@ -45,3 +48,13 @@ class Steps:
             kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
             why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"
         warnings.warn(f"tier={self._tier!r} moved nothing in its first step: {why}", OffloadWarning, stacklevel=5)
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a checkpoint calls: the reentrant kind runs its forward under no_grad, and again in backward."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
