@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import psutil
 import torch
+from torch import nn
 
 from ._errors import ConfigError
 
@@ -85,6 +86,12 @@ def device_free_bytes(device: torch.device) -> int:
 def device_total_bytes(device: torch.device) -> int:
     """Bytes of memory `device` has in all. On a CPU that is `total_bytes()`."""
     return total_bytes() if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def least_device_bytes(model: nn.Module | None) -> int | None:
+    """Memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda} if model is not None else ()
+    return min((device_total_bytes(device) for device in devices), default=None)
 
 
 def device_rest_bytes(driver_free: int, reserved: int, allocated: int, allowed: int) -> int:

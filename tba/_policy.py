@@ -69,9 +69,18 @@ class Limits:
     timeout_s: float
 
 
-def limits(staging_bytes: int | None, window_bytes: int | None, timeout_s: float, total_bytes: int) -> Limits:
-    """The limits for a machine (or cgroup) with this much memory, where a setting is None its default."""
-    default = default_window_bytes(total_bytes)
+def limits(
+    staging_bytes: int | None,
+    window_bytes: int | None,
+    timeout_s: float,
+    total_bytes: int,
+    device_bytes: int | None = None,
+) -> Limits:
+    """The limits where a setting is None its default, for a machine (or cgroup) with this much memory.
+
+    `device_bytes`: memory of the device that computes; None where the host does.
+    """
+    default = default_window_bytes(total_bytes, device_bytes)
     staging_bytes = default if staging_bytes is None else staging_bytes
     window_bytes = default if window_bytes is None else window_bytes
     return Limits(
@@ -83,9 +92,12 @@ def limits(staging_bytes: int | None, window_bytes: int | None, timeout_s: float
     )
 
 
-def default_window_bytes(total_bytes: int) -> int:
+def default_window_bytes(total_bytes: int, device_bytes: int | None = None) -> int:
     """Default cap of writes in flight, and of read-ahead. A few of the largest tensors of a layer, bounded by memory.
 
-    At 2 GB/s this is some 30 ms of transfer: far above a transfer's latency, far below a step.
+    On a host, at 2 GB/s, this is some 30 ms of transfer: far above a transfer's latency, far below a step. A device
+    has larger tensors and is done with them sooner: as many milliseconds at 30 GB/s.
     """
-    return max(4 << 20, min(64 << 20, total_bytes // 16))
+    if device_bytes is None:
+        return max(4 << 20, min(64 << 20, total_bytes // 16))
+    return max(4 << 20, min(1 << 30, total_bytes // 16, device_bytes // 16))

@@ -77,7 +77,10 @@ class Saver:
         self._tier = config.tier
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._model = model
-        limits = _policy.limits(config.staging_bytes, config.prefetch_bytes, config.io_timeout, _memory.total_bytes())
+        total_bytes, device_bytes = _memory.total_bytes(), _memory.least_device_bytes(model())
+        limits = _policy.limits(
+            config.staging_bytes, config.prefetch_bytes, config.io_timeout, total_bytes, device_bytes
+        )
         self.mover = Mover(self.lock, self.counters, open_store, limits)
         self.held = Held(config, self.mover, self.counters, model)
         self.residency = Residency(self.mover, self.counters)

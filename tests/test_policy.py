@@ -77,6 +77,13 @@ def test_the_window_is_a_sixteenth_of_memory_within_bounds(total_mib: int, windo
     assert default_window_bytes(total_mib * MIB) == window_mib * MIB
 
 
+@pytest.mark.parametrize(("device_gib", "window_mib"), [(80, 1024), (16, 1024), (8, 512), (0, 4)])
+def test_a_device_gets_a_larger_window(device_gib: int, window_mib: int) -> None:
+    assert default_window_bytes(1 << 40, device_gib << 30) == window_mib * MIB
+    assert default_window_bytes(1 << 30, device_gib << 30) == min(64, window_mib) * MIB  # bounded by the host as well
+    assert limits(None, None, 60.0, 1 << 40, device_gib << 30).window_bytes == window_mib * MIB
+
+
 def test_limits_by_default() -> None:
     found = limits(None, None, 60.0, 512 * MIB)
     assert (found.staging_bytes, found.window_bytes) == (32 * MIB, 32 * MIB)
