@@ -59,6 +59,14 @@ def burst_bytes(budget_bytes: int) -> int:
     return min(_BURST_BYTES, budget_bytes // 4)
 
 
+def read_ahead_bytes(window_bytes: int, largest_bytes: int) -> int:
+    """How much of the window to fill by reading: two of the largest tensors, at least half of it.
+
+    What was held back at the turn to backward is used up first. Later, when gradients have grown, memory is scarcer.
+    """
+    return min(window_bytes, max(window_bytes // 2, 2 * largest_bytes))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """What bounds the engine: bytes in flight to the tier, of read-ahead, and to leave free; seconds to wait."""
@@ -93,11 +101,12 @@ def limits(
 
 
 def default_window_bytes(total_bytes: int, device_bytes: int | None = None) -> int:
-    """Default cap of writes in flight, and of read-ahead. A few of the largest tensors of a layer, bounded by memory.
+    """Default of what is held back from writing and, at most, read ahead. A few of the largest tensors of a layer,
+    bounded by memory.
 
-    On a host, at 2 GB/s, this is some 30 ms of transfer: far above a transfer's latency, far below a step. A device
-    has larger tensors and is done with them sooner: as many milliseconds at 30 GB/s.
+    On a host, at 2 GB/s, this is some 20 ms of transfer: far above a transfer's latency, far below a step. A device
+    has larger tensors and is done with them sooner: as many milliseconds at 50 GB/s.
     """
     if device_bytes is None:
-        return max(4 << 20, min(64 << 20, total_bytes // 16))
+        return max(4 << 20, min(40 << 20, total_bytes // 16))
     return max(4 << 20, min(1 << 30, total_bytes // 16, device_bytes // 16))

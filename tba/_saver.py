@@ -270,8 +270,7 @@ class Saver:
         elif record.state is RecordState.POISONED:
             assert alias is not None
             raise _edited_in_place(record.name(), alias._version, record.version)
-        # What is held is wanted before anything that was written, and takes its place in memory until then.
-        window_bytes = mover.limits.window_bytes - self.held.nbytes
+        window_bytes = mover.window_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes:
             residency.demand(record, window_bytes)
         if record.state is RecordState.READING:

@@ -64,6 +64,7 @@ class Mover:
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._sending = False
+        self.largest_bytes = 0  # of what was sent
         self._warned = False
         self._reads_ended = 0
 
@@ -103,6 +104,7 @@ class Mover:
         record.write = ticket
         record.state = RecordState.WRITING
         self._in_flight[ticket] = record.ref
+        self.largest_bytes = max(self.largest_bytes, nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
         return True
@@ -210,6 +212,11 @@ class Mover:
             self.store.discard(ticket)
 
     # -- back ----------------------------------------------------------------------------------------------------
+
+    def window_bytes(self, held_bytes: int) -> int:
+        """What may be read back and ahead now, while so much is held: that is wanted before what was written."""
+        window = self.limits.window_bytes
+        return min(window - held_bytes, _policy.read_ahead_bytes(window, self.largest_bytes))
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""

@@ -12,6 +12,7 @@ from tba._policy import (
     hold_budget_bytes,
     limits,
     range_to_store,
+    read_ahead_bytes,
 )
 
 MIB = 1 << 20
@@ -72,7 +73,7 @@ def test_hold_what_leaves_the_reserve_free(held: int, free: int, reserve: int, b
     assert hold_budget_bytes(held, free, reserve) == budget
 
 
-@pytest.mark.parametrize(("total_mib", "window_mib"), [(0, 4), (64, 4), (320, 20), (768, 48), (1024, 64), (65536, 64)])
+@pytest.mark.parametrize(("total_mib", "window_mib"), [(0, 4), (64, 4), (320, 20), (640, 40), (1024, 40), (65536, 40)])
 def test_the_window_is_a_sixteenth_of_memory_within_bounds(total_mib: int, window_mib: int) -> None:
     assert default_window_bytes(total_mib * MIB) == window_mib * MIB
 
@@ -82,6 +83,13 @@ def test_a_device_gets_a_larger_window(device_gib: int, window_mib: int) -> None
     assert default_window_bytes(1 << 40, device_gib << 30) == window_mib * MIB
     assert default_window_bytes(1 << 30, device_gib << 30) == min(64, window_mib) * MIB  # bounded by the host as well
     assert limits(None, None, 60.0, 1 << 40, device_gib << 30).window_bytes == window_mib * MIB
+
+
+@pytest.mark.parametrize(
+    ("window", "largest", "read_ahead"), [(40, 0, 20), (40, 8, 20), (40, 16, 32), (40, 30, 40), (0, 8, 0)]
+)
+def test_reading_ahead_fills_half_of_the_window_or_two_tensors(window: int, largest: int, read_ahead: int) -> None:
+    assert read_ahead_bytes(window, largest) == read_ahead
 
 
 def test_limits_by_default() -> None:
