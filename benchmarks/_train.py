@@ -146,7 +146,9 @@ class TrainArm:
         from io_backends import PosixStore
 
         config = OffloadConfig(tier=o.tier, **o.settings)
-        store = PosixStore(scratch_directory(config.storage_paths), rate_bytes_per_s=o.rate_bytes_per_s)
+        rate = o.rate_bytes_per_s
+        directory = scratch_directory(config.storage_paths)
+        store = PosixStore(directory, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
         return self._stack.enter_context(Offloader(self.model, config, store=store))
 
     def _counters(self) -> dict[str, float]:

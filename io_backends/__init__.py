@@ -9,17 +9,34 @@
 Whoever writes a store reads `Store`'s contract; `io_backends.testing` has the tools to test one.
 """
 
-from ._errors import ShortTransfer, StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
+from ._arena import HostArena
+from ._errors import (
+    Corrupted,
+    ShortTransfer,
+    StoreBroken,
+    StoreClosed,
+    StoreError,
+    StoreFull,
+    StoreStalled,
+    TransferCancelled,
+)
 from ._host import HostStore
+from ._kvikio import KvikioStore
+from ._numa import device_node, pci_address
 from ._pool import BufferPool
 from ._posix import PosixStore
 from ._store import Buffer, Location, Store, Ticket, TicketState
+from ._striped import StripedLocation, StripedStore
 from ._syscalls import Syscalls
+from ._two_level import TwoLevelStore
 
 __all__ = [
     "Buffer",
     "BufferPool",
+    "Corrupted",
+    "HostArena",
     "HostStore",
+    "KvikioStore",
     "Location",
     "PosixStore",
     "ShortTransfer",
@@ -28,8 +45,14 @@ __all__ = [
     "StoreClosed",
     "StoreError",
     "StoreFull",
+    "StoreStalled",
+    "StripedLocation",
+    "StripedStore",
     "Syscalls",
     "Ticket",
     "TicketState",
     "TransferCancelled",
+    "TwoLevelStore",
+    "device_node",
+    "pci_address",
 ]

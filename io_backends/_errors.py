@@ -6,7 +6,9 @@
     ├── StoreClosed            used after `close()`, or in a forked child: you closed it
     ├── StoreFull              no space left for a write: free some, or use another path
     ├── StoreBroken            the device, the file or a worker failed
+    ├── StoreStalled           no byte has moved for too long; the transfer waited for has not ended
     ├── ShortTransfer          fewer bytes moved than asked, with no error from the system
+    ├── Corrupted              what was read is not what was written: the checksums differ
     └── TransferCancelled      waited for a transfer that was cancelled before it started
 """
 
@@ -29,8 +31,19 @@ class StoreBroken(StoreError):
     """The device, the file or the worker that owned a transfer failed."""
 
 
+class StoreStalled(StoreError):
+    """No byte of the store moved for as long as its `timeout_s` allows.
+
+    The transfer waited for is still under way and keeps its memory; a later `wait` may yet see it end.
+    """
+
+
 class ShortTransfer(StoreError):
     """The system moved fewer bytes than it was asked to and gave no error."""
+
+
+class Corrupted(StoreError):
+    """Bytes came back other than they were written: memory, the device or somebody else changed them."""
 
 
 class TransferCancelled(StoreError):

@@ -6,7 +6,7 @@ compact range whose end stops growing after the first period. Not thread-safe: t
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -28,6 +28,7 @@ class Extents:
         self.alignment = alignment
         self.capacity = capacity
         self.end = 0  # nothing at or beyond this offset is, or has to be, in use
+        self.high_water = 0  # where the highest allocation ended since its owner last set this
         self.used_bytes = 0
         self._offsets: list[int] = []  # free ranges below `end`, sorted, never touching one another
         self._lengths: list[int] = []
@@ -45,14 +46,44 @@ class Extents:
                 else:
                     self._offsets[index] += length
                     self._lengths[index] -= length
-                self.used_bytes += length
-                return offset
-        offset = self.end
-        if self.capacity is not None and offset + length > self.capacity:
-            return None
-        self.end += length
+                break
+        else:
+            offset = self.end
+            if self.capacity is not None and offset + length > self.capacity:
+                return None
+            self.end += length
         self.used_bytes += length
+        self.high_water = max(self.high_water, offset + length)
         return offset
+
+    def free_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """What is free in [start, stop), both multiples of the alignment: offsets and lengths, ascending."""
+        ranges = [
+            (max(offset, start), min(offset + length, stop) - max(offset, start))
+            for offset, length in zip(
+                [*self._offsets, self.end], [*self._lengths, max(0, stop - self.end)], strict=True
+            )
+        ]
+        return [(offset, length) for offset, length in ranges if length > 0]
+
+    def take(self, offset: int, length: int) -> None:
+        """Take a given range out of what is free. Raises ValueError if any of it is in use or beyond `capacity`."""
+        stop = offset + length
+        fits = self.capacity is None or stop <= self.capacity
+        if length <= 0 or length % self.alignment or not fits or self.free_ranges(offset, stop) != [(offset, length)]:
+            raise ValueError(f"range [{offset}, {stop}) is not free")
+        self.used_bytes += length
+        if offset >= self.end:
+            if offset > self.end:  # a gap, which touches no other: the last range before `end` is in use
+                self._offsets.append(self.end)
+                self._lengths.append(offset - self.end)
+            self.end = stop
+            return
+        index = bisect_right(self._offsets, offset) - 1
+        begin, free = self._offsets[index], self._lengths[index]
+        left = [(begin, offset - begin), (stop, begin + free - stop)]
+        self._offsets[index : index + 1] = [where for where, rest in left if rest]
+        self._lengths[index : index + 1] = [rest for _, rest in left if rest]
 
     def free(self, offset: int, length: int) -> None:
         """Give a range back. Raises ValueError if it is not wholly in use: a double free would corrupt data."""

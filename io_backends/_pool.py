@@ -7,7 +7,10 @@ Guarantees:
    object that counts: `torch.frombuffer` holds it, but slices of it and numpy arrays over it do not.
 2. Leases never overlap. Each owns the whole aligned blocks around its bytes.
 3. The memory is private: a forked child has a copy of its own. Whoever reads into leases holds transfers back around
-   a fork (`_posix` does), as direct I/O into private memory wants (open(2), NOTES).
+   a fork (`_workers` does), as direct I/O into private memory wants (open(2), NOTES).
+4. With a budget, the segments together never exceed it. A lease that finds no room though all others have ended gets
+   it all the same: segments that nobody uses make way.
+5. A lease outlives the pool and its `close`: a segment is unmapped when the last of its leases has ended.
 
 Huge pages, where the system gives them: pinning a transfer's memory page by page is most of what direct I/O costs the
 CPU (measured: 0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory, which would
@@ -25,7 +28,9 @@ import threading
 import weakref
 from collections import deque
 from contextlib import suppress
+from typing import TypeVar
 
+from ._errors import StoreClosed, StoreFull
 from ._extents import Extents, align_up
 from ._store import Buffer
 
@@ -35,24 +40,37 @@ SEGMENT_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-class _Segment:
-    def __init__(self, nbytes: int, alignment: int) -> None:
-        # NORESERVE: address space only; what is never touched is never charged.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # a kernel without huge pages
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-        memory = memoryview(mapping)
-        start = -_address_of(memory) % _HUGE_PAGE_BYTES
-        self.memory = memory[start : start + nbytes]
-        self.address = _address_of(self.memory)
-        self.extents = Extents(alignment, nbytes)
-        self.used_since_trim = True
+class Mapping(mmap.mmap):
+    """Private anonymous memory, unmapped when the last view of it dies."""
 
 
-def _address_of(memory: memoryview) -> int:
+_M = TypeVar("_M", bound=Mapping)
+
+
+def map_memory(nbytes: int, kind: type[_M]) -> tuple[_M, memoryview]:
+    """A mapping, and the `nbytes` of it that begin with a huge page. Raises OSError when the system has no room."""
+    # NORESERVE: address space only; what is never touched is never charged.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    mapping = kind(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = memoryview(mapping)
+    start = -address_of(memory) % _HUGE_PAGE_BYTES
+    return mapping, memory[start : start + nbytes]
+
+
+def address_of(memory: memoryview) -> int:
+    """Where writable memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+class _Segment:
+    def __init__(self, memory: memoryview, alignment: int) -> None:
+        self.memory = memory
+        self.address = address_of(memory)
+        self.extents = Extents(alignment, memory.nbytes)
+        self.used_since_trim = True
 
 
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
@@ -63,20 +81,41 @@ class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argumen
 
 
 class BufferPool:
-    """Leases of memory whose address modulo `alignment` the caller chooses. Thread-safe."""
+    """Leases of memory whose address modulo `alignment` the caller chooses. Thread-safe.
 
-    def __init__(self, alignment: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+    Args:
+        alignment: bytes.
+        segment_bytes: how much is mapped at once, where a lease does not need more; rounded up to whole pages.
+        budget_bytes: what the segments may take together, rounded down to whole pages; None for no limit.
+    """
+
+    def __init__(self, alignment: int, segment_bytes: int = SEGMENT_BYTES, *, budget_bytes: int | None = None) -> None:
+        if alignment < 1 or _HUGE_PAGE_BYTES % alignment:
+            raise ValueError(f"an alignment divides a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
+        if budget_bytes is not None and budget_bytes < mmap.PAGESIZE:
+            raise ValueError(f"a budget holds at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
         self.alignment = alignment
+        self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._segment_bytes = align_up(segment_bytes, mmap.PAGESIZE)
         self._segments: list[_Segment] = []
         self._ended: deque[_End] = deque()
         self._live: dict[int, _End] = {}  # keeps the weak references themselves alive
         self._lock = threading.Lock()
+        self._closed = False
 
     def lease(self, nbytes: int, skew: int = 0) -> tuple[memoryview, Buffer]:
-        """A writable view of `nbytes` bytes with `address % alignment == skew`, and the padded buffer over it."""
-        length = align_up(skew + nbytes, self.alignment)
+        """A writable view of `nbytes` bytes with `address % alignment == skew`, and the padded buffer over it.
+
+        Raises:
+            StoreFull: the budget has no room for it.
+            StoreClosed: after `close`.
+        """
+        if not 0 <= skew < self.alignment:
+            raise ValueError(f"a skew lies within the alignment of {self.alignment} bytes, got {skew}")
+        length = align_up(max(1, skew + nbytes), self.alignment)
         with self._lock:
+            if self._closed:
+                raise StoreClosed("the pool is closed; make a new one")
             self._reclaim()
             segment, offset = self._place(length)
             segment.used_since_trim = True
@@ -95,12 +134,29 @@ class BufferPool:
             for segment in self._segments:
                 segment.used_since_trim = False
 
+    def close(self) -> None:
+        """Give back every segment, those still on lease when their last lease ends. Idempotent; `lease` fails then."""
+        with self._lock:
+            self._closed = True
+            self._segments = []
+            self._live.clear()  # the ends of leases are of no interest any more, and they hold the segments
+            self._ended.clear()
+
     @property
     def leased_bytes(self) -> int:
-        """Bytes out on lease, padding included."""
+        """Bytes out on lease, padding included; none once closed."""
         with self._lock:
             self._reclaim()
-            return sum(segment.extents.used_bytes for segment in self._segments)
+            return sum(end.length for end in self._live.values())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the segments, used or not."""
+        return sum(segment.memory.nbytes for segment in self._segments)
+
+    def _map(self, nbytes: int) -> memoryview:
+        """Memory for a segment of `nbytes`, a whole number of pages."""
+        return map_memory(nbytes, Mapping)[1]
 
     def _reclaim(self) -> None:
         while self._ended:
@@ -113,8 +169,23 @@ class BufferPool:
             offset = segment.extents.allocate(length)
             if offset is not None:
                 return segment, offset
-        segment = _Segment(max(self._segment_bytes, align_up(length, mmap.PAGESIZE)), self.alignment)
+        segment = _Segment(self._map(self._room_for(align_up(length, mmap.PAGESIZE))), self.alignment)
         self._segments.append(segment)
         offset = segment.extents.allocate(length)
         assert offset is not None
         return segment, offset
+
+    def _room_for(self, nbytes: int) -> int:
+        """How large a new segment for a lease of `nbytes` should be. Raises StoreFull."""
+        wanted = max(self._segment_bytes, nbytes)
+        if self.budget_bytes is None:
+            return wanted
+        used = sum(segment.memory.nbytes for segment in self._segments if segment.extents.used_bytes)
+        if self.budget_bytes - used < nbytes:
+            raise StoreFull(
+                f"a lease of {nbytes} bytes was asked of a pool whose budget is {self.budget_bytes} bytes, with {used} "
+                "in segments on lease; raise the budget or let go of leases"
+            )
+        if self.budget_bytes - self.mapped_bytes < nbytes:  # those that nobody uses are all too small: make way
+            self._segments = [segment for segment in self._segments if segment.extents.used_bytes]
+        return min(wanted, self.budget_bytes - self.mapped_bytes)

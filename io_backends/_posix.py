@@ -2,14 +2,19 @@
 
 Guarantees beyond those of `Store`:
 
-1. No bounce copy for the bulk of a buffer: the aligned middle goes straight from its memory. The unaligned head and
-   tail (below one block each) are copied into blocks that are written before and behind it in the same system call,
-   so one contiguous read brings everything back.
-2. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written.
-3. Nothing is left on disk when the process ends, however it ends (`_scratch`).
-4. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
+1. No bounce copy for the bulk of a buffer: the aligned middle goes straight between its memory and the file, head and
+   tail (below one block each) through blocks of the worker's own in the same system call (`_layout`).
+2. A big transfer is cut where workers are idle, so that one tensor uses all of them; where they are busy with others
+   it goes in one piece, as every further system call costs CPU time that training would use.
+3. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written, and
+   `trim` lets it shrink again.
+4. Nothing is left on disk when the process ends, however it ends (`_scratch`).
+5. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
+6. With `checksum`, a read that ends well brought back what was written, to one chance in 2**64.
 
 Assumptions: writes to memory in flight may tear the copy, so the submitter checks that nobody wrote (the engine does).
+
+The submitting thread only makes a ticket and queues it. Where the bytes go is decided on the worker.
 """
 
 from __future__ import annotations
@@ -19,24 +24,41 @@ import errno
 import mmap
 import os
 import threading
-import weakref
+import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from ._errors import ShortTransfer, StoreBroken, StoreClosed, StoreFull
-from ._extents import Extents, align_up
-from ._rate import PIECE_BYTES, RateLimit
+from . import _checksum, _layout
+from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreClosed, StoreFull
+from ._extents import align_up
+from ._layout import Piece
+from ._rate import RateLimit
 from ._scratch import ScratchFile, open_scratch
+from ._space import EXTENT_ALIGNMENT, Space
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
 from ._workers import Workers
 
-# Extents keep 4 KiB: the page of the device mapping, so that neighbours never share a block.
-EXTENT_ALIGNMENT = 4096
-# The file is laid out this far ahead: few, contiguous extents, and a full disk is met here rather than in a write.
-GROWTH_BYTES = 64 << 20
-_BOUNCE_BYTES = 1 << 20  # for reads into memory that is not padded: copied through in pieces of this size
+# For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
+_BOUNCE_BYTES = 1 << 20
+# One system call moves no more, so that whoever waits for a very big tensor on a slow disk sees it move.
+_CALL_BYTES = 64 << 20
+
+
+class _Memory(threading.local):
+    """Aligned memory of this worker's own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[mmap.mmap, int]] = {}
+
+    def of(self, nbytes: int) -> int:
+        """The address of at least `nbytes` bytes, page-aligned; the same again for the same `nbytes`."""
+        if nbytes not in self._kept:
+            memory = mmap.mmap(-1, align_up(nbytes, mmap.PAGESIZE))
+            self._kept[nbytes] = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return self._kept[nbytes][1]
 
 
 class PosixStore:
@@ -45,11 +67,15 @@ class PosixStore:
     Args:
         directory: an existing, writable directory.
         threads: workers.
-        rate_bytes_per_s: limits writes and reads, each on its own, for experiments on slow links.
+        checksum: hash everything written and verify it when it is read (XXH3, 64 bits); a difference is `Corrupted`.
+        capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
+        write_rate_bytes_per_s, read_rate_bytes_per_s: limits, for experiments on slow links.
+        timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
         syscalls: replaced in tests.
 
     Raises:
         StoreBroken: no scratch file can be made there. The file is made by the first transfer; `open()` makes it now.
+        ImportError: `checksum` without the package xxhash.
     """
 
     def __init__(
@@ -57,7 +83,11 @@ class PosixStore:
         directory: str | os.PathLike[str],
         *,
         threads: int = 2,
-        rate_bytes_per_s: float | None = None,
+        checksum: bool = False,
+        capacity_bytes: int | None = None,
+        write_rate_bytes_per_s: float | None = None,
+        read_rate_bytes_per_s: float | None = None,
+        timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
     ) -> None:
         self.directory = Path(directory)
@@ -65,15 +95,13 @@ class PosixStore:
         self._file: ScratchFile | None = None
         self._descriptors: list[int] = []  # that of `_file`; taken out by `pop`, which is atomic, so closed once
         self._closed = False
-        self._lock = threading.Lock()
-        self._extents = Extents(EXTENT_ALIGNMENT)
-        self._reserved_bytes = 0
-        self._orphans: list[Ticket] = []  # discarded while running: their extents come free when they have ended
-        self._write_limit = RateLimit(rate_bytes_per_s) if rate_bytes_per_s is not None else None
-        self._read_limit = RateLimit(rate_bytes_per_s) if rate_bytes_per_s is not None else None
-        self._workers = Workers(threads, "tba-io", self._close_file)
-        self._local = threading.local()
-        _stores.add(self)
+        self._lock = threading.Lock()  # while the file is made
+        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
+        self._digest = _checksum.digest() if checksum else None
+        self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
+        self._read_limit = RateLimit(read_rate_bytes_per_s) if read_rate_bytes_per_s is not None else None
+        self._memory = _Memory()
+        self._workers = Workers(threads, "tba-io", self._close_file, on_forked=self._forget, timeout_s=timeout_s)
 
     def open(self) -> ScratchFile:
         """The scratch file, made on the first call."""
@@ -102,25 +130,22 @@ class PosixStore:
         on_done: Callable[[Ticket], None] | None = None,
         before: Callable[[], None] | None = None,
     ) -> Ticket:
-        skew = buffer.address % self.alignment
-        length = align_up(max(1, skew + buffer.nbytes), EXTENT_ALIGNMENT)
-        with self._lock:
-            self._free_orphans()
-            offset = self._extents.allocate(length)
-        assert offset is not None  # the file has no capacity: a full disk shows itself in the worker
-        location = Location(offset, length, buffer.nbytes, skew)
-        ticket = Ticket(buffer, location, self._write, on_done, before)
+        if self._file is None:
+            self.open()
+        ticket = Ticket(buffer, None, self._write, on_done, before)
         self._workers.submit(ticket, urgent=False)
         return ticket
 
     def read(
         self,
-        location: Location,
+        location: Location | None,
         buffer: Buffer,
         *,
         on_done: Callable[[Ticket], None] | None = None,
         before: Callable[[], None] | None = None,
     ) -> Ticket:
+        if location is None:
+            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
         if buffer.nbytes != location.nbytes:
             raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
         ticket = Ticket(buffer, location, self._read, on_done, before)
@@ -128,15 +153,15 @@ class PosixStore:
         return ticket
 
     def discard(self, ticket: Ticket) -> None:
-        ended = ticket.cancel() or ticket.done()
-        with self._lock:
-            if ticket.location is None:
-                return
-            if ended:
-                self._free(ticket)
-            else:
-                self._orphans.append(ticket)
-            self._free_orphans()
+        ticket.cancel()
+        self._space.discard(ticket)
+
+    def trim(self) -> None:
+        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
+        file = self._file
+        if file is not None and not self._closed and self._space.begin_trim(file.fd):
+            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
+                self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
 
     def allocated_bytes(self) -> int:
         file = self._file
@@ -144,12 +169,15 @@ class PosixStore:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the file that belong to writes not yet discarded."""
-        with self._lock:
-            self._free_orphans()
-            return self._extents.used_bytes
+        """Bytes of the file that belong to writes begun and not yet discarded."""
+        return self._space.used_bytes
 
     def close(self) -> None:
+        """End the workers and close the file. Idempotent.
+
+        Running transfers end first, queued ones fail with `StoreClosed`. Where a transfer hangs in the system this
+        gives up after `timeout_s`; the file is closed when it ends.
+        """
         self._closed = True
         self._workers.stop()
         self._workers.join()
@@ -162,81 +190,98 @@ class PosixStore:
     # -- on the workers ------------------------------------------------------------------------------------------
 
     def _write(self, ticket: Ticket) -> None:
-        if not ticket.nbytes:
-            return
-        buffer, location, file = ticket.buffer, ticket.location, self.open()
+        file, buffer, nbytes = self._file or self.open(), ticket.buffer, ticket.nbytes
         assert buffer is not None
-        self._reserve(file, location.offset + location.length)
-        block = file.alignment
-        head = -buffer.address % block if file.direct else 0
-        head = min(head, buffer.nbytes)
-        middle = (buffer.nbytes - head) // block * block
-        tail = buffer.nbytes - head - middle
-        pieces: list[tuple[int, int]] = []
-        if head or tail:
-            bounce, first = self._blocks(block)
-            if head:
-                ctypes.memmove(bounce + location.skew, buffer.address, head)
-                pieces.append((bounce, block))
-            if middle:
-                pieces.append((buffer.address + head, middle))
-            if tail:
-                ctypes.memmove(bounce + block, buffer.address + head + middle, tail)
-                pieces.append((bounce + block, block if file.direct else tail))
-            del first
-        else:
-            pieces.append((buffer.address, middle))
-        self._move(self._syscalls.pwritev, file, pieces, location, self._write_limit)
-        ticket.moved_bytes = sum(length for _, length in pieces)
+        skew = buffer.address % file.alignment
+        if not nbytes:
+            ticket.location = Location(0, 0, 0, skew)
+            return
+        length = align_up(skew + nbytes, EXTENT_ALIGNMENT)
+        offset = self._space.take(length)
+        location = ticket.location = Location(offset, length, nbytes, skew)
+        self._space.reserve(file.fd, offset + length)
+        sums: _checksum.Sums = {}
+        ticket.moved_bytes = self._in_parts(partial(self._write_part, file, buffer, location, sums), file, location)
+        if sums:
+            ticket.location = location._replace(sums=tuple(sums[index] for index in range(len(sums))))
+
+    def _write_part(
+        self, file: ScratchFile, buffer: Buffer, location: Location, sums: _checksum.Sums, part: tuple[int, int]
+    ) -> None:
+        if self._digest is not None:
+            sums.update(_checksum.sums(self._digest, buffer, location, file.alignment, part))
+        bounce = self._memory.of(2 * file.alignment)
+        pieces, edges = _layout.vector(buffer.address, location.skew, location.nbytes, file.alignment, part, bounce)
+        for inside, outside, nbytes in edges:
+            ctypes.memmove(inside, outside, nbytes)
+        self._move(self._syscalls.pwritev, file, pieces, location, part[0], self._write_limit)
 
     def _read(self, ticket: Ticket) -> None:
-        if not ticket.nbytes:
-            return
-        buffer, location, file = ticket.buffer, ticket.location, self.open()
+        file, buffer, location = self._file or self.open(), ticket.buffer, ticket.location
         assert buffer is not None
-        block = file.alignment
-        skew = location.skew
-        length = align_up(skew + location.nbytes, block)
-        if buffer.padded and buffer.address % block == skew:
-            self._move(self._syscalls.preadv, file, [(buffer.address - skew, length)], location, self._read_limit)
-        else:
-            self._read_through_bounce(file, buffer, location, length)
-        ticket.moved_bytes = length
+        if location.nbytes:
+            ticket.moved_bytes = self._in_parts(partial(self._read_part, file, buffer, location), file, location)
 
-    def _read_through_bounce(self, file: ScratchFile, buffer: Buffer, location: Location, length: int) -> None:
-        with mmap.mmap(-1, _BOUNCE_BYTES) as memory:
-            anchor = ctypes.c_char.from_buffer(memory)
-            bounce = ctypes.addressof(anchor)
-            del anchor
-            for start in range(0, length, _BOUNCE_BYTES):
-                piece = min(_BOUNCE_BYTES, length - start)
-                self._move(
-                    self._syscalls.preadv,
-                    file,
-                    [(bounce, piece)],
-                    location._replace(offset=location.offset + start),
-                    self._read_limit,
-                )
-                begin = max(start, location.skew)
-                end = min(start + piece, location.skew + location.nbytes)
-                if end > begin:
-                    ctypes.memmove(buffer.address + begin - location.skew, bounce + begin - start, end - begin)
+    def _read_part(self, file: ScratchFile, buffer: Buffer, location: Location, part: tuple[int, int]) -> None:
+        begin, end = part
+        call, block, skew, limit = self._syscalls.preadv, file.alignment, location.skew, self._read_limit
+        if buffer.address % block != skew:
+            self._read_through_bounce(file, buffer, location, part)
+        elif buffer.padded:
+            self._move(call, file, [(buffer.address - skew + begin, end - begin)], location, begin, limit)
+        else:
+            bounce = self._memory.of(2 * block)
+            pieces, edges = _layout.vector(buffer.address, skew, location.nbytes, block, part, bounce)
+            self._move(call, file, pieces, location, begin, limit)
+            for inside, outside, nbytes in edges:
+                ctypes.memmove(outside, inside, nbytes)
+        if self._digest is not None:
+            for index, found in _checksum.sums(self._digest, buffer, location, block, part).items():
+                if found != location.sums[index]:
+                    first, last = _layout.chunk_payload(index, skew, location.nbytes, block)
+                    raise Corrupted(
+                        f"bytes {first} to {last} of {location.nbytes}, read at offset {location.offset} of a file in "
+                        f"{str(self.directory)!r}, have checksum {found:016x}; they were written with "
+                        f"{location.sums[index]:016x}: do not use them, and check memory and disk"
+                    )
+
+    def _read_through_bounce(
+        self, file: ScratchFile, buffer: Buffer, location: Location, part: tuple[int, int]
+    ) -> None:
+        bounce = self._memory.of(_BOUNCE_BYTES)
+        for begin in range(*part, _BOUNCE_BYTES):
+            end = min(begin + _BOUNCE_BYTES, part[1])
+            pieces = [(bounce, end - begin)]
+            self._move(self._syscalls.preadv, file, pieces, location, begin, self._read_limit)
+            first, last = _layout.payload(begin, end, location.skew, location.nbytes)
+            ctypes.memmove(buffer.address + first, bounce + first + location.skew - begin, last - first)
+
+    def _in_parts(self, move: Callable[[tuple[int, int]], None], file: ScratchFile, location: Location) -> int:
+        """Move an extent, cut among the idle workers if it is big; returns its physical bytes."""
+        length = align_up(location.skew + location.nbytes, file.alignment)
+        parts = _layout.parts(length, file.alignment, 1 + self._workers.idle())
+        if len(parts) == 1:
+            move(parts[0])
+        else:
+            self._workers.share([partial(move, part) for part in parts])
+        return length
 
     def _move(
         self,
         call: Callable[[int, Pieces, int], int],
         file: ScratchFile,
-        pieces: Pieces,
+        pieces: list[Piece],
         location: Location,
+        begin: int,
         limit: RateLimit | None,
     ) -> None:
-        """Move every byte of `pieces` to or from `location.offset`, however the system cuts the transfer."""
-        pieces = list(pieces)
-        offset = location.offset
+        """Move every byte of `pieces` to or from `begin` of an extent, however the system cuts the transfer."""
+        offset = location.offset + begin
         while pieces:
-            batch: Pieces = pieces if limit is None else [(pieces[0][0], min(pieces[0][1], PIECE_BYTES))]
+            batch = _layout.first(pieces, _CALL_BYTES if limit is None else limit.piece_bytes)
+            asked = sum(length for _, length in batch)
             if limit is not None:
-                limit.pace(batch[0][1])
+                limit.pace(asked)
             try:
                 moved = call(file.fd, batch, offset)
             except InterruptedError:
@@ -246,102 +291,24 @@ class PosixStore:
                     raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
                 raise StoreBroken(f"transfer of {location.nbytes} bytes in {str(self.directory)!r}: {error}") from error
             if moved <= 0 or moved % file.alignment:
-                asked = sum(length for _, length in batch)
                 raise ShortTransfer(f"{moved} of {asked} bytes moved in {str(self.directory)!r}")
+            self._workers.moved_s = time.perf_counter()
             offset += moved
-            while moved and pieces:
-                address, length = pieces[0]
-                step = min(moved, length)
-                moved -= step
-                if step == length:
-                    pieces.pop(0)
-                else:
-                    pieces[0] = (address + step, length - step)
+            pieces = _layout.rest(pieces, moved)
 
-    def _blocks(self, block: int) -> tuple[int, mmap.mmap]:
-        """Two aligned blocks of this worker's own, for head and tail: (address, what keeps them)."""
-        kept: tuple[int, mmap.mmap] | None = getattr(self._local, "blocks", None)
-        if kept is None:
-            memory = mmap.mmap(-1, align_up(2 * block, mmap.PAGESIZE))
-            kept = self._local.blocks = (ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory)
-        return kept
+    def _punch(self, _: Ticket) -> None:
+        self._space.punch(self.open().fd)
 
-    def _reserve(self, file: ScratchFile, end: int) -> None:
-        """Lay out the file up to `end`. Raises StoreFull."""
-        if end <= self._reserved_bytes:
-            return
-        with self._lock:
-            start = self._reserved_bytes
-            if end <= start:
-                return
-            target = align_up(end, GROWTH_BYTES)
-            for stop in (target, end):  # what is needed now, where the disk has no room for more
-                try:
-                    self._lay_out(file, start, stop)
-                    break
-                except OSError as error:
-                    if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                        stop = target  # the file system lays files out as they are written
-                        break
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                        raise StoreBroken(f"cannot lay out a file in {str(self.directory)!r}: {error}") from error
-                    if stop == end:
-                        raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
-            self._reserved_bytes = stop
+    # -- ending --------------------------------------------------------------------------------------------------
 
-    def _lay_out(self, file: ScratchFile, start: int, stop: int) -> None:
-        while True:
-            try:
-                return self._syscalls.fallocate(file.fd, start, stop - start)
-            except InterruptedError:  # a signal for the program, which this thread happened to get
-                continue
-
-    # -- with the lock -------------------------------------------------------------------------------------------
-
-    def _free(self, ticket: Ticket) -> None:
-        location, ticket.location = ticket.location, None
-        if location is not None:  # discarded twice while it was running
-            self._extents.free(location.offset, location.length)
-
-    def _free_orphans(self) -> None:
-        if self._orphans:
-            running = []
-            for ticket in self._orphans:  # one look at each: it may end between two
-                if ticket.done():
-                    self._free(ticket)
-                else:
-                    running.append(ticket)
-            self._orphans = running
+    def _forget(self) -> None:
+        """In a forked child."""
+        self._closed = True
+        self._lock = threading.Lock()  # another thread may have held it
+        self._space.forget()
+        self._close_file()
 
     def _close_file(self) -> None:
         self._file = None
         with suppress(IndexError):
             self._syscalls.close(self._descriptors.pop())
-
-
-# -- fork --------------------------------------------------------------------------------------------------------------
-
-_stores: weakref.WeakSet[PosixStore] = weakref.WeakSet()
-_held = ExitStack()
-
-
-def _before_fork() -> None:
-    for store in list(_stores):
-        _held.enter_context(store._workers.held())
-
-
-def _after_fork_in_parent() -> None:
-    _held.close()
-
-
-def _after_fork_in_child() -> None:
-    _held.pop_all()  # the locks belong to threads that do not exist here
-    for store in list(_stores):
-        store._closed = True
-        store._lock = threading.Lock()  # another thread may have held it
-        store._workers.forget()
-        store._close_file()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -26,22 +27,28 @@ class Buffer(NamedTuple):
     """Plain memory to transfer from or into.
 
     `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
-    `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them.
+    `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
+    that nobody else uses this memory any more, so that a store in memory may keep it instead of a copy.
     """
 
     address: int
     nbytes: int
     owner: object
     padded: bool = False
+    given: bool = False
 
 
 class Location(NamedTuple):
-    """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew."""
+    """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
+
+    `sums` has one checksum for each of the pieces the store cuts an extent into, in order; empty without checksums.
+    """
 
     offset: int
     length: int
     nbytes: int
     skew: int
+    sums: tuple[int, ...] = ()
 
 
 class TicketState(enum.Enum):
@@ -54,32 +61,42 @@ class TicketState(enum.Enum):
     CANCELLED = enum.auto()  # taken back before it started
 
 
+class Watch(Protocol):
+    """What moves a ticket's bytes, as far as whoever waits needs to know it."""
+
+    @property
+    def period_s(self) -> float:
+        """How often a waiter looks."""
+
+    def check(self, ticket: Ticket, since_s: float) -> None:
+        """Raise StoreError if there is no use in waiting on: nobody has the ticket any more, or nothing moves.
+
+        `since_s` is when the wait began, in `time.perf_counter()` seconds.
+        """
+
+
 class Ticket:
     """One transfer: wait for it, cancel it before it starts, learn its error.
 
+    It needs no lock, so a finaliser may cancel it at any bytecode, and costs the submitting thread little: most of its
+    attributes are the class's until they change. `dict.setdefault` decides every race, as it is atomic.
+
     Attributes:
         nbytes: bytes asked to move.
-        location: where a write goes or a read comes from.
+        location: where a read comes from, or where a write went, known once it has ended well.
         moved_bytes: physical bytes moved, padding included (0 until done).
         started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
         error: the exception that ended it, or None.
+        watch: what has the ticket in hand; set by the store.
     """
 
-    __slots__ = (
-        "_before",
-        "_event",
-        "_lock",
-        "_on_done",
-        "_work",
-        "buffer",
-        "ended_s",
-        "error",
-        "location",
-        "moved_bytes",
-        "nbytes",
-        "started_s",
-        "state",
-    )
+    state = TicketState.QUEUED
+    error: BaseException | None = None
+    moved_bytes = 0
+    started_s = 0.0
+    ended_s = 0.0
+    watch: Watch | None = None
+    _event: threading.Event | None = None  # made by the first waiter: most transfers have none
 
     def __init__(
         self,
@@ -92,31 +109,23 @@ class Ticket:
         self.buffer: Buffer | None = buffer
         self.nbytes = buffer.nbytes
         self.location = location
-        self.state = TicketState.QUEUED
-        self.error: BaseException | None = None
-        self.moved_bytes = 0
-        self.started_s = 0.0
-        self.ended_s = 0.0
         self._work: Callable[[Ticket], None] | None = work
         self._on_done = on_done
         self._before = before
-        self._lock = threading.Lock()
-        self._event: threading.Event | None = None  # made by the first waiter: most transfers have none
 
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
         return self.state in _ENDED
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the transfer has ended; False if `timeout_s` passed first. Raises the transfer's error."""
-        if self.state not in _ENDED:
-            with self._lock:
-                if self._event is None:
-                    self._event = threading.Event()
-                    if self.state in _ENDED:
-                        self._event.set()
-            if not self._event.wait(timeout_s):
-                return False
+        """Wait until the transfer has ended; False if `timeout_s` passed first.
+
+        Raises:
+            StoreError: what ended the transfer; or, with the transfer still unfinished, `StoreStalled` when no byte of
+                the store has moved for its timeout since this wait began, or that nobody has the ticket any more.
+        """
+        if self.state not in _ENDED and not self._await_end(timeout_s):
+            return False
         if self.state is TicketState.FAILED:
             assert self.error is not None
             raise self.error
@@ -124,24 +133,51 @@ class Ticket:
             raise TransferCancelled(f"the transfer of {self.nbytes} bytes was cancelled before it started")
         return True
 
+    def _await_end(self, timeout_s: float | None) -> bool:
+        event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
+        begun_s = time.perf_counter()
+        while self.state not in _ENDED:  # looked at after the event is there: whoever ends the ticket does the reverse
+            period_s = self.watch.period_s if self.watch is not None else None
+            if timeout_s is not None:
+                left_s = max(0.0, begun_s + timeout_s - time.perf_counter())
+                period_s = left_s if period_s is None else min(left_s, period_s)
+            if event.wait(period_s):
+                break
+            if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
+                return False
+            self.check(begun_s)
+        return True
+
+    def check(self, since_s: float) -> None:
+        """Raise StoreError if there is no use in waiting on (see `Watch.check`)."""
+        if self.watch is not None:
+            self.watch.check(self, since_s)
+
     def cancel(self) -> bool:
         """Take the transfer back; True if it had not started (its buffer is released then), else False."""
-        with self._lock:
-            if self.state is not TicketState.QUEUED:
-                return False
-            self.state = TicketState.CANCELLED
-            self.buffer = self._work = self._on_done = self._before = None
-            if self._event is not None:
-                self._event.set()
-            return True
+        if self.state is not TicketState.QUEUED or not self._claim(TicketState.CANCELLED):
+            return False
+        self.buffer = self._work = self._on_done = self._before = None
+        self._end(TicketState.CANCELLED)
+        return True
 
     def start(self) -> bool:
         """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        with self._lock:
-            if self.state is not TicketState.QUEUED:
-                return False
-            self.state = TicketState.RUNNING
-            return True
+        if not self._claim(TicketState.RUNNING):
+            return False
+        self.state = TicketState.RUNNING
+        return True
+
+    def _claim(self, state: TicketState) -> bool:
+        """Leave QUEUED for `state`; False if somebody has done so already. One of several callers gets True."""
+        mine = [state]
+        return self.__dict__.setdefault("_claimed", mine) is mine
+
+    def _end(self, state: TicketState) -> None:
+        self.state = state
+        event = self._event
+        if event is not None:
+            event.set()
 
     def run(self, clock: Callable[[], float]) -> None:
         """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
@@ -167,10 +203,13 @@ class Ticket:
             except BaseException as error:
                 self.error = self.error or _broken(error)
         self.buffer = None
-        with self._lock:
-            self.state = TicketState.DONE if self.error is None else TicketState.FAILED
-            if self._event is not None:
-                self._event.set()
+        self._end(TicketState.DONE if self.error is None else TicketState.FAILED)
+
+    def abort(self, error: StoreError) -> None:
+        """For stores: whoever had the ticket is gone, wherever it was; end it with `error` if it has not ended."""
+        if self.state not in _ENDED and (self.state is TicketState.RUNNING or self.start()):
+            self.error = self.error or error
+            self.finish()
 
 
 _ENDED = frozenset({TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED})
@@ -193,7 +232,11 @@ def _let_go(error: BaseException) -> None:
 
 
 class Store(Protocol):
-    """A place for bytes. Thread-safe."""
+    """A place for bytes. Thread-safe.
+
+    A store may have one method more, `trim()`, to be called once a training step: it gives back space that the last
+    step did not need, and returns at once.
+    """
 
     @property
     def alignment(self) -> int:
@@ -208,7 +251,8 @@ class Store(Protocol):
     ) -> Ticket:
         """Queue a write. `before`, if given, runs on the worker just ahead of the transfer (it may wait for a device).
 
-        Raises `StoreClosed`; everything else is carried by the ticket. The ticket's `location` is valid from now on.
+        Raises `StoreClosed`, or `StoreBroken` where the store cannot even begin; everything else is carried by the
+        ticket. The ticket's `location` is known once the write has ended well.
         """
 
     def read(

@@ -24,12 +24,23 @@ for _name in ("pwritev", "preadv"):
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
 
+for _name in ("pwrite", "pread"):
+    _function = getattr(_libc, _name)
+    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
+    _function.restype = ctypes.c_ssize_t
+
+# fallocate(2): give the blocks of a range back, and leave the file's size as it is.
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
 Pieces = Sequence[tuple[int, int]]  # (address, nbytes), in file order
 
 
-def _vectored(function: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
-    vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
-    moved = function(fd, vector, len(pieces), offset)
+def _vectored(one: Callable[..., int], many: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
+    if len(pieces) == 1:  # most transfers; a vector costs several microseconds
+        moved = one(fd, *pieces[0], offset)
+    else:
+        vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
+        moved = many(fd, vector, len(pieces), offset)
     if moved < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
@@ -37,17 +48,21 @@ def _vectored(function: Callable[..., int], fd: int, pieces: Pieces, offset: int
 
 
 def _pwritev(fd: int, pieces: Pieces, offset: int) -> int:
-    return _vectored(_libc.pwritev, fd, pieces, offset)
+    return _vectored(_libc.pwrite, _libc.pwritev, fd, pieces, offset)
 
 
 def _preadv(fd: int, pieces: Pieces, offset: int) -> int:
-    return _vectored(_libc.preadv, fd, pieces, offset)
+    return _vectored(_libc.pread, _libc.preadv, fd, pieces, offset)
 
 
-def _fallocate(fd: int, offset: int, length: int) -> None:
-    if _libc.fallocate(fd, 0, offset, length) != 0:
+def _fallocate(fd: int, offset: int, length: int, mode: int = 0) -> None:
+    if _libc.fallocate(fd, mode, offset, length) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
+
+
+def _punch(fd: int, offset: int, length: int) -> None:
+    _fallocate(fd, offset, length, _PUNCH_HOLE | _KEEP_SIZE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,3 +74,4 @@ class Syscalls:
     pwritev: Callable[[int, Pieces, int], int] = _pwritev
     preadv: Callable[[int, Pieces, int], int] = _preadv
     fallocate: Callable[[int, int, int], None] = _fallocate
+    punch: Callable[[int, int, int], None] = _punch

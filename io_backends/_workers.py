@@ -1,13 +1,15 @@
-"""Workers: a few named threads that run tickets, reads ahead of writes.
+"""Workers: a few named threads that run tickets, reads ahead of writes, and help one another with big ones.
 
 Guarantees:
 
 1. `submit` and `stop` never block and may be called from a finaliser: they only append to deques and put a token
    into a `SimpleQueue`, whose `put` is reentrant.
-2. A ticket that fails leaves its worker alive.
+2. A ticket that fails leaves its worker alive. A worker that dies all the same (an exception in the loop itself) fails
+   the ticket it had, and another thread takes its place; so no ticket waits for a thread that is not there.
 3. Between jobs a worker holds no reference to the last one, so memory goes the moment a transfer ends.
-4. `held()` waits for running tickets and holds new ones; used around `fork`, because a fork with direct I/O in
-   flight on private memory may tear pages (open(2), O_DIRECT, NOTES).
+4. `held()` waits for running tickets and holds new ones; used around `fork` (`_fork`).
+5. A ticket depends on its own worker only. Tasks it shares with others it does itself if they do not come.
+6. Whoever waits learns when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
 
 Threads are daemons: an interpreter that exits with I/O in flight does not wait for it; scratch data is worthless then.
 """
@@ -19,42 +21,84 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 
-from ._errors import StoreClosed
+from . import _fork
+from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
+from ._share import Shared
 from ._store import Ticket
 
+# A pool whose threads keep dying has a reason that new ones will not cure.
+MOST_DEATHS = 16
+# How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
+_PERIOD_S = 1.0
+
 _number = itertools.count()
+_LOOKING = object()  # at a desk: its worker is about to take a job, so what is in no queue may be here
+
+
+class _Desk:
+    """Where one worker works; whoever succeeds a dead one sits down at the same."""
+
+    __slots__ = ("busy", "job", "thread")
+
+    def __init__(self) -> None:
+        self.busy = threading.Lock()  # held during a job
+        self.job: object = None
+        self.thread: threading.Thread | None = None
 
 
 class Workers:
     """`count` threads, started with the first ticket.
 
     `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first
-    `submit` may run it both times.
+    `submit` may run it both times. `on_forked` runs in a forked child, where the threads do not exist.
+
+    Attributes:
+        timeout_s: a wait fails when no byte has moved for so long; None for never.
+        moved_s: when bytes last moved, in `time.perf_counter()` seconds; the store keeps it up to date.
     """
 
-    def __init__(self, count: int, name: str, on_stopped: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        name: str,
+        on_stopped: Callable[[], None],
+        *,
+        on_forked: Callable[[], None] = lambda: None,
+        timeout_s: float | None = 60.0,
+    ) -> None:
         if count < 1:
             raise ValueError(f"a store needs at least one worker, got {count}")
+        if timeout_s is not None and not timeout_s > 0:
+            raise ValueError(f"a timeout must be positive, or None for never; got {timeout_s} seconds")
+        self.timeout_s = timeout_s
+        self.moved_s = 0.0
+        self.on_forked = on_forked
         self._name = f"{name}-{next(_number)}"
+        self._helps: deque[Shared] = deque()
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True per ticket; False ends a worker
-        self._busy = [threading.Lock() for _ in range(count)]
-        self._threads: list[threading.Thread] = []
-        self._start_lock = threading.Lock()
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True or more per job; False ends a worker
+        self._desks = [_Desk() for _ in range(count)]
+        self._lock = threading.Lock()  # for starting and ending threads
         self._on_stopped = on_stopped
+        self._open = False  # there are threads, and they take tickets
         self._stopping = False
+        self._refusal = "the store is closed; make a new one"
+        self._forked = False
         self._running = 0
+        self._deaths = 0
+        _fork.register(self)
+
+    # -- for stores ----------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket, *, urgent: bool) -> None:
-        """Queue a ticket. Raises StoreClosed after `stop`."""
-        if self._stopping:
-            raise StoreClosed("the store is closed; make a new one")
-        if not self._threads:
-            self._start()
+        """Queue a ticket. Raises StoreClosed after `stop`, StoreBroken once too many workers have died."""
+        if not self._open:
+            self._begin()
+        ticket.watch = self
         (self._reads if urgent else self._writes).append(ticket)
         self._tokens.put(True)
         if self._stopping and not self._running:  # stopped between the check and here: nobody is left to take it
@@ -65,73 +109,193 @@ class Workers:
         if self._stopping:
             return
         self._stopping = True
-        if not self._threads:
+        self._open = False
+        if not any(desk.thread for desk in self._desks):
             self._on_stopped()
-        for _ in self._threads:
-            self._tokens.put(False)
+        self._end_threads()
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the threads have ended (not from one of them)."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(timeout_s)
+    def join(self) -> None:
+        """Wait until the threads have ended (not from one of them), unless nothing moves any more."""
+        begun_s = time.perf_counter()
+        for desk in self._desks:
+            while True:
+                thread = desk.thread
+                if thread is None or thread is threading.current_thread():
+                    break
+                thread.join(self.period_s)
+                if thread is desk.thread and (not thread.is_alive() or self.stalled_s(begun_s)):
+                    break
+
+    def idle(self) -> int:
+        """About how many workers have nothing to do; none once stopped."""
+        return sum(not desk.busy.locked() for desk in self._desks) if self._open else 0
+
+    def share(self, tasks: list[Callable[[], None]]) -> None:
+        """On a worker, within a ticket: run `tasks` with the help of idle workers; returns when all have ended.
+
+        Raises the first error of any; tasks not begun by then are left out.
+        """
+        shared = Shared(tasks)
+        helpers = min(self.idle(), len(tasks) - 1)
+        shared.offer(helpers)
+        for _ in range(helpers):
+            self._helps.append(shared)
+            self._tokens.put(True)
+        try:
+            shared.work()
+        finally:
+            shared.join(lambda: any(desk.job is shared for desk in self._desks))
+        shared.finish()
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No ticket runs inside."""
+        """No ticket runs inside, except one that has stalled."""
+        begun_s = time.perf_counter()
         with ExitStack() as stack:
-            for lock in self._busy:
-                stack.enter_context(lock)
+            for desk in self._desks:
+                while not desk.busy.acquire(timeout=self.period_s):
+                    if self.stalled_s(begun_s):
+                        break
+                else:
+                    stack.callback(desk.busy.release)
             yield
 
     def forget(self) -> None:
         """In a forked child: the threads do not exist here; take nothing more."""
-        self._stopping = True
-        self._threads = []
+        self._open, self._stopping, self._forked = False, True, True
+        self._lock = threading.Lock()  # another thread may have held it
+        self._desks = []
         self._running = 0
+        self.on_forked()
 
-    def _start(self) -> None:
-        with self._start_lock:
-            if self._threads or self._stopping:
-                return
-            threads = [
-                threading.Thread(target=self._loop, args=(busy,), name=f"{self._name}-{index}", daemon=True)
-                for index, busy in enumerate(self._busy)
-            ]
-            self._running = len(threads)
-            for thread in threads:
-                thread.start()
-            self._threads = threads
-            if self._stopping:  # meanwhile, by somebody who saw no thread to end
-                for _ in threads:
-                    self._tokens.put(False)
+    # -- for those who wait (`Watch`) ----------------------------------------------------------------------------
 
-    def _loop(self, busy: threading.Lock) -> None:
-        while self._tokens.get():
-            with busy:
-                self._run_next()
-        with self._start_lock:
+    @property
+    def period_s(self) -> float:
+        return _PERIOD_S if self.timeout_s is None else min(_PERIOD_S, self.timeout_s / 4)
+
+    def check(self, ticket: Ticket, since_s: float) -> None:
+        if self._forked:
+            raise StoreClosed("a transfer of the parent process cannot be waited for in a forked child")
+        if not self._has(ticket) and not ticket.done():
+            raise StoreBroken(f"the worker that had the transfer of {ticket.nbytes} bytes is gone")
+        stalled_s = self.stalled_s(since_s)
+        if stalled_s and not ticket.done():
+            raise StoreStalled(
+                f"no byte of the store has moved for {stalled_s:.3g} s while a transfer of {ticket.nbytes} bytes was "
+                "waited for: the device hangs, or is slower than the store's timeout_s allows"
+            )
+
+    def stalled_s(self, since_s: float) -> float:
+        """For how long nothing has moved, looking back no further than `since_s`; 0 if that is within the timeout."""
+        still_s = time.perf_counter() - max(since_s, self.moved_s)
+        return still_s if self.timeout_s is not None and still_s > self.timeout_s else 0.0
+
+    def _has(self, ticket: Ticket) -> bool:
+        # In the order a ticket goes: what was taken from a queue before it was looked at is at a desk by now.
+        if ticket in self._reads or ticket in self._writes:
+            return True
+        return any(job is ticket or job is _LOOKING for job in [desk.job for desk in self._desks])
+
+    # -- threads -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self._stopping and not self._open:
+                self._running = len(self._desks)
+                for desk in self._desks:
+                    self._seat(desk)
+                self._open = True
+                if self._stopping:  # meanwhile, by somebody who saw no thread, or not all, to end
+                    self._open = False
+                    self._end_threads()
+                    return
+        if self._stopping:
+            raise (StoreClosed if self._deaths <= MOST_DEATHS else StoreBroken)(self._refusal)
+
+    def _seat(self, desk: _Desk) -> None:
+        name = f"{self._name}-{self._desks.index(desk)}"
+        desk.thread = threading.Thread(target=self._loop, args=(desk,), name=name, daemon=True)
+        desk.thread.start()
+
+    def _end_threads(self) -> None:
+        for _ in self._desks:
+            self._tokens.put(False)
+
+    def _loop(self, desk: _Desk) -> None:
+        try:
+            while self._tokens.get():
+                with desk.busy:
+                    self._run_next(desk)
+                    desk.job = None
+        except BaseException as error:  # the ticket it strikes tells of it; where it strikes none, nothing is lost
+            self._bury(desk, error)
+        else:
+            self._leave()
+
+    def _run_next(self, desk: _Desk) -> bool:
+        # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
+        desk.job = _LOOKING
+        while queue := self._helps or self._reads or self._writes:
+            try:
+                desk.job = job = queue.popleft()
+                break
+            except IndexError:  # another worker was faster
+                continue
+        else:
+            return False
+        if isinstance(job, Shared):
+            job.help()
+        elif job.start():
+            if self._stopping:
+                job.error = self._closing_error()
+                job.finish()
+            else:
+                job.run(time.perf_counter)
+                self.moved_s = job.ended_s
+        return True
+
+    def _bury(self, desk: _Desk, cause: BaseException) -> None:
+        """The thread at this desk is dying: put another there, or give up, and then end what it had."""
+        job, desk.job = desk.job, None
+        with self._lock:
+            self._deaths += 1
+            goes_on = not self._stopping and self._deaths <= MOST_DEATHS
+            if goes_on:
+                self._seat(desk)
+                self._tokens.put(True)  # the dead one may have used up a token and left its ticket in the queue
+            elif not self._stopping:
+                self._refusal = f"{self._deaths} workers of the store died, the last of {cause!r}; make a new one"
+                self._open, self._stopping = False, True
+                self._end_threads()
+        _abort(job, cause)
+        if not goes_on:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
             self._running -= 1
             last = self._running == 0
         if last:
             self._fail_queued()
             self._on_stopped()
 
-    def _run_next(self) -> None:
-        # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
-        try:
-            ticket = self._reads.popleft()
-        except IndexError:
-            ticket = self._writes.popleft()  # one token per ticket: never empty for a worker
-        if not ticket.start():
-            return
-        if self._stopping:
-            ticket.error = StoreClosed("the store was closed before this transfer started")
-            ticket.finish()
-        else:
-            ticket.run(time.perf_counter)
-
     def _fail_queued(self) -> None:
-        with suppress(IndexError):  # none left: a late `submit` and the last worker may both be at it
-            while True:
-                self._run_next()
+        desk, more = _Desk(), True
+        while more:
+            try:
+                more = self._run_next(desk)
+            except BaseException as error:
+                _abort(desk.job, error)
+
+    def _closing_error(self) -> StoreError:
+        if self._deaths > MOST_DEATHS:
+            return StoreBroken(self._refusal)
+        return StoreClosed("the store was closed before this transfer started")
+
+
+def _abort(job: object, cause: BaseException) -> None:
+    if isinstance(job, Ticket):
+        error = StoreBroken(f"the worker that had the transfer of {job.nbytes} bytes died: {cause!r}")
+        error.__cause__ = cause.with_traceback(None)  # its frames would keep what the ticket lets go
+        job.abort(error)

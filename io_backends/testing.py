@@ -1,4 +1,10 @@
-"""FaultyStore: a store that is late, fails or corrupts on demand, wrapped around a real one. Public and pytest-free.
+"""What whoever writes or uses a store tests it with. Public and pytest-free.
+
+`check_store(make)` holds a store to the contract of `Store`:
+
+check_store(lambda: PosixStore(directory))
+
+`FaultyStore` is a store that is late, fails or corrupts on demand, wrapped around a real one:
 
 def plan(operation, number):            # "write" or "read", counted from 0 each
     if operation == "read" and number == 3:
@@ -17,9 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ._contract import check_store
 from ._store import Buffer, Store, Ticket
 
-__all__ = ["Fault", "FaultyStore", "Operation"]
+__all__ = ["Fault", "FaultyStore", "Operation", "check_store"]
 
 Operation = Literal["write", "read"]
 
@@ -83,6 +90,15 @@ class FaultyStore:
 
     def allocated_bytes(self) -> int:
         return self._store.allocated_bytes()
+
+    def trim(self) -> None:
+        trim = getattr(self._store, "trim", None)
+        if trim is not None:
+            trim()
+
+    @property
+    def used_bytes(self) -> int:
+        return getattr(self._store, "used_bytes", 0)
 
     def close(self) -> None:
         self._store.close()

@@ -9,7 +9,7 @@ with offload_context(model, tier="nvme") as offload:
 print(offload.stats())
 """
 
-from ._config import OffloadConfig
+from ._config import OffloadConfig, Setting, describe
 from ._engine import Offloader
 from ._errors import (
     ClosedError,
@@ -31,11 +31,13 @@ __all__ = [
     "OffloadStats",
     "OffloadWarning",
     "Offloader",
+    "Setting",
     "StalledError",
     "StorageError",
     "TraceEvent",
     "TransferError",
     "attach",
+    "describe",
     "offload_context",
 ]
 

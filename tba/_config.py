@@ -7,9 +7,9 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
 from pydantic import BeforeValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -37,6 +37,11 @@ def _size(value: Any) -> Any:
     return _whole_number(value)
 
 
+def _rate(value: Any) -> Any:
+    """A size, with or without "/s" behind it."""
+    return _size(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value)
+
+
 def _seconds(value: Any) -> Any:
     """Accept "60", "60s" and "60 s" beside numbers."""
     if isinstance(value, bool):
@@ -62,24 +67,42 @@ def _directories(value: Any) -> Any:
         raise ValueError(str(error)) from None
     if not paths or any("\0" in str(path) for path in paths):
         raise ValueError("it names no directory")
+    if twice := [str(path) for place, path in enumerate(paths) if path in paths[:place]]:
+        raise ValueError(f"{twice[0]} is named twice")
     return paths
 
 
 # No address space and no file is larger than the bound.
 Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
+Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
+_A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
 _ACCEPTS = {
     "tier": "one of 'keep', 'cpu', 'nvme', 'auto'",
     "compress": "None",
-    "storage_paths": "a directory, as a str or a Path",
-    "io_backend": "one of 'auto', 'posix'",
+    "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
+    "io_backend": "one of 'auto', 'posix', 'kvikio'",
     "io_threads": "a whole number from 1 to 256",
-    "checksum": "False",
+    "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
+    "max_write_rate": _A_RATE,
+    "max_read_rate": _A_RATE,
 }
+
+_DEFAULT, _ARGUMENT = "default", "argument"
+# Where an object remembers which fields the environment gave. Not a field, so that it takes no part in equality.
+_FROM_ENVIRONMENT = "_from_environment"
+
+
+class Setting(NamedTuple):
+    """One setting in force. `origin` is "argument", the name of the environment variable, or "default"."""
+
+    name: str
+    value: Any
+    origin: str
 
 
 class OffloadConfig(BaseSettings):
@@ -102,18 +125,21 @@ class OffloadConfig(BaseSettings):
     compress: str | None = None
     """Codec (later)."""
     storage_paths: Annotated[tuple[Path, ...] | None, NoDecode, BeforeValidator(_directories)] = None
-    """Directory for the scratch file; in the variable, several would be joined by `:` (several: later). None: a
-    per-user directory below the system's cache or temp directory."""
+    """Directories for scratch files, used as one where there are several; in the variable they are joined by `:`.
+    None: a per-user directory below the system's cache or temp directory."""
     io_backend: Literal["auto", "posix", "kvikio"] = "auto"
-    """How bytes reach the file: "posix" is O_DIRECT from host memory; "auto" chooses it ("kvikio": later)."""
+    """How bytes reach the file: "posix" is O_DIRECT from host memory, "kvikio" GPUDirect Storage (extra `gds`), "auto"
+    chooses."""
     min_tensor_bytes: Size = ByteSize(1 << 20)
     """Storages of fewer bytes than this stay in memory."""
     memory_budget: Size | None = None
     """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
     cpu_budget: Size | None = None
-    """Cap of host memory in bytes, shared by the ranks of a node (later)."""
+    """Cap of host memory in bytes, shared by the ranks of a node: each gets it divided by LOCAL_WORLD_SIZE where that
+    variable is set. None: half of the memory."""
     nvme_budget: Size | None = None
-    """Cap of the scratch files in bytes, shared by the ranks of a node (later)."""
+    """Cap of the scratch files in bytes, shared by the ranks of a node like `cpu_budget`. None: 80% of what is free on
+    the disks."""
     staging_bytes: Size | None = None
     """Cap of writes in flight, in bytes. None: from bandwidth x latency, bounded by memory."""
     prefetch_bytes: Size | None = None
@@ -121,15 +147,15 @@ class OffloadConfig(BaseSettings):
     io_threads: Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=256)] = 2
     """Count of I/O workers per storage path."""
     checksum: bool = False
-    """Verify every read (later)."""
+    """Verify every read against a checksum made when it was written."""
     io_timeout: Seconds = 60.0
     """Seconds without a byte moved after which a transfer has failed."""
-    max_write_rate: Size | None = None
-    """Throttle of writes, in bytes per second (later)."""
-    max_read_rate: Size | None = None
-    """Throttle of reads, in bytes per second (later)."""
+    max_write_rate: Rate | None = None
+    """Throttle of writes, in bytes per second of this process."""
+    max_read_rate: Rate | None = None
+    """Throttle of reads, in bytes per second of this process."""
     max_write_bytes_per_day: Size | None = None
-    """Endurance allowance of the drive, in bytes per day (later)."""
+    """Endurance allowance, in bytes per day (UTC), of all processes of this user on this machine together."""
 
     def __init__(self, **settings: Any) -> None:
         _refuse_unknown(settings, os.environ)
@@ -138,6 +164,7 @@ class OffloadConfig(BaseSettings):
         except ValidationError as error:
             problems = "\n".join(_problems(error, settings))
         else:
+            self.__dict__[_FROM_ENVIRONMENT] = self.model_fields_set - settings.keys()
             return
         raise ConfigError(problems)
 
@@ -160,8 +187,12 @@ class OffloadConfig(BaseSettings):
         return cls(**json.loads(json_data))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """The same settings but for `update`, checked."""
-        return type(self)(**(self.model_dump() | dict(update or {})))
+        """The same settings but for `update`, checked; those not updated keep their origin."""
+        changes = dict(update or {})
+        made = type(self)(**(self.model_dump() | changes))
+        made.__dict__[_FROM_ENVIRONMENT] = _from_environment(self) - changes.keys()
+        made.model_fields_set.intersection_update(self.model_fields_set | changes.keys())
+        return made
 
     @classmethod
     def settings_customise_sources(
@@ -181,16 +212,7 @@ class OffloadConfig(BaseSettings):
     def _no_codec(cls, value: Any) -> Any:
         return None if isinstance(value, str) and value.strip().lower() == "none" else value
 
-    @field_validator(
-        "compress",
-        "cpu_budget",
-        "nvme_budget",
-        "checksum",
-        "max_write_rate",
-        "max_read_rate",
-        "max_write_bytes_per_day",
-        mode="after",
-    )
+    @field_validator("compress", mode="after")
     @classmethod
     def _only_the_default(cls, value: Any, info: ValidationInfo) -> Any:
         assert info.field_name is not None
@@ -198,22 +220,24 @@ class OffloadConfig(BaseSettings):
             raise _LaterVersion(f"{info.field_name} is not available in this version of tba; leave it unset")
         return value
 
-    @field_validator("storage_paths", mode="after")
-    @classmethod
-    def _only_one_path(cls, value: tuple[Path, ...] | None) -> tuple[Path, ...] | None:
-        if value is not None and len(value) > 1:
-            raise _LaterVersion("striping over several paths is not available in this version of tba; give one")
-        return value
-
-    @field_validator("io_backend", mode="after")
-    @classmethod
-    def _only_posix(cls, value: str) -> str:
-        if value == "kvikio":
-            raise _LaterVersion("kvikio is not available in this version of tba; use 'posix', or 'auto'")
-        return value
-
 
 _FIELDS = frozenset(OffloadConfig.model_fields)
+
+
+def describe(config: OffloadConfig) -> list[Setting]:
+    """Every setting in force, in the order of the fields, and where it came from."""
+    return [Setting(name, getattr(config, name), _origin(config, name)) for name in _order()]
+
+
+def _origin(config: OffloadConfig, name: str) -> str:
+    if name in _from_environment(config):
+        return _variable(name)
+    return _ARGUMENT if name in config.model_fields_set else _DEFAULT
+
+
+def _from_environment(config: OffloadConfig) -> Set[str]:
+    found: Set[str] = config.__dict__.get(_FROM_ENVIRONMENT, frozenset())
+    return found
 
 
 def _refuse_unknown(settings: Iterable[str], environment: Iterable[str]) -> None:
@@ -255,7 +279,7 @@ def _problems(error: ValidationError, settings: dict[str, Any]) -> Iterator[str]
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    return {"tier": ("keep", "cpu", "nvme", "auto"), "io_backend": ("auto", "posix")}.get(name, ())
+    return {"tier": ("keep", "cpu", "nvme", "auto"), "io_backend": ("auto", "posix", "kvikio")}.get(name, ())
 
 
 def _nearest(asked: str, known: Iterable[str]) -> str:

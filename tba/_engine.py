@@ -14,15 +14,15 @@ from typing import Self
 
 from torch import nn
 
-from io_backends import HostStore, PosixStore, Store
+from io_backends import Store
 
-from . import _hooks
+from . import _hooks, _open
 from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
 from ._quiet import quiet
 from ._saver import Saver
 from ._stats import OffloadStats, TraceEvent
-from ._storage_path import storage_directory
+from ._storage_path import storage_directories
 
 
 class _PerThread(threading.local):
@@ -51,17 +51,19 @@ class Offloader:
         self, model: nn.Module | None = None, config: OffloadConfig | None = None, *, store: Store | None = None
     ) -> None:
         self.config = config if config is not None else OffloadConfig()
+        _open.check(self.config)
         self._store = store
-        self._directory: Path | None = None
+        self._directories: tuple[Path, ...] = ()
         if store is None and self.config.tier in ("nvme", "auto"):
             if not sys.platform.startswith("linux"):
                 raise ConfigError(
                     f"tier={self.config.tier!r} needs Linux (O_DIRECT, fallocate), this is {sys.platform}; "
                     "use tier='cpu' or 'keep'"
                 )
-            self._directory = storage_directory(self.config)  # a wrong path is an error now, not in the first step
+            self._directories = storage_directories(self.config)  # a wrong path is an error now, not in the first step
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
-        self._saver = Saver(self.config, weak_model, partial(_open_store, self.config, self._directory, store))
+        open_it = partial(_open_store, self.config, self._directories, store)
+        self._saver = Saver(self.config, weak_model, open_it)
         self._per_thread = _PerThread()
         self._untie: Callable[[], None] | None = None
 
@@ -120,7 +122,8 @@ class Offloader:
             if not saver.mover.staging.wait_until_idle():
                 raise StalledError(
                     f"flush: no write has ended for {self.config.io_timeout:g} s; "
-                    f"{self._directory or 'the given store'} has stalled (TBA_IO_TIMEOUT sets how long to wait)"
+                    f"{', '.join(map(str, self._directories)) or 'the store'} has stalled (TBA_IO_TIMEOUT sets how "
+                    "long to wait)"
                 )
             saver.settle()
 
@@ -164,12 +167,11 @@ class Offloader:
             store.close()
         with self._saver.locked():
             self._saver.settle()
+        self._saver.mover.close()
 
 
-def _open_store(config: OffloadConfig, directory: Path | None, given: Store | None) -> Store:
-    if given is not None:
-        return given
-    return HostStore() if directory is None else PosixStore(directory, threads=config.io_threads)
+def _open_store(config: OffloadConfig, directories: tuple[Path, ...], given: Store | None, on_device: bool) -> Store:
+    return given if given is not None else _open.open_store(config, directories, on_device=on_device)
 
 
 def _enter(weak: weakref.ref[Offloader]) -> None:

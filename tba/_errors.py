@@ -44,3 +44,12 @@ class StalledError(TransferError):
 
 class OffloadWarning(UserWarning):
     """Training goes on, but not as it was asked for: the message says what happens instead."""
+
+
+def edited_in_place(name: str, version: int, expected: int) -> RuntimeError:
+    """PyTorch's own error in its own words, so that what users know and search for still applies."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{name}] is at version {version}; expected version {expected} instead. Hint: enable anomaly detection to "
+        "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

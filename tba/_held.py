@@ -76,9 +76,10 @@ class Held:
             if not record.offloaded:
                 record.offloaded = True
                 self._counters.kept_to_offloaded(record.logical_bytes, _policy.FITS)
-            if not self._mover.send(record):
+            why_not = self._mover.send(record)
+            if why_not is not None:
                 record.offloaded = False
-                self._counters.kept_to_offloaded(-record.logical_bytes, _policy.NOT_WRITTEN)
+                self._counters.kept_to_offloaded(-record.logical_bytes, why_not)
 
     def _look_at_memory(self) -> None:
         self._unseen_bytes = 0

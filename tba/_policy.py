@@ -17,6 +17,8 @@ _BURST_BYTES = 1 << 20
 # Reasons for which a tensor is kept, as statistics name them.
 FITS = "fits in memory"
 NOT_WRITTEN = "write failed"
+IN_HOST = "already in host memory"
+DECLINED = "write allowance of the day used up"
 TOO_SMALL = "below min_tensor_bytes"
 
 
@@ -38,7 +40,7 @@ def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision,
     if used_at_once:
         return Decision.KEEP, "recomputed"
     if tier == "cpu" and not on_device:
-        return Decision.KEEP, "already in host memory"
+        return Decision.KEEP, IN_HOST
     return (Decision.HOLD, FITS) if tier == "auto" else (Decision.SEND, "")
 
 

@@ -86,7 +86,7 @@ def _resolve(
         return OffloadConfig(**given)
     if not isinstance(config, OffloadConfig):
         raise ConfigError(f"config must be an OffloadConfig, got {type(config).__name__}: {config!r}")
-    return OffloadConfig(**(config.model_dump() | given)) if given else config
+    return config.model_copy(update=given) if given else config
 
 
 def _forget_in_child() -> None:

@@ -135,7 +135,7 @@ class Residency:
         elif record.state in IN_MEMORY and record.write is None:
             self._leave(record)  # before the write: it counts as in flight then
             record.wanted = False
-            if not self._mover.send(record):
+            if self._mover.send(record) is not None:
                 return 0
             return nbytes
         else:

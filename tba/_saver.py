@@ -30,10 +30,12 @@ from torch import Tensor, nn, strided
 
 from io_backends import Store
 
-from . import _memory, _policy, _streams
+from . import _policy, _streams
 from ._config import OffloadConfig
-from ._errors import ClosedError, TransferError
+from ._endurance import projected_bytes_per_day
+from ._errors import ClosedError, TransferError, edited_in_place
 from ._held import Held
+from ._open import make_mover
 from ._policy import Decision
 from ._quiet import quiet
 from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
@@ -48,7 +50,6 @@ from ._torch import (
     graph_is_kept,
     sequence_nr,
 )
-from ._transfer import Mover
 from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
 
 _COMPILED = "CompiledFunctionBackward"  # the name of the type of the nodes that run compiled code
@@ -68,7 +69,7 @@ class Saver:
     """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, and what they share."""
 
     def __init__(
-        self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[], Store]
+        self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
     ) -> None:
         self.lock = threading.RLock()
         self.counters = Counters()
@@ -77,16 +78,13 @@ class Saver:
         self._tier = config.tier
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._model = model
-        total_bytes, device_bytes = _memory.total_bytes(), _memory.least_device_bytes(model())
-        limits = _policy.limits(
-            config.staging_bytes, config.prefetch_bytes, config.io_timeout, total_bytes, device_bytes
-        )
-        self.mover = Mover(self.lock, self.counters, open_store, limits)
+        self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.residency = Residency(self.mover, self.counters)
         self._remains: deque[Remains] = deque()
         self._pending = _Pending()
         self._numbers = 0
+        self._started_s = time.monotonic()
         _savers.add(self)
 
     # -- pack ----------------------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ class Saver:
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
-                raise _edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+                raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         if dispatch_mode_count() or function_mode_count():
             with quiet():
@@ -264,12 +262,12 @@ class Saver:
         elif record.state in IN_MEMORY:
             assert alias is not None
             if alias._version != record.version:
-                raise _edited_in_place(record.name(), alias._version, record.version)
+                raise edited_in_place(record.name(), alias._version, record.version)
             if record.offloaded and not record.asks:
                 self._forwarded(record)
         elif record.state is RecordState.POISONED:
             assert alias is not None
-            raise _edited_in_place(record.name(), alias._version, record.version)
+            raise edited_in_place(record.name(), alias._version, record.version)
         window_bytes = mover.window_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes:
             residency.demand(record, window_bytes)
@@ -357,7 +355,14 @@ class Saver:
     def stats(self) -> OffloadStats:
         """A snapshot of the counters."""
         self.settle()
-        return self.counters.snapshot(file_bytes=self.mover.file_bytes(), last_step=self.steps.last)
+        return self.counters.snapshot(
+            file_bytes=self.mover.file_bytes(),
+            last_step=self.steps.last,
+            written_today_bytes=self.mover.allowance.written_today_bytes,
+            projected_bytes_per_day=projected_bytes_per_day(
+                self.counters.written_bytes, time.monotonic() - self._started_s
+            ),
+        )
 
     # -- fork ----------------------------------------------------------------------------------------------------
 
@@ -375,15 +380,6 @@ def _unpack_in_child(record: Record, view: View) -> Tensor:
     raise ClosedError(
         f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
         "Run backward in the process that ran forward"
-    )
-
-
-def _edited_in_place(name: str, version: int, expected: int) -> RuntimeError:
-    # PyTorch's own words, so that what users know and search for still applies.
-    return RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{name}] is at version {version}; expected version {expected} instead. Hint: enable anomaly detection to "
-        "find the operation that failed to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
     )
 
 

@@ -39,6 +39,8 @@ class OffloadStats:
         live_records: storages that graphs still own.
         resident_bytes: restored or read ahead and not yet given back.
         staging_peak_bytes: most bytes ever in flight to a tier.
+        written_today_bytes: of the allowance `max_write_bytes_per_day`, by every process of this user; 0 without one.
+        projected_bytes_per_day: what is written in a day that goes on as this run has so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
         errors: transfers that failed.
         steps: steps ended.
@@ -59,6 +61,8 @@ class OffloadStats:
     resident_bytes: int = 0
     staging_peak_bytes: int = 0
     file_bytes: int = 0
+    written_today_bytes: int = 0
+    projected_bytes_per_day: int = 0
     errors: int = 0
     steps: int = 0
     kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -116,12 +120,12 @@ class Counters:
         self.kept_by_reason[reason] -= nbytes
         self.offloaded_bytes += nbytes
 
-    def snapshot(self, *, file_bytes: int, last_step: OffloadStats | None) -> OffloadStats:
-        """The counters now."""
+    def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
+        """The counters now, and the readings that others take (`file_bytes` and the like)."""
         readings = (name for name in self.__slots__ if name != "kept_by_reason")
         values = {name: getattr(self, name) for name in (*readings, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
-        return OffloadStats(**values, kept_by_reason=kept, file_bytes=file_bytes, last_step=last_step)
+        return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
 
 
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:

@@ -24,14 +24,14 @@ class Steps:
         self.last: OffloadStats | None = None
         self._tier = tier
         self._counters = counters
-        self._at_start = counters.snapshot(file_bytes=0, last_step=None)
+        self._at_start = counters.snapshot()
         self._told = tier in ("keep", "auto")  # tiers that may rightly move nothing
 
     def end(self, file_bytes: int) -> None:
         """The open step has ended."""
         self.open = self.backward_seen = False
         self._counters.steps += 1
-        now = self._counters.snapshot(file_bytes=file_bytes, last_step=None)
+        now = self._counters.snapshot(file_bytes=file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last)
 

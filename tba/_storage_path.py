@@ -1,4 +1,4 @@
-"""Storage path: the directory the scratch file is made in, refused where it cannot serve.
+"""Storage paths: the directories scratch files are made in, refused where they cannot serve.
 
 What a path is (`PathFacts`) is looked up once; whether it may serve is decided by pure functions of those facts.
 """
@@ -10,7 +10,7 @@ import re
 import stat
 import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,30 +55,55 @@ class PathFacts:
     writable: bool = True
     read_only: bool = False
     free_bytes: int | None = None  # None: the file system does not say
+    device: int | None = None  # the file system's number (st_dev); None where the path does not exist
     mount: Mount = Mount()
 
 
-def storage_directory(config: OffloadConfig) -> Path:
-    """The directory for scratch files: the one `storage_paths` names, else a per-user one that is made if missing.
+def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
+    """The directories for scratch files: those `storage_paths` names, else a per-user one that is made if missing.
 
     Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory,
     mode 0700, the first that can serve.
 
     Raises:
-        StorageError: the named path is missing, no directory, not writable, full or in RAM; or no default can serve.
+        StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can serve.
     """
     if config.storage_paths is not None:
-        path = config.storage_paths[0]
-        facts = _look_at(path)
-        reason = refusal(facts)
-        if reason is not None:
-            raise StorageError(f"storage path {str(path)!r}: {reason}")
-        _warn_of_network(facts)
-        return path
+        named = [(path, look_at(path)) for path in config.storage_paths]
+        refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
+        if refused:
+            raise StorageError("\n".join(refused))
+        for _, facts in named:
+            _warn_of_network(facts)
+        return config.storage_paths
+    return (_default_directory(),)
+
+
+def storage_directory(config: OffloadConfig) -> Path:
+    """The first of `storage_directories`."""
+    return storage_directories(config)[0]
+
+
+def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
+    """Free bytes of the file systems that hold existing directories, each counted once; None where one does not say.
+
+    What is reserved for the superuser does not count, as a budget should not live on it.
+
+    Raises:
+        OSError: a directory does not exist.
+    """
+    free: dict[int, int | None] = {}
+    for directory in directories:
+        free[os.stat(directory).st_dev] = _free_bytes(os.statvfs(directory), reserved=False)
+    known = [nbytes for nbytes in free.values() if nbytes is not None]
+    return sum(known) if len(known) == len(free) else None
+
+
+def _default_directory() -> Path:
     tried = []
     for path in default_directories(os.environ, _home(), tempfile.gettempdir(), _user_id()):
         reason = _make_private(path)
-        facts = _look_at(path)
+        facts = look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
             _warn_of_network(facts)
@@ -141,25 +166,32 @@ def default_directories(
     return tuple([Path(cache, "tba")] if cache else []) + tuple(Path(place, f"tba-{user_id}") for place in shared)
 
 
-def _look_at(path: Path) -> PathFacts:
+def look_at(path: str | os.PathLike[str]) -> PathFacts:
+    """What is found at a path, which need not exist."""
     real = os.path.realpath(path)
     try:
-        mode = os.stat(real).st_mode
+        found = os.stat(real)
+        space = os.statvfs(real)
     except OSError:
         return PathFacts(path=real, exists=False)
-    space = os.statvfs(real)
-    blocks = space.f_bfree if _user_id() == 0 else space.f_bavail
-    free_bytes = blocks * space.f_frsize
-    if space.f_files and not space.f_favail:
-        free_bytes = 0  # no inode is left for the file
     return PathFacts(
         path=real,
-        is_directory=stat.S_ISDIR(mode),
+        is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
         read_only=bool(space.f_flag & os.ST_RDONLY),
-        free_bytes=free_bytes if space.f_blocks else None,
+        free_bytes=_free_bytes(space, reserved=_user_id() == 0),
+        device=found.st_dev,
         mount=mount_of(real, _mountinfo()),
     )
+
+
+def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
+    """Free bytes, with or without those that only the superuser may take."""
+    if not space.f_blocks:
+        return None
+    if space.f_files and not space.f_favail:
+        return 0  # no inode is left for the file
+    return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
 
 
 def _make_private(path: Path) -> str | None:
@@ -184,7 +216,7 @@ def _warn_of_network(facts: PathFacts) -> None:
             f"storage path {facts.path!r} is on {facts.mount.point}, a network file system ({facts.mount.kind}): "
             "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS",
             OffloadWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -21,7 +21,6 @@ rest of the engine therefore runs one path.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +29,7 @@ from torch import Tensor
 
 from io_backends import Buffer, BufferPool
 
-from ._errors import OffloadWarning
-
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
-_pinning_failed = False
 
 
 def producer_stream(tensor: Tensor) -> Any:
@@ -98,10 +94,13 @@ class Arrival:
             self._target.record_stream(self._side)
 
 
-def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Callable[[], None] | None]:
+def out(
+    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None
+) -> tuple[Buffer, Callable[[], None] | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    Returns the host bytes and what to call, on any thread, before touching them (None: they are there).
+    `memory` is where a device's bytes go; a CPU's stay where they are. Returns the host bytes and what to call, on any
+    thread, before touching them (None: they are there). Raises StoreFull where `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
@@ -111,7 +110,9 @@ def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer,
     launched = torch.cuda.Event()
     launched.record(producer)
     side.wait_event(launched)
-    host = pinned(nbytes)
+    assert memory is not None
+    view, buffer = memory.lease(nbytes)
+    host = host_bytes(view)
     raw = torch.empty(0, dtype=torch.uint8, device=device)
     raw.set_(storage, begin, (nbytes,), (1,))
     if torch.cuda.get_allocator_backend() == "native":  # others object where it is the stream of the allocation
@@ -122,7 +123,7 @@ def out(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer,
     with torch.cuda.stream(side):
         host.copy_(raw, non_blocking=True)
         copied.record(side)
-    return Buffer(host.data_ptr(), nbytes, host), departure
+    return buffer._replace(owner=host, given=True), departure
 
 
 def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arrival | None]:
@@ -147,41 +148,9 @@ def use(tensor: Tensor, ready: Any) -> None:
         ready.wait(tensor)
 
 
-def lease(pool: BufferPool, nbytes: int, skew: int, device: torch.device) -> tuple[Any, Buffer]:
-    """Host memory to read into for a tensor of `device`: (what keeps it and `host_bytes` takes, the buffer)."""
-    if device.type == "cpu":
-        return pool.lease(nbytes, skew)
-    block = pool.alignment
-    length = (skew + nbytes + block - 1) // block * block  # whole blocks, so that a direct read may fill them
-    whole = pinned(length)  # no byte more: a power of two stays one, and to one the allocator rounds up
-    start = -whole.data_ptr() % block
-    if start:  # pageable: pinned memory begins with a page
-        whole = pinned(length + block)
-        start = -whole.data_ptr() % block
-    host = whole[start + skew : start + skew + nbytes]
-    return host, Buffer(host.data_ptr(), nbytes, host, padded=True)
-
-
 def host_bytes(leased: Any) -> Tensor:
-    """The tensor over what `lease` gave."""
+    """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is."""
     return leased if isinstance(leased, Tensor) else torch.frombuffer(leased, dtype=torch.uint8)
-
-
-def pinned(nbytes: int) -> Tensor:
-    """Host memory that a device copies to at full speed; pageable, with one warning, where pinning fails."""
-    global _pinning_failed
-    if not _pinning_failed:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            _pinning_failed = True
-            warnings.warn(
-                f"pinning {nbytes} bytes of host memory failed ({error}); copies go through pageable memory, slower. "
-                "Raise the locked-memory limit (ulimit -l), or on WSL2 its memory.",
-                OffloadWarning,
-                stacklevel=2,
-            )
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _side_stream(device: torch.device, direction: str) -> Any:

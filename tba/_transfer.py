@@ -18,21 +18,23 @@ Every method wants the engine's lock held, except `_write_ended`, `catch_up` and
 
 from __future__ import annotations
 
-import mmap
 import threading
 import time
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from io_backends import Buffer, BufferPool, Store, StoreError, Ticket
+from io_backends import Buffer, Store, StoreError, Ticket
 
 from . import _policy, _streams
+from ._endurance import Allowance
 from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
+from ._host_memory import HostMemory
 from ._policy import Limits
 from ._pressure import Pressure
 from ._record import IN_MEMORY, Record, RecordState
@@ -40,15 +42,22 @@ from ._staging import Staging
 from ._stats import Counters, TraceEvent
 from ._torch import storage_use_count
 
+_MOVED = "storage resized or replaced before it was written"
 # A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
 _OURS_ALONE = 2
 
 
 class Mover:
-    """Moves records between memory and one store, made by `open_store` when first needed."""
+    """Moves records between memory and one store, made by `open_store(on_device)` when first needed."""
 
     def __init__(
-        self, lock: threading.RLock, counters: Counters, open_store: Callable[[], Store], limits: Limits
+        self,
+        lock: threading.RLock,
+        counters: Counters,
+        open_store: Callable[[bool], Store],
+        limits: Limits,
+        memory: HostMemory,
+        allowance: Allowance,
     ) -> None:
         self.lock = lock
         self.counters = counters
@@ -59,7 +68,8 @@ class Mover:
         self.closed = False
         self.store: Store | None = None
         self._open_store = open_store
-        self._pool: BufferPool | None = None
+        self.memory = memory
+        self.allowance = allowance
         self.unconfirmed: list[weakref.ref[Record]] = []
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
@@ -70,10 +80,10 @@ class Mover:
 
     # -- out -----------------------------------------------------------------------------------------------------
 
-    def send(self, record: Record) -> bool:
-        """Queue the write of a record in memory; waits for room first. False if it stays in memory after all."""
+    def send(self, record: Record) -> str | None:
+        """Queue the write of a record in memory; waits for room first. If it stays in memory after all: why."""
         if self.closed:
-            return False
+            return "closed"
         nbytes, staging = record.nbytes, self.staging
         self.pressure.moved(nbytes)
         if staging.count and staging.bytes + nbytes > self.limits.staging_bytes:
@@ -82,23 +92,27 @@ class Mover:
             self.counters.backpressure_s += time.perf_counter() - begun_s
             if not room:
                 self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
-                return False
+                return _policy.NOT_WRITTEN
         alias = record.alias
         if record.state not in (RecordState.PENDING, RecordState.HELD) or alias is None:
-            return False  # changed hands while we waited
+            return _policy.FITS  # changed hands while we waited
         storage = alias.untyped_storage()
         if self._moved(record, storage):
-            return False
+            return _MOVED
+        if not self.allowance.take(nbytes):
+            return _policy.DECLINED
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
-                self.store = self._open_store()
+                self.store = self._open_store(record.stream is not None)
                 weakref.finalize(self, self.store.abandon).atexit = False
-            buffer, arrived = _streams.out(alias, record.begin, nbytes, record.stream)
+            memory = None if record.stream is None else self.memory.of(record.device, self.store.alignment)
+            buffer, arrived = _streams.out(alias, record.begin, nbytes, record.stream, memory)
             ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
+            self.allowance.give_back(nbytes)
             self._complain(f"a write could not be queued ({error}); tensors stay in memory")
-            return False
+            return _policy.NOT_WRITTEN
         finally:
             self._sending = False
         record.write = ticket
@@ -107,7 +121,7 @@ class Mover:
         self.largest_bytes = max(self.largest_bytes, nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
-        return True
+        return None
 
     def _write_ended(self, ticket: Ticket) -> None:
         """On the worker: a write has ended."""
@@ -147,12 +161,14 @@ class Mover:
         assert alias is not None
         storage = alias.untyped_storage()
         if self._moved(record, storage):
-            self._take_back(record, "storage resized or replaced while it was written")
+            self._take_back(record, _MOVED)
         elif alias._version != record.version:
             self._poison(record)
         elif ticket.error is not None:
             self._take_back(record, _policy.NOT_WRITTEN)
             self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
+        elif isinstance(ticket.location, Buffer) and ticket.location.owner is alias:
+            self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
         elif record.wanted:
             record.state = RecordState.HELD
         else:
@@ -180,9 +196,7 @@ class Mover:
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
         ticket = record.write
-        if ticket is not None and ticket.cancel():
-            del self._in_flight[ticket]
-            self.staging.land(record.nbytes)
+        if ticket is not None and self._cancel(ticket):
             self._give_back(record)
             record.state = RecordState.HELD
             return True
@@ -206,9 +220,7 @@ class Mover:
     def discard(self, ticket: Ticket) -> None:
         """A dead record's place in the store is free again."""
         if self.store is not None:
-            if ticket.cancel():
-                del self._in_flight[ticket]
-                self.staging.land(ticket.nbytes)
+            self._cancel(ticket)
             self.store.discard(ticket)
 
     # -- back ----------------------------------------------------------------------------------------------------
@@ -227,14 +239,14 @@ class Mover:
                 "close it only after the last backward of its graphs"
             )
         location = record.write.location
-        if isinstance(location, Buffer):  # a store in host memory: nothing to read, the bytes are there
+        if record.device.type != "cpu" and (there := self._in_host_memory(location)) is not None:
             self.counters.read_bytes += record.nbytes
-            self._restore(record, location.owner)
+            self._restore(record, _streams.host_bytes(there.owner))
             return
         try:
-            if self._pool is None:
-                self._pool = BufferPool(max(self.store.alignment, mmap.PAGESIZE))  # leases never share a page
-            record.view, buffer = _streams.lease(self._pool, record.nbytes, location.skew, record.device)
+            memory = self.memory.of(record.device, self.store.alignment)
+            skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
+            record.view, buffer = memory.lease(record.nbytes, skew)
             record.read = self.store.read(location, buffer, on_done=self._read_ended)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
             record.view = None
@@ -257,7 +269,12 @@ class Mover:
                     f"{record.name()} ({record.nbytes} bytes) was not read back within {self.limits.timeout_s:g} s; "
                     "the device has stalled (TBA_IO_TIMEOUT sets how long to wait)"
                 )
-        except StoreError:
+        except StoreError as error:
+            if not ticket.done():  # nothing moves any more, or nobody has it
+                raise StalledError(
+                    f"{record.name()} ({record.nbytes} bytes) was not read back: {error} (TBA_IO_TIMEOUT sets how long "
+                    "to wait)"
+                ) from error
             return  # `arrive` tells, with the lock
         finally:
             ended_s = time.perf_counter()
@@ -286,17 +303,40 @@ class Mover:
             self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
         self._restore(record, _streams.host_bytes(kept))
 
-    def _restore(self, record: Record, host: object) -> None:
-        assert isinstance(host, Tensor)
+    def _restore(self, record: Record, host: Tensor) -> None:
         record.restored, record.ready = _streams.into(host, record.device)
         record.state = RecordState.RESTORED
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def trim(self) -> None:
-        """Once a step: give back buffers the last one did not use."""
-        if self._pool is not None:
-            self._pool.trim()
+        """Once a step: give back memory and disk blocks that the last one did not use."""
+        self.memory.trim()
+        trim = getattr(self.store, "trim", None)  # not every store has it
+        if trim is not None and not self.closed:
+            trim()
+
+    def _in_host_memory(self, location: Any) -> Buffer | None:
+        """Bytes that need not be read: a store in host memory has them where a device can copy from."""
+        if isinstance(location, Buffer):
+            return location
+        look: Callable[[Any], Buffer | None] | None = getattr(self.store, "in_memory", None)
+        return look(location) if look is not None else None
+
+    def _cancel(self, ticket: Ticket) -> bool:
+        """Cancel a queued write; False if it is running or done."""
+        if not ticket.cancel():
+            return False
+        del self._in_flight[ticket]
+        self.staging.land(ticket.nbytes)
+        self.allowance.give_back(ticket.nbytes)
+        return True
+
+    def close(self) -> None:
+        """Give memory back. The store's owner closes that."""
+        self.closed = True
+        self.memory.close()
+        self.allowance.close()
 
     def file_bytes(self) -> int:
         """Blocks the store occupies."""

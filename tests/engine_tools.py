@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from io_backends import PosixStore, Store
+from io_backends import Buffer, HostArena, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from tba import OffloadConfig, Offloader
+
+
+def _striped(scratch: Path, threads: int) -> Store:
+    stores = [PosixStore(scratch, threads=threads) for _ in range(2)]
+    for store in stores:  # both files have their first blocks before a test looks
+        memory = torch.zeros(1)
+        ticket = store.write(Buffer(memory.data_ptr(), memory.nbytes, memory))
+        ticket.wait()
+        store.discard(ticket)
+    return StripedStore(stores)
+
+
+def _two_level(scratch: Path, threads: int) -> Store:
+    # Host memory for a few small tensors: most are spilled.
+    host = HostStore(arena=HostArena(1 << 20, segment_bytes=1 << 16))
+    return TwoLevelStore(host, PosixStore(scratch, threads=threads), 1 << 16, threads=threads)
+
+
+# What the engine's tests run over; `test_engine_stores` runs them over each.
+STORES: dict[str, Callable[[Path, int], Store]] = {
+    "posix": lambda scratch, threads: PosixStore(scratch, threads=threads),
+    "checksum": lambda scratch, threads: PosixStore(scratch, threads=threads, checksum=True),
+    "striped": _striped,
+    "host": lambda scratch, threads: HostStore(arena=HostArena(1 << 30), threads=threads),
+    "two-level": _two_level,
+}
 
 
 @contextmanager
@@ -26,7 +53,7 @@ def engine(
     **settings: Any,
 ) -> Iterator[Offloader]:
     """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
-    store: Store = PosixStore(scratch, threads=threads)
+    store = STORES[os.environ.get("ENGINE_TEST_STORE", "posix")](scratch, threads)
     if plan is not None:
         store = FaultyStore(store, plan)
     config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))

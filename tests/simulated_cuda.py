@@ -256,28 +256,16 @@ class SimulatedTorch:
 
     def __init__(self, gpu: SimulatedCuda) -> None:
         self.cuda = gpu
-        self.can_pin = True
         self.fills = False  # as under use_deterministic_algorithms: a kernel fills what `empty` gives
-        self.host_memory: list[tuple[int, int]] = []  # of each request: address and bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty(self, nbytes: int, *, dtype: torch.dtype, device: Any, pin_memory: bool = False) -> Any:
-        device = torch.device(device)
+    def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> DeviceTensor:
         assert dtype is torch.uint8
-        if device.type == "cuda":
-            tensor = self.cuda.empty(nbytes, device) if nbytes else DeviceTensor(self.cuda, device, None)
-            if nbytes and self.fills:
-                there = tensor.bytes
-                self.cuda.current_stream(device).enqueue("fill", lambda: there.fill_(255))
-            return tensor
-        whole = torch.empty(nbytes + 2 * PAGE_BYTES, dtype=torch.uint8)
-        start = -whole.data_ptr() % PAGE_BYTES  # pinned memory begins with a page, pageable memory somewhere
-        if pin_memory:
-            if not self.can_pin:
-                raise RuntimeError("CUDA error: out of memory")
-        else:
-            start += 64
-        self.host_memory.append((whole.data_ptr() + start, nbytes))
-        return whole[start : start + nbytes]
+        assert device.type == "cuda"
+        tensor = self.cuda.empty(nbytes, device) if nbytes else DeviceTensor(self.cuda, device, None)
+        if nbytes and self.fills:
+            there = tensor.bytes
+            self.cuda.current_stream(device).enqueue("fill", lambda: there.fill_(255))
+        return tensor

@@ -12,18 +12,9 @@ from typing import Any
 import pytest
 
 from tba import ConfigError, OffloadConfig
+from tba._config import Setting, describe
 
-LATER = {
-    "compress": "lz4",
-    "io_backend": "kvikio",
-    "cpu_budget": "1GiB",
-    "nvme_budget": 1,
-    "checksum": True,
-    "max_write_rate": "100MB",
-    "max_read_rate": 1,
-    "max_write_bytes_per_day": "1TB",
-    "storage_paths": "/a:/b",
-}
+LATER = {"compress": "lz4"}
 
 
 def variable(name: str) -> str:
@@ -35,6 +26,8 @@ def test_defaults() -> None:
     assert (config.tier, config.compress, config.storage_paths, config.io_backend) == ("auto", None, None, "auto")
     assert (config.min_tensor_bytes, config.io_threads, config.io_timeout, config.checksum) == (1 << 20, 2, 60.0, False)
     assert config.memory_budget is config.staging_bytes is config.prefetch_bytes is None
+    assert config.cpu_budget is config.nvme_budget is config.max_write_bytes_per_day is None
+    assert config.max_write_rate is config.max_read_rate is None
 
 
 def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,6 +75,45 @@ def test_a_size_that_does_not_parse(given: Any) -> None:
         OffloadConfig(min_tensor_bytes=given)
 
 
+@pytest.mark.parametrize("name", ["cpu_budget", "nvme_budget", "max_write_bytes_per_day", "staging_bytes"])
+def test_every_size_is_read_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(OffloadConfig(**{name: "1.5GiB"}), name) == 3 << 29
+    assert getattr(OffloadConfig(**{name: 0}), name) == 0  # nothing at all, unlike None
+    monkeypatch.setenv(variable(name), "2TB")
+    assert getattr(OffloadConfig(), name) == 2 * 10**12
+    with pytest.raises(ConfigError, match=rf"{name}='x' is not a size"):
+        OffloadConfig(**{name: "x"})
+
+
+@pytest.mark.parametrize("name", ["max_write_rate", "max_read_rate"])
+def test_rates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, bytes_per_s in [("100MB", 10**8), ("100MB/s", 10**8), ("1 GiB / s", 1 << 30), (5, 5), ("7", 7)]:
+        assert getattr(OffloadConfig(**{name: given}), name) == bytes_per_s
+    monkeypatch.setenv(variable(name), "2MiB/s")
+    assert getattr(OffloadConfig(), name) == 2 << 20
+    for wrong in (0, -1, "0MB/s", "1GB/m", "/s", "fast", True, [1]):  # nothing would ever arrive at rate 0
+        with pytest.raises(ConfigError, match=rf"{name}=.* is not a rate: .*bytes per second above 0, .*8GiB/s"):
+            OffloadConfig(**{name: wrong})
+
+
+@pytest.mark.parametrize(("given", "value"), [(True, True), ("on", True), ("1", True), ("no", False), ("off", False)])
+def test_checksum(given: Any, value: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OffloadConfig(checksum=given).checksum is value
+    monkeypatch.setenv("TBA_CHECKSUM", str(given))
+    assert OffloadConfig().checksum is value
+    with pytest.raises(ConfigError, match="checksum='xxh3' is not True or False, or text such as on, off"):
+        OffloadConfig(checksum="xxh3")
+
+
+def test_io_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("auto", "posix", "kvikio"):
+        assert OffloadConfig(io_backend=name).io_backend == name
+        monkeypatch.setenv("TBA_IO_BACKEND", name)
+        assert OffloadConfig().io_backend == name
+    with pytest.raises(ConfigError, match=r"io_backend='kvikia' is not one of .*; did you mean kvikio\?"):
+        OffloadConfig(io_backend="kvikia")
+
+
 @pytest.mark.parametrize(
     ("given", "seconds"), [(60, 60.0), ("60", 60.0), ("60s", 60.0), (" 1.5 s ", 1.5), (0.25, 0.25)]
 )
@@ -113,9 +145,19 @@ def test_storage_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert OffloadConfig(storage_paths="~/x").storage_paths == (tmp_path / "x",)
 
 
+def test_several_storage_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    for given in ((one, two), [str(one), two], f"{one}:{two}", f"{one}::{two}:"):
+        assert OffloadConfig(storage_paths=given).storage_paths == (one, two)
+    monkeypatch.setenv("TBA_STORAGE_PATHS", f"{two}:{one}")
+    assert OffloadConfig().storage_paths == (two, one)
+    with pytest.raises(ConfigError, match=f"{one} is named twice"):
+        OffloadConfig(storage_paths=f"{one}:{two}:{one}")
+
+
 @pytest.mark.parametrize("given", ["", ":", [], 5, b"/tmp", [5], "~nobody-of-that-name/x", "/a\0b"])
 def test_storage_paths_that_name_no_directory(given: Any) -> None:
-    with pytest.raises(ConfigError, match=r"storage_paths=.* is not a directory, as a str or a Path"):
+    with pytest.raises(ConfigError, match=r"storage_paths=.* is not a directory, as a str or a Path, or several"):
         OffloadConfig(storage_paths=given)
 
 
@@ -185,6 +227,39 @@ def test_the_default_of_a_later_setting_may_be_given(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TBA_COMPRESS", "none")
     monkeypatch.setenv("TBA_CHECKSUM", "off")
     assert OffloadConfig() == OffloadConfig(compress=None, checksum=False)
+
+
+def test_every_setting_is_described_with_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_TIER", "cpu")
+    monkeypatch.setenv("TBA_IO_THREADS", "4")
+    monkeypatch.setenv("TBA_CHECKSUM", "")
+    config = OffloadConfig(tier="nvme", storage_paths=tmp_path)
+    told = describe(config)
+    assert [setting.name for setting in told] == list(OffloadConfig.model_fields)
+    assert {setting for setting in told if setting.origin != "default"} == {
+        Setting("tier", "nvme", "argument"),
+        Setting("storage_paths", (tmp_path,), "argument"),
+        Setting("io_threads", 4, "TBA_IO_THREADS"),
+    }
+    monkeypatch.delenv("TBA_IO_THREADS")
+    assert describe(config) == told  # what it was made of, not what the environment says by now
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config.model_copy()):
+        assert describe(same) == told
+    changed = {setting.name: setting for setting in describe(config.model_copy(update={"io_threads": 8}))}
+    assert changed["io_threads"] == Setting("io_threads", 8, "argument")
+    assert [changed[name].origin for name in ("tier", "checksum")] == ["argument", "default"]
+
+
+def test_where_a_setting_came_from_does_not_make_it_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_TIER", "nvme")
+    by_variable = OffloadConfig()
+    monkeypatch.delenv("TBA_TIER")
+    by_argument = OffloadConfig(tier="nvme")
+    assert [describe(config)[0].origin for config in (by_variable, by_argument)] == ["TBA_TIER", "argument"]
+    assert by_variable == by_argument
+    assert hash(by_variable) == hash(by_argument)
+    assert by_variable.model_dump() == by_argument.model_dump()
+    assert repr(by_variable) == repr(by_argument)
 
 
 def test_equal_settings_are_one_key() -> None:

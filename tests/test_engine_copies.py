@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
+import pkgutil
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,12 +38,12 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors leave as from a device: through host memory of their own, late. None of them outlives its copy."""
     sources: list[weakref.ref[torch.Tensor]] = []
 
-    def out(source: torch.Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, LateDeparture]:
+    def out(source: torch.Tensor, begin: int, nbytes: int, *_: Any) -> tuple[Buffer, LateDeparture]:
         raw = torch.empty(0, dtype=torch.uint8)
         raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
         host = torch.empty(nbytes, dtype=torch.uint8)
         sources.append(weakref.ref(raw))
-        return Buffer(host.data_ptr(), nbytes, host), LateDeparture(host, raw)
+        return Buffer(host.data_ptr(), nbytes, host, given=True), LateDeparture(host, raw)
 
     monkeypatch.setattr("tba._streams.out", out)
     yield
@@ -143,12 +143,12 @@ def test_where_no_host_memory_is_left_a_tensor_stays_where_it_is(
         assert stats.kept_by_reason == {"write failed": stats.saved_bytes}
 
 
-@pytest.mark.parametrize("leg", ["lease", "into"])
+@pytest.mark.parametrize("leg", ["io_backends.BufferPool.lease", "tba._streams.into"])
 @pytest.mark.parametrize("failing", range(4))
 def test_a_restore_without_memory_raises_and_can_be_tried_again(
     failing: int, leg: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = getattr(sys.modules["tba._streams"], leg), iter(range(100))
+    real, calls = pkgutil.resolve_name(leg), iter(range(100))
 
     def scarce(*args: Any) -> Any:
         if next(calls) == failing:
@@ -162,7 +162,7 @@ def test_a_restore_without_memory_raises_and_can_be_tried_again(
         with offload:
             y = chain(x)
         offload.flush()
-        monkeypatch.setattr(f"tba._streams.{leg}", scarce)
+        monkeypatch.setattr(leg, scarce)
         errors: list[str] = []
         for _ in range(3):
             try:

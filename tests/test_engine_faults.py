@@ -179,7 +179,9 @@ def test_6_a_disk_that_really_runs_full(scratch: Path) -> None:
     image, point = scratch / "image", scratch / "mounted"
     _mount(image, point, 32)
     try:
-        offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=point))
+        # The default budget would stop at 80% of what is free.
+        config = OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=point, nvme_budget="1GiB")
+        offload = Offloader(config=config)
         leaf, x = activation(1 << 20)
         with offload:
             y = chain(x, 12)  # 48 MiB

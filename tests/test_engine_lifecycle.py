@@ -30,11 +30,11 @@ def test_4_a_graph_dropped_without_backward_gives_everything_back(scratch: Path)
             y = chain(x)
         offload.flush()
         assert offload.stats().live_records == 8
+        blocks = offload.stats().file_bytes
         del y, x
         gc.collect()
         assert offload.stats().live_records == 0
         offload.flush()
-        blocks = offload.stats().file_bytes
         with offload:
             y = chain(activation(N)[1])
         offload.flush()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from store_tools import in_child
 
-from io_backends import Buffer, BufferPool
+from io_backends import Buffer, BufferPool, StoreClosed
 
 BLOCK = 512
 SEGMENT = 1 << 20
@@ -140,6 +140,27 @@ def test_trim_gives_back_segments_that_a_whole_step_did_not_use() -> None:
     pool.trim()
     assert pool._segments == []
     assert pool.lease(10)[1].nbytes == 10
+
+
+def test_close_gives_back_all_but_what_is_on_lease() -> None:
+    pool = BufferPool(BLOCK, SEGMENT)
+    view, _ = pool.lease(1000)
+    pool.close()
+    pool.close()
+    pool.trim()
+    assert (pool.mapped_bytes, pool.leased_bytes) == (0, 0)
+    view[:] = bytes(1000)
+    with pytest.raises(StoreClosed, match="make a new one"):
+        pool.lease(1)
+
+
+def test_settings_and_requests_that_make_no_sense_are_refused() -> None:
+    for alignment in (0, -512, 3, 4 << 20):
+        with pytest.raises(ValueError, match=f"divides a huge page of 2097152 bytes, got {alignment}"):
+            BufferPool(alignment)
+    for skew in (-1, BLOCK):
+        with pytest.raises(ValueError, match=f"within the alignment of 512 bytes, got {skew}"):
+            BufferPool(BLOCK).lease(1, skew)
 
 
 def test_a_lease_outlives_its_pool() -> None:

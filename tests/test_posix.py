@@ -25,7 +25,7 @@ from store_tools import (
     write,
 )
 
-from io_backends import Location, PosixStore, Syscalls, Ticket, TicketState, TransferCancelled, _posix
+from io_backends import Location, PosixStore, Syscalls, Ticket, TicketState, TransferCancelled, _space
 
 MIB = 1 << 20
 
@@ -42,7 +42,8 @@ def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[PosixStore]
         store = PosixStore(scratch, syscalls=Syscalls(open=no_direct_open))
         assert store.alignment == 1
     else:
-        store = PosixStore(scratch, rate_bytes_per_s=1e12 if request.param == "paced" else None)
+        rate = 1e12 if request.param == "paced" else None
+        store = PosixStore(scratch, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
         if store.alignment == 1:
             store.close()
             pytest.skip(f"{scratch} has no direct I/O")
@@ -148,7 +149,7 @@ def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> No
         seen.append(sum(length for _, length in pieces))
         return real.preadv(fd, cut(pieces, 300 * 4096), offset)
 
-    store = PosixStore(scratch, rate_bytes_per_s=1e12, syscalls=Syscalls(preadv=preadv))
+    store = PosixStore(scratch, read_rate_bytes_per_s=1e12, syscalls=Syscalls(preadv=preadv))
     array = pattern_at(64, 5 * MIB + 9)
     ticket = write(store, array)
     seen.clear()
@@ -156,7 +157,7 @@ def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> No
     assert max(seen) <= MIB
     assert sum(seen) >= array.nbytes
     with pytest.raises(ValueError, match="a rate must be positive, got 0"):
-        PosixStore(scratch, rate_bytes_per_s=0)
+        PosixStore(scratch, write_rate_bytes_per_s=0)
     store.close()
 
 
@@ -164,7 +165,7 @@ def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> No
 
 
 def test_the_file_does_not_grow_over_a_thousand_rounds(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_posix, "GROWTH_BYTES", 4096)
+    monkeypatch.setattr(_space, "GROWTH_BYTES", 4096)
     store = PosixStore(scratch)
     arrays = [pattern_at(64 * index, nbytes) for index, nbytes in enumerate((70_000, 5000, 33_333))]
     sizes = set()
@@ -184,14 +185,14 @@ def test_the_file_is_laid_out_ahead(scratch: Path) -> None:
     store = PosixStore(scratch)
     assert store.allocated_bytes() == 0
     write(store, pattern_at(0, 5000))
-    assert os.fstat(store.open().fd).st_size == _posix.GROWTH_BYTES
+    assert os.fstat(store.open().fd).st_size == _space.GROWTH_BYTES
     assert store.allocated_bytes() >= 8192
     store.close()
 
 
 def test_discarding_a_running_write_frees_its_space_only_when_it_has_ended(scratch: Path) -> None:
     held = Held()
-    store = held.store(scratch)
+    store = held.store(scratch, threads=2)
     first = store.write(buffer_of(pattern_at(0, 3 * 4096)))
     held.await_begun()
     store.discard(first)
@@ -199,10 +200,12 @@ def test_discarding_a_running_write_frees_its_space_only_when_it_has_ended(scrat
     assert store.used_bytes == 3 * 4096
     array = pattern_at(0, 2 * 4096, seed=2)
     second = store.write(buffer_of(array))
-    assert second.location.offset == 3 * 4096  # not over what is still being written
+    held.await_begun()
+    assert store.used_bytes == 5 * 4096
     held.release.set()
     assert first.wait(WAIT_S)
     assert second.wait(WAIT_S)
+    assert second.location.offset == 3 * 4096  # not over what was still being written
     assert store.used_bytes == 2 * 4096
     store.discard(first)
     assert store.used_bytes == 2 * 4096

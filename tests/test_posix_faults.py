@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from store_tools import WAIT_S, Failing, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
 
-from io_backends import PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket, _posix
+from io_backends import PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket, _space
 
 NBYTES = 100_000
 REAL = Syscalls()
@@ -166,7 +166,7 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
 
     def fallocate(fd: int, offset: int, length: int) -> None:
         asked.append((offset, length))
-        if length >= _posix.GROWTH_BYTES:
+        if length >= _space.GROWTH_BYTES:
             raise OSError(errno.ENOSPC, "no space")
         REAL.fallocate(fd, offset, length)
 
@@ -176,7 +176,7 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
     extent = 25 * 4096  # of NBYTES
-    growth = _posix.GROWTH_BYTES
+    growth = _space.GROWTH_BYTES
     assert asked == [(0, growth), (0, extent), (extent, growth - extent)]
 
 

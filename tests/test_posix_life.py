@@ -11,19 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_tools import WAIT_S, Held, Pieces, buffer_of, empty_at, in_child, pattern_at, read_back, write
+from store_tools import WAIT_S, Held, Pieces, buffer_of, empty_at, in_child, is_open, pattern_at, read_back, write
 
 from io_backends import BufferPool, PosixStore, StoreBroken, StoreClosed, Syscalls, TicketState
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-
-
-def is_open(fd: int) -> bool:
-    try:
-        os.fstat(fd)
-    except OSError:
-        return False
-    return True
 
 
 def raises_closed(action: Callable[[], object]) -> bool:
@@ -259,3 +251,60 @@ def test_a_child_may_have_a_store_of_its_own(scratch: Path) -> None:
 
     assert in_child(child) == "True"
     store.close()
+
+
+def test_a_fork_in_the_middle_of_a_held_write_waits_for_it(scratch: Path) -> None:
+    held = Held()
+    store = held.store(scratch, threads=2)
+    array = pattern_at(64, 50_000)
+    running = store.write(buffer_of(array))
+    held.await_begun()
+    queued = [store.write(buffer_of(array)) for _ in range(3)]
+    opener = threading.Timer(0.2, held.release.set)
+    opener.start()
+    states = [ticket.state for ticket in (running, *queued)]
+    assert TicketState.RUNNING in states
+
+    def child() -> str:
+        found = {ticket.state.name for ticket in (running, *queued)} - {"DONE", "QUEUED"}
+        try:
+            queued[-1].wait()
+        except StoreClosed as error:
+            return f"{found} {error}"
+        return f"{found}"
+
+    answer = in_child(child)
+    assert answer in ("set()", "set() a transfer of the parent process cannot be waited for in a forked child")
+    opener.join()
+    for ticket in (running, *queued):
+        assert ticket.wait(WAIT_S)
+        assert np.array_equal(read_back(store, ticket), array)
+    store.close()
+
+
+def test_two_threads_that_fork_at_once_and_stores_that_come_and_go(scratch: Path) -> None:
+    stores = [PosixStore(scratch) for _ in range(3)]
+    array = pattern_at(64, 50_000)
+    answers: list[str] = []
+
+    def fork() -> None:
+        for _ in range(5):
+            answers.append(in_child(lambda: "ended"))
+
+    forkers = [threading.Thread(target=fork) for _ in range(2)]
+    for thread in forkers:
+        thread.start()
+    while any(thread.is_alive() for thread in forkers):
+        tickets = [store.write(buffer_of(array)) for store in stores]
+        fresh = PosixStore(scratch)
+        tickets.append(fresh.write(buffer_of(array)))
+        for ticket in tickets:
+            assert ticket.wait(WAIT_S)
+        fresh.close()
+        for store, ticket in zip(stores, tickets, strict=False):
+            store.discard(ticket)
+    for thread in forkers:
+        thread.join()
+    assert answers == ["ended"] * 10
+    for store in stores:
+        store.close()

@@ -11,7 +11,8 @@ from tba import OffloadStats
 from tba._stats import _SUMS, Counters, difference
 
 DERIVED = {"saved_bytes", "kept_bytes"}
-READINGS = {"live_records", "resident_bytes", "staging_peak_bytes", "file_bytes"}
+OTHERS = {"file_bytes", "written_today_bytes", "projected_bytes_per_day"}  # readings that are no counters
+READINGS = {"live_records", "resident_bytes", "staging_peak_bytes", *OTHERS}
 
 
 def counters_of(**values: int) -> Counters:
@@ -22,14 +23,14 @@ def counters_of(**values: int) -> Counters:
 
 
 def take(counters: Counters, file_bytes: int = 0) -> OffloadStats:
-    return counters.snapshot(file_bytes=file_bytes, last_step=None)
+    return counters.snapshot(file_bytes=file_bytes)
 
 
 def test_every_field_is_a_sum_or_a_reading() -> None:
     """A field that is neither would be wrong in `last_step`."""
     names = {field.name for field in dataclasses.fields(OffloadStats)}
     assert names == {*_SUMS, *DERIVED, *READINGS, "kept_by_reason", "last_step"}
-    assert set(Counters.__slots__) == names - {*DERIVED, "file_bytes", "last_step"}
+    assert set(Counters.__slots__) == names - {*DERIVED, *OTHERS, "last_step"}
 
 
 def test_it_starts_at_nothing() -> None:
@@ -37,7 +38,7 @@ def test_it_starts_at_nothing() -> None:
 
 
 def test_a_snapshot_shows_every_counter() -> None:
-    values = {name: number for number, name in enumerate((*_SUMS, *sorted(READINGS - {"file_bytes"})), start=1)}
+    values = {name: number for number, name in enumerate((*_SUMS, *sorted(READINGS - OTHERS)), start=1)}
     counters = counters_of(**values)
     counters.kept_by_reason["nothing"] += 0
     last = OffloadStats(steps=7)
@@ -84,16 +85,20 @@ def test_what_was_kept_may_go_after_all_and_come_back() -> None:
 
 
 def test_a_step_is_what_was_added_and_what_is_now() -> None:
-    before = counters_of(**dict.fromkeys(_SUMS, 100), **dict.fromkeys(READINGS - {"file_bytes"}, 50))
+    before = counters_of(**dict.fromkeys(_SUMS, 100), **dict.fromkeys(READINGS - OTHERS, 50))
     before.kept_by_reason["small"] += 70
     before.kept_by_reason["FakeTensor"] += 30
-    now = counters_of(**dict.fromkeys(_SUMS, 175), **dict.fromkeys(READINGS - {"file_bytes"}, 20))
+    now = counters_of(**dict.fromkeys(_SUMS, 175), **dict.fromkeys(READINGS - OTHERS, 20))
     now.kept_by_reason["small"] += 70
     now.kept_by_reason["FakeTensor"] += 31
     now.kept_by_reason["empty"] += 74
     step = difference(take(now, file_bytes=8), take(before, file_bytes=6))
     assert {name: getattr(step, name) for name in _SUMS} == dict.fromkeys(_SUMS, 75)
-    assert {name: getattr(step, name) for name in READINGS} == {**dict.fromkeys(READINGS, 20), "file_bytes": 8}
+    assert {name: getattr(step, name) for name in READINGS} == {
+        **dict.fromkeys(READINGS - OTHERS, 20),
+        **dict.fromkeys(OTHERS, 0),
+        "file_bytes": 8,
+    }
     assert step.kept_by_reason == {"FakeTensor": 1, "empty": 74}
     assert sum(step.kept_by_reason.values()) == step.kept_bytes
     assert step.last_step is None

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from tba import OffloadConfig, OffloadWarning, StorageError, _storage_path
-from tba._storage_path import Mount, PathFacts, default_directories, mount_of, refusal, storage_directory
+from tba._storage_path import (
+    Mount,
+    PathFacts,
+    default_directories,
+    free_disk_bytes,
+    look_at,
+    mount_of,
+    refusal,
+    storage_directories,
+    storage_directory,
+)
 
 MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
 27 1 254:0 / / rw,relatime - ext4 /dev/vda rw,discard
@@ -100,6 +110,48 @@ def test_a_file_is_no_directory(scratch: Path) -> None:
     (scratch / "file").write_text("")
     with pytest.raises(StorageError, match="not a directory"):
         storage_directory(OffloadConfig(storage_paths=scratch / "file"))
+
+
+def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:
+    one, two = scratch / "one", scratch / "two"
+    one.mkdir()
+    two.mkdir()
+    assert storage_directories(OffloadConfig(storage_paths=[two, one])) == (two, one)
+    assert storage_directory(OffloadConfig(storage_paths=[two, one])) == two
+
+
+def test_each_of_several_that_cannot_serve_is_named(scratch: Path) -> None:
+    (scratch / "file").write_text("")
+    with pytest.raises(StorageError) as caught:
+        storage_directories(OffloadConfig(storage_paths=[scratch, scratch / "none", scratch / "file"]))
+    first, second = str(caught.value).splitlines()
+    assert first == f"storage path '{scratch / 'none'}': there is no such directory; make it or name another one"
+    assert second.startswith(f"storage path '{scratch / 'file'}': it is not a directory")
+
+
+def test_free_space_of_a_file_system_counts_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (scratch / "below").mkdir()
+    monkeypatch.setattr(_storage_path, "_free_bytes", lambda _, reserved: 1000)
+    assert free_disk_bytes([scratch, scratch / "below"]) == 1000
+    elsewhere = [path for path in ("/dev/shm", "/proc") if os.path.isdir(path)]
+    assert free_disk_bytes([scratch, *elsewhere]) == 1000 * (1 + len(elsewhere))
+    monkeypatch.setattr(_storage_path, "_free_bytes", lambda _, reserved: None)
+    assert free_disk_bytes([scratch]) is None
+    with pytest.raises(OSError, match="No such file"):
+        free_disk_bytes([scratch / "none"])
+
+
+def test_what_is_found_at_a_path(scratch: Path) -> None:
+    facts = look_at(scratch)
+    assert (facts.path, facts.exists, facts.is_directory) == (os.path.realpath(scratch), True, True)
+    assert facts.device == scratch.stat().st_dev
+    # Others write meanwhile, and the superuser may also take what is reserved for him.
+    free = free_disk_bytes([scratch])
+    assert free is not None
+    assert free == pytest.approx(shutil.disk_usage(scratch).free, rel=0.2)
+    assert facts.free_bytes is not None
+    assert facts.free_bytes > 0.8 * free if os.getuid() == 0 else facts.free_bytes == pytest.approx(free, rel=0.2)
+    assert look_at(scratch / "none") == PathFacts(path=os.path.realpath(scratch / "none"), exists=False)
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no RAM file system at /dev/shm")

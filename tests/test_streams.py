@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import warnings
 from typing import Any
 
 import pytest
@@ -12,13 +11,14 @@ import torch
 from helpers import assert_bit_equal
 from simulated_cuda import PAGE_BYTES, DeviceTensor, SimulatedCuda, SimulatedTorch, Stream
 
-from io_backends import BufferPool
-from tba import OffloadWarning, _streams
+from io_backends import BufferPool, StoreFull
+from tba import _streams
 
 GPU = torch.device("cuda", 0)
 SECOND_GPU = torch.device("cuda", 1)
 CPU = torch.device("cpu")
 N = 64
+POOL = BufferPool(PAGE_BYTES)
 SEEDS = range(25)
 
 
@@ -28,7 +28,6 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
     fake = SimulatedTorch(SimulatedCuda(getattr(request, "param", 0)))
     monkeypatch.setattr(_streams, "torch", fake)
     monkeypatch.setattr(_streams, "_streams", {})
-    monkeypatch.setattr(_streams, "_pinning_failed", False)
     return fake
 
 
@@ -79,7 +78,7 @@ def test_out_queues_record_wait_copy_record_in_this_order(fake: SimulatedTorch) 
     producer = gpu.current_stream(GPU)
     source = produce(gpu, pattern(0), producer)
     gpu.log.clear()
-    _, departure = _streams.out(source, 0, N, producer)
+    _, departure = _streams.out(source, 0, N, producer, POOL)
     side = _streams._side_stream(GPU, "out")
     assert gpu.log == [
         f"{producer.name}: record",
@@ -98,7 +97,7 @@ def test_what_is_copied_out_is_what_the_kernel_wrote(fake: SimulatedTorch) -> No
     gpu = fake.cuda
     producer = gpu.make_stream("producer", GPU)
     source = produce(gpu, pattern(0), producer)
-    buffer, departure = _streams.out(source, 16, 32, producer)
+    buffer, departure = _streams.out(source, 16, 32, producer, POOL)
     assert departure is not None
     departure()
     assert_bit_equal(host_view(buffer).clone(), pattern(0)[16:48].clone())
@@ -109,7 +108,7 @@ def test_the_source_may_be_dropped_while_its_copy_is_under_way(fake: SimulatedTo
     gpu = fake.cuda
     producer = gpu.current_stream(GPU)
     source = produce(gpu, pattern(0), producer)
-    buffer, departure = _streams.out(source, 0, N, producer)
+    buffer, departure = _streams.out(source, 0, N, producer, POOL)
     del source
     for _ in range(3):
         scribble(gpu, producer)
@@ -123,7 +122,7 @@ def test_the_memory_is_free_as_soon_as_the_copy_has_been_waited_for(fake: Simula
     producer = gpu.current_stream(GPU)
     source = produce(gpu, pattern(0), producer)
     block = source.untyped_storage().block
-    _, departure = _streams.out(source, 0, N, producer)
+    _, departure = _streams.out(source, 0, N, producer, POOL)
     del source
     other = gpu.empty(N, GPU)
     assert other.untyped_storage().block is not block
@@ -138,7 +137,7 @@ def test_a_cancelled_departure_frees_its_source_only_behind_the_copy(fake: Simul
     gpu = fake.cuda
     producer = gpu.current_stream(GPU)
     source = produce(gpu, pattern(0), producer)
-    buffer, departure = _streams.out(source, 0, N, producer)
+    buffer, departure = _streams.out(source, 0, N, producer, POOL)
     del source, departure
     scribble(gpu, producer)
     gpu.run()
@@ -152,7 +151,7 @@ def test_memory_of_another_stream_is_not_reused_before_the_producer_is_done_with
     owner, producer = gpu.current_stream(GPU), gpu.make_stream("producer", GPU)
     source = produce(gpu, pattern(0), owner)
     producer.wait_stream(owner)
-    _, departure = _streams.out(source, 0, N, producer)
+    _, departure = _streams.out(source, 0, N, producer, POOL)
     assert departure is not None
     departure()
     read = consume(source, producer)
@@ -166,7 +165,7 @@ def test_a_worker_waits_on_the_device_of_the_copy(fake: SimulatedTorch) -> None:
     gpu = fake.cuda
     producer = gpu.current_stream(SECOND_GPU)
     source = produce(gpu, pattern(0), producer)
-    _, departure = _streams.out(source, 0, N, producer)
+    _, departure = _streams.out(source, 0, N, producer, POOL)
     assert departure is not None
     side = _streams._side_stream(SECOND_GPU, "out")
     assert side.device == SECOND_GPU
@@ -288,7 +287,7 @@ def steps_of_training(fake: SimulatedTorch, chance: random.Random) -> None:
         what = chance.choice(["save", "save", "arrive", "arrive", "restore", "restore", "use", "use", "give up", "run"])
         if what == "save":
             source = produce(gpu, pattern(number), stream)
-            buffer, departure = _streams.out(source, 0, N, stream)
+            buffer, departure = _streams.out(source, 0, N, stream, POOL)
             out.append((number, host_view(buffer), departure))
             del source
             scribble(gpu, stream)
@@ -333,50 +332,29 @@ def test_random_training_moves_every_byte_right(fake: SimulatedTorch, request: p
 # -- host memory -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("can_pin", [True, False], ids=["pinned", "pageable"])
-@pytest.mark.parametrize("block", [1, 512, 4096])
-def test_a_lease_owns_the_blocks_around_its_bytes(block: int, can_pin: bool, fake: SimulatedTorch) -> None:
-    fake.can_pin = can_pin
-    pool = BufferPool(block)
-    chance = random.Random(block)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OffloadWarning)
-        for _ in range(200):
-            skew, nbytes = chance.randrange(block), chance.randrange(1, 3 * PAGE_BYTES)
-            kept, buffer = _streams.lease(pool, nbytes, skew, GPU)
-            host = _streams.host_bytes(kept)
-            assert (host.data_ptr(), host.numel()) == (buffer.address, buffer.nbytes)
-            assert buffer.nbytes == nbytes
-            assert buffer.address % block == skew
-            assert buffer.padded
-            first = buffer.address - skew
-            behind = first + -(-(skew + nbytes) // block) * block
-            begin, asked = fake.host_memory[-1]
-            assert begin <= first
-            assert behind <= begin + asked
-
-
-def test_a_lease_asks_for_no_byte_more_than_a_power_of_two(fake: SimulatedTorch) -> None:
-    # The allocator of pinned memory rounds up to one: a few bytes more would cost as much again.
-    for nbytes in (PAGE_BYTES, 1 << 20):
-        _streams.lease(BufferPool(512), nbytes, 0, GPU)
-        assert fake.host_memory[-1][1] == nbytes
-
-
-def test_without_pinned_memory_copies_go_through_pageable_memory_with_one_warning(fake: SimulatedTorch) -> None:
-    fake.can_pin = False
-    gpu = fake.cuda
+def test_bytes_of_a_device_go_to_whole_pages_that_nobody_else_has(fake: SimulatedTorch) -> None:
+    gpu, pool = fake.cuda, BufferPool(PAGE_BYTES)
     source = produce(gpu, pattern(0), gpu.current_stream(GPU))
-    with pytest.warns(OffloadWarning, match=f"pinning {N} bytes of host memory failed .*out of memory.*ulimit -l"):
-        buffer, departure = _streams.out(source, 0, N, gpu.current_stream(GPU))
-    fake.can_pin = True  # even so: it is tried once
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _streams.out(source, 0, N, gpu.current_stream(GPU))
-    assert all(begin % PAGE_BYTES for begin, _ in fake.host_memory)  # none pinned
+    buffer, departure = _streams.out(source, 0, N, gpu.current_stream(GPU), pool)
+    assert buffer.address % PAGE_BYTES == 0
+    assert buffer.padded
+    assert buffer.given
+    assert pool.leased_bytes == PAGE_BYTES
     assert departure is not None
     departure()
     assert_bit_equal(host_view(buffer).clone(), pattern(0))
+    del buffer, departure
+    assert pool.leased_bytes == 0
+
+
+def test_without_room_in_host_memory_nothing_is_queued(fake: SimulatedTorch) -> None:
+    gpu, pool = fake.cuda, BufferPool(PAGE_BYTES, PAGE_BYTES, budget_bytes=PAGE_BYTES)
+    source = produce(gpu, pattern(0), gpu.current_stream(GPU))
+    kept = _streams.out(source, 0, N, gpu.current_stream(GPU), pool)
+    with pytest.raises(StoreFull, match="budget"):
+        _streams.out(source, 0, N, gpu.current_stream(GPU), pool)
+    assert sum("copy out" in line for line in gpu.log) == 1
+    del kept
 
 
 # -- on a CPU ----------------------------------------------------------------------------------------------------------
@@ -386,7 +364,7 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     tensor = torch.arange(8.0)
     assert _streams.producer_stream(tensor) is None
     assert not _streams.capturing(tensor)
-    buffer, before = _streams.out(tensor, 8, 16, None)
+    buffer, before = _streams.out(tensor, 8, 16, None, None)
     assert before is None
     assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
     assert buffer.owner is tensor
@@ -394,6 +372,5 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     assert ready is None
     assert storage.data_ptr() == tensor.data_ptr()
     _streams.use(tensor, ready)
-    kept, buffer = _streams.lease(BufferPool(512), 100, 48, CPU)
-    assert buffer.address % 512 == 48
+    kept, buffer = BufferPool(512).lease(100, 48)
     assert _streams.host_bytes(kept).data_ptr() == buffer.address

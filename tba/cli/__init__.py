@@ -1,5 +1,6 @@
 """The command line of tba, and the allocator a CPU training should run under, for programs that start others.
 
+tba doctor --tier nvme --path /scratch
 tba run -- python train.py
 
 allocator = allocator_environment()

@@ -137,6 +137,15 @@ def _defaults(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[s
     return {name: value for name, value in settings.items() if not environ.get(name)}
 
 
+def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
+    """The allocator a process runs on, from its `/proc/self/maps`: a library's name, "glibc tuned" or "glibc"."""
+    libraries = (line.rpartition("/")[2] for line in maps.splitlines() if "/" in line)
+    loaded = re.search(r"^lib(\w*malloc\w*|hoard)\b", "\n".join(libraries), flags=re.MULTILINE)
+    if loaded is not None:
+        return loaded[1]
+    return "glibc tuned" if all(environ.get(name) for name in _GLIBC) else "glibc"
+
+
 def libraries_in_cache(listing: str, stem: str, machine: str) -> list[str]:
     """The paths of `stem` (such as "libjemalloc.so") for this processor in what `ldconfig -p` prints."""
     marks = {"x86_64": "x86-64", "aarch64": "AArch64"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ._doctor import doctor
 from ._run import run
 
 app = typer.Typer(
@@ -13,11 +14,6 @@ app = typer.Typer(
     add_completion=False,
 )
 
-
-@app.callback()
-def _sub_commands() -> None:
-    """A callback makes typer ask for the sub-command's name even while there is only one."""
-
-
 # Options end at the first word that is none of ours, so that the program's own need no `--` before them.
 app.command(context_settings={"allow_interspersed_args": False})(run)
+app.command()(doctor)

@@ -1,0 +1,67 @@
+"""Fork: transfers rest while a process is copied, and the copy has none.
+
+A fork with direct I/O in flight on private memory may tear pages (open(2), O_DIRECT, NOTES). So before a fork running
+transfers are waited for and queued ones held; the parent goes on afterwards, and in the child the workers, whose
+threads do not exist there, are told to forget them.
+
+One fork at a time: two threads that fork at once would each hold some of the workers and wait for the others.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+
+class Forgetful(Protocol):
+    """What has threads."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Nothing runs inside."""
+
+    def forget(self) -> None:
+        """In the child: there are no threads."""
+
+
+_known: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+_known_lock = threading.Lock()  # held for moments only: a worker may register others while a fork waits for it
+_forking = threading.Lock()
+_held = ExitStack()  # of the fork under way
+
+
+def register(workers: Forgetful) -> None:
+    """Hold `workers` at every fork from now on, for as long as they live."""
+    with _known_lock:
+        _known.add(workers)
+
+
+def _all_known() -> list[Forgetful]:
+    with _known_lock:
+        return list(_known)
+
+
+def _before() -> None:
+    _forking.acquire()
+    for workers in _all_known():
+        _held.enter_context(workers.held())
+
+
+def _after_in_parent() -> None:
+    _held.close()
+    _forking.release()
+
+
+def _after_in_child() -> None:
+    global _known_lock
+    _known_lock = threading.Lock()  # another thread may have held it
+    _held.pop_all()  # those locks belong to threads that do not exist here
+    for workers in _all_known():
+        workers.forget()
+    _forking.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -1,0 +1,84 @@
+"""Lane: what is known of one of several stores, and which of them the next write goes to. Pure decisions.
+
+A write goes where it will probably end first: bytes under way and its own, over the measured speed. A fast disk thus
+gets more of them, and one that has become slow, or hangs, gets fewer the more it lags. A store that failed rests, each
+time twice as long, and is then tried again: a full disk may have room by then.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+FIRST_REST_S = 5.0
+LONGEST_REST_S = 300.0
+# Of the past, each transfer leaves so much to the estimate of speed: it looks back over about ten.
+_MEMORY = 0.9
+
+
+class Ended(NamedTuple):
+    """A write that is over; `moved` is False for one that was taken back or failed, `failed` for the store's fault."""
+
+    at_s: float
+    nbytes: int
+    moved: bool
+    failed: bool
+
+
+class Lane:
+    """One store's record. Not thread-safe, but for `ended`, to which any thread may append at any bytecode."""
+
+    def __init__(self) -> None:
+        self.ended: deque[Ended] = deque()
+        self.in_flight_bytes = 0
+        self.rests_until_s = float("-inf")
+        self._failures = 0
+        self._since_s = 0.0  # the store is busy with writes since then, or since the last one ended
+        self._busy_s = 0.0  # both over the recent past only
+        self._moved_bytes = 0.0
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """Speed while busy; None before the first write has ended."""
+        return self._moved_bytes / self._busy_s if self._busy_s > 0 and self._moved_bytes else None
+
+    def begin(self, nbytes: int, now_s: float) -> None:
+        """A write is under way."""
+        if not self.in_flight_bytes:
+            self._since_s = now_s
+        self.in_flight_bytes += nbytes
+
+    def catch_up(self) -> None:
+        """Take account of what has ended."""
+        while self.ended:
+            end = self.ended.popleft()
+            self.in_flight_bytes -= end.nbytes
+            if end.moved:
+                self._busy_s = _MEMORY * self._busy_s + max(0.0, end.at_s - self._since_s)
+                self._moved_bytes = _MEMORY * self._moved_bytes + end.nbytes
+                self._since_s = end.at_s
+                self._failures = 0
+                self.rests_until_s = float("-inf")
+            elif end.failed:
+                rest_s = min(FIRST_REST_S * 2.0 ** min(self._failures, 60), LONGEST_REST_S)
+                self._failures += 1
+                self.rests_until_s = end.at_s + rest_s
+
+
+def choose(lanes: Sequence[Lane], nbytes: int, now_s: float, tried: Collection[int]) -> int | None:
+    """The index of the lane for a write of `nbytes`, none of `tried`; None where that leaves none.
+
+    Where all rest, the one that has rested longest in proportion is tried rather than none.
+    """
+    for lane in lanes:
+        lane.catch_up()
+    left = [index for index in range(len(lanes)) if index not in tried]
+    if not left:
+        return None
+    awake = [index for index in left if lanes[index].rests_until_s <= now_s]
+    if not awake:
+        return min(left, key=lambda index: lanes[index].rests_until_s)
+    # One of unknown speed passes for the fastest: that is how it comes to be known.
+    fastest = max((lane.bytes_per_s or 0.0 for lane in lanes), default=0.0) or 1.0
+    return min(awake, key=lambda index: (lanes[index].in_flight_bytes + nbytes) / (lanes[index].bytes_per_s or fastest))

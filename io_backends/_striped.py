@@ -1,0 +1,285 @@
+"""StripedStore: several stores, usually one per disk, used as one.
+
+Guarantees beyond those of `Store`:
+
+1. Each write goes whole to the store that will probably end it first (`_lane`); its read goes there too.
+2. A write that fails is tried on the other stores, once each, while its bytes are still in memory: its ticket ends
+   only when one of them has it or none of them could. The error is then the first one.
+3. A store that failed is left alone for a while, then tried again. `on_degraded` hears of the first failure, and of
+   the next after it has worked again.
+4. What a failed attempt took of a store is given back there.
+
+A write is one ticket to its user and, beneath it, one ticket of a store at a time. The first may be cancelled as long
+as the second may. `dict.pop` decides which of `discard` and the end of a write gives the space back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from . import _fork
+from ._errors import StoreClosed, StoreError
+from ._lane import Ended, Lane, choose
+from ._store import Buffer, Store, Ticket, TicketState
+
+
+class StripedLocation(NamedTuple):
+    """Where a write went: in which of the stores, and where in that one. `skew` is its address modulo `alignment`."""
+
+    store_index: int
+    location: Any
+    nbytes: int
+    skew: int
+
+
+class _Write(Ticket):
+    """What the user of a striped store holds of a write. `inner` is the attempt under way."""
+
+    inner: Ticket | None = None
+    index = -1  # whose it is
+    lane: Lane
+    discarded = False
+    first_error: StoreError | None = None  # of an attempt that failed
+    own_fault = False  # the user's own `before` failed, no store did
+    placed: tuple[int, Ticket] | None = None  # whose space is to be given back; taken out with `dict.pop`
+
+    def cancel(self) -> bool:
+        inner, index = self.inner, self.index
+        # In this order: an attempt after the first has begun too, but may be queued again.
+        if inner is None or self.state is not TicketState.QUEUED or not inner.cancel():
+            return False
+        self.placed = index, inner
+        self.lane.ended.append(Ended(time.perf_counter(), self.nbytes, moved=False, failed=False))
+        return super().cancel()
+
+    def check(self, since_s: float) -> None:
+        if self.inner is not None:
+            self.inner.check(since_s)
+
+
+class _Lanes:
+    """The lanes of a store, and the lock they need."""
+
+    def __init__(self, count: int) -> None:
+        self.all = [Lane() for _ in range(count)]
+        self._lock = threading.Lock()
+        _fork.register(self)
+
+    def begin(self, nbytes: int, tried: tuple[int, ...]) -> int | None:
+        """Choose one for a write that begins now."""
+        now_s = time.perf_counter()
+        with self._lock:
+            index = choose(self.all, nbytes, now_s, tried)
+            if index is not None:
+                self.all[index].begin(nbytes, now_s)
+        return index
+
+    def held(self) -> AbstractContextManager[None]:
+        """Around a fork: the stores hold their own workers."""
+        return nullcontext()
+
+    def forget(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._lock = threading.Lock()
+
+
+class StripedStore:
+    """Several stores as one `Store`.
+
+    Args:
+        stores: at least one. They belong to this store from now on: it closes them.
+        on_degraded: called with the index of a store and its error when it fails and others take over, on a worker; it
+            returns soon and raises nothing. Without it there is a RuntimeWarning.
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], *, on_degraded: Callable[[int, StoreError], None] | None = None
+    ) -> None:
+        if not stores:
+            raise ValueError("a striped store needs at least one store, got none")
+        self.stores = tuple(stores)
+        self._on_degraded = on_degraded or self._warn
+        self._lanes = _Lanes(len(stores))
+        self._failing: dict[int, object] = {}  # those reported and not well again
+        self._alignment = 0
+        self._closed = False
+
+    @property
+    def alignment(self) -> int:
+        """The largest of those that can be opened. Raises the first one's error if none can."""
+        if not self._alignment:
+            self._open()
+        return self._alignment
+
+    def write(
+        self,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if not self._alignment:
+            self._open()
+        ticket = _Write(buffer, None, _nothing, on_done)
+        if not self._send(ticket, (), partial(_begin, ticket, before)):
+            raise ticket.first_error or StoreClosed("the store is closed; make a new one")
+        return ticket
+
+    def read(
+        self,
+        location: StripedLocation | None,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if location is None:
+            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+        store = self.stores[location.store_index]
+        if buffer.padded and store.alignment > self.alignment:  # opened late: the padding promised may be too small
+            buffer = buffer._replace(padded=False)
+        return store.read(location.location, buffer, on_done=on_done, before=before)
+
+    def discard(self, ticket: Ticket) -> None:
+        ticket.cancel()
+        if isinstance(ticket, _Write):
+            ticket.discarded = True  # before the look at `placed`: the end of a write does the reverse
+            self._give_back(ticket)
+
+    def trim(self) -> None:
+        """Once a step: let each store that can give back what the step before did not need."""
+        for store in self.stores:
+            trim = getattr(store, "trim", None)
+            if trim is not None:
+                trim()
+
+    def allocated_bytes(self) -> int:
+        return sum(store.allocated_bytes() for store in self.stores)
+
+    @property
+    def used_bytes(self) -> int:
+        """The sum over those stores that tell."""
+        return sum(getattr(store, "used_bytes", 0) for store in self.stores)
+
+    def close(self) -> None:
+        self._closed = True
+        with ExitStack() as stack:
+            for store in self.stores:
+                stack.callback(store.close)
+                store.abandon()  # all end at the same time
+
+    def abandon(self) -> None:
+        self._closed = True
+        for store in self.stores:
+            store.abandon()
+
+    def _open(self) -> None:
+        found, errors = list[int](), list[StoreError]()
+        for index, store in enumerate(self.stores):
+            try:
+                found.append(store.alignment)
+            except StoreError as error:
+                errors.append(error)
+                self._degraded(index, error, 0)
+        if not found:
+            raise errors[0]
+        self._alignment = max(found)
+
+    # -- attempts ------------------------------------------------------------------------------------------------
+
+    def _send(self, ticket: _Write, tried: tuple[int, ...], before: Callable[[], None] | None) -> bool:
+        """Try the stores that are left until one takes the write; False if none does."""
+        buffer, nbytes = ticket.buffer, ticket.nbytes
+        assert buffer is not None
+        while True:
+            index = None if self._closed else self._lanes.begin(nbytes, tried)
+            if index is None:
+                return False
+            tried = (*tried, index)
+            try:
+                inner = self.stores[index].write(
+                    buffer, on_done=partial(self._ended, ticket, index, tried), before=before
+                )
+            except StoreError as error:
+                self._degraded(index, error, nbytes)
+                ticket.first_error = ticket.first_error or error
+                continue
+            ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes.all[index], index, inner
+            return True
+
+    def _ended(self, ticket: _Write, index: int, tried: tuple[int, ...], inner: Ticket) -> None:
+        """On a store's worker: an attempt is over."""
+        if ticket.state is TicketState.QUEUED:  # it ended before it began
+            ticket.start()
+        if inner.error is None:
+            buffer = ticket.buffer
+            assert buffer is not None
+            self._lanes.all[index].ended.append(Ended(inner.ended_s, ticket.nbytes, moved=True, failed=False))
+            self._failing.pop(index, None)
+            ticket.location = StripedLocation(index, inner.location, ticket.nbytes, buffer.address % self._alignment)
+            ticket.moved_bytes, ticket.started_s, ticket.ended_s = inner.moved_bytes, inner.started_s, inner.ended_s
+            ticket.placed = index, inner
+            if ticket.discarded:
+                self._give_back(ticket)
+        else:
+            self.stores[index].discard(inner)
+            if self._try_again(ticket, index, tried, inner.error):
+                return
+            ticket.error = ticket.first_error
+            ticket.started_s, ticket.ended_s = inner.started_s, inner.ended_s
+        inner.buffer = None  # whoever waits for the outer ticket finds its memory let go
+        ticket.finish()
+
+    def _try_again(self, ticket: _Write, index: int, tried: tuple[int, ...], error: BaseException) -> bool:
+        """After a failure: whether another store has the write now."""
+        assert isinstance(error, StoreError)
+        ticket.first_error = ticket.first_error or error
+        if ticket.own_fault:
+            self._lanes.all[index].ended.append(Ended(time.perf_counter(), ticket.nbytes, moved=False, failed=False))
+            return False
+        self._degraded(index, error, ticket.nbytes)
+        return not ticket.discarded and self._send(ticket, tried, None)
+
+    def _degraded(self, index: int, error: StoreError, nbytes: int) -> None:
+        """A store has failed: it rests, and who wants to know is told, once."""
+        closed = isinstance(error, StoreClosed)
+        self._lanes.all[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
+        mine = object()
+        if not closed and self._failing.setdefault(index, mine) is mine:
+            with suppress(Exception):  # a warning made an error must not end a transfer
+                self._on_degraded(index, error)
+
+    def _warn(self, index: int, error: StoreError) -> None:
+        warnings.warn(
+            f"storage path {index + 1} of {len(self.stores)} failed ({error}); going on with the others",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+    def _give_back(self, ticket: _Write) -> None:
+        placed = vars(ticket).pop("placed", None)
+        if placed is not None:
+            index, inner = placed
+            ticket.location = None  # in a host store it is the memory itself
+            self.stores[index].discard(inner)
+
+
+def _begin(ticket: _Write, before: Callable[[], None] | None) -> None:
+    """On a store's worker, ahead of the first attempt."""
+    ticket.start()
+    if before is not None:
+        try:
+            before()
+        except BaseException:
+            ticket.own_fault = True
+            raise
+
+
+def _nothing(_: Ticket) -> None:
+    """The work of a ticket whose work is another's."""

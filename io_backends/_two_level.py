@@ -1,0 +1,353 @@
+"""TwoLevelStore: host memory first, and what does not fit goes to a file store, coldest first.
+
+A training step writes in the order of forward and reads in the reverse, so what was written first is needed last: the
+oldest write in host memory is the coldest, and it makes way.
+
+Guarantees beyond those of `Store`:
+
+1. Host memory holds at most `budget_bytes`, and what reads under way still hold of it. A write waits, on a worker of
+   this store, until what makes way for it is in the file: a slow file store slows writes down, memory never grows.
+2. Bytes leave host memory only after their write to the file has ended well. If it fails they stay, and the write
+   that needed the room fails with `StoreFull`; the next one tries again, as the file may have room by then.
+3. A read takes the bytes from where they are when it is submitted. While they are being spilled that is host memory,
+   which a reader keeps alive whatever becomes of the spill.
+4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
+
+Assumptions: nobody else writes to the two stores, which are closed with this one; the file store never waits for this
+one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from ._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
+from ._host import HostStore
+from ._place import Place, Stored, coldest
+from ._store import Buffer, Store, Ticket
+from ._workers import Workers
+
+# How often who waits looks up: `abandon` cannot wake anybody, as it may run in a finaliser and take no lock.
+_PERIOD_S = 1.0
+
+
+class TwoLevelStore:
+    """A `Store` over two others.
+
+    Args:
+        host: the upper level; with an arena where callers reuse their memory. Its own budget, if any, should be larger.
+        file: any store, the lower level.
+        budget_bytes: what the upper level holds at most.
+        threads: workers; each spills, copies or waits for a device.
+        timeout_s: a wait fails when nothing has moved for so long; None for never.
+    """
+
+    def __init__(
+        self, host: HostStore, file: Store, budget_bytes: int, *, threads: int = 2, timeout_s: float | None = 60.0
+    ) -> None:
+        if budget_bytes < 0:
+            raise ValueError(f"a budget cannot be negative, got {budget_bytes} bytes")
+        self.budget_bytes = budget_bytes
+        self.failed_spills = 0
+        self.spilled_bytes = 0  # since the start
+        self._host = host
+        self._file = file
+        self._changed = threading.Condition(threading.Lock())
+        self._upper: dict[Stored, None] = {}  # in COMING, HOST and SPILLING, in the order of submission
+        self._host_bytes = 0
+        self._discarded: deque[Ticket] = deque()
+        self._closed = False
+        self._workers = _Unheld(threads, "tba-two-level", lambda: None, on_forked=self._forget, timeout_s=timeout_s)
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, and on their way there."""
+        with self._locked():
+            return self._host_bytes
+
+    def write(
+        self,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        stored = Stored(buffer.nbytes)
+        ticket = Ticket(buffer, stored, partial(self._store, stored), on_done, before)
+        with self._locked():
+            self._upper[stored] = None
+        try:
+            self._workers.submit(ticket, urgent=False)
+        except StoreError:
+            self.discard(ticket)
+            raise
+        return ticket
+
+    def read(
+        self,
+        location: Stored | None,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        with self._locked():
+            if self._closed:
+                raise StoreClosed("the store is closed; make a new one")
+            if location is None or location.place in (Place.COMING, Place.GONE):
+                raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+            if buffer.nbytes != location.nbytes:
+                raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
+            if location.place is Place.FILE:
+                assert location.file is not None
+                return self._file.read(location.file.location, buffer, on_done=on_done, before=before)
+            assert location.host is not None
+            return self._host.read(location.host.location, buffer, on_done=on_done, before=before)
+
+    def in_memory(self, location: Stored) -> Buffer | None:
+        """A finished write's bytes, if in host memory: for use in place for as long as the buffer's owner is held."""
+        with self._locked():
+            return location.host.location if location.host is not None else None
+
+    def discard(self, ticket: Ticket) -> None:
+        ticket.cancel()
+        self._discarded.append(ticket)
+        self._catch_up()
+
+    def allocated_bytes(self) -> int:
+        """Bytes in host memory and blocks of the file."""
+        return self._host.allocated_bytes() + self._file.allocated_bytes()
+
+    def trim(self) -> None:
+        """Once a step: give back, on both levels, what the last one did not need."""
+        for store in (self._host, self._file):
+            trim = getattr(store, "trim", None)  # not every store has it
+            if trim is not None:
+                trim()
+
+    def close(self) -> None:
+        with self._locked():
+            self._closed = True
+            self._changed.notify_all()
+        self._workers.stop()
+        try:
+            self._file.close()
+        finally:
+            self._workers.join()
+            with self._locked():
+                for stored in [one for one in self._upper if one.place is Place.HOST]:
+                    self._leave_host(stored, Place.GONE)
+            self._host.close()
+
+    def abandon(self) -> None:
+        self._closed = True
+        self._workers.stop()
+        self._file.abandon()
+        self._host.abandon()
+
+    # -- on the workers ------------------------------------------------------------------------------------------
+
+    def _store(self, stored: Stored, ticket: Ticket) -> None:
+        buffer = ticket.buffer
+        assert buffer is not None
+        try:
+            if stored.nbytes > self.budget_bytes:
+                self._store_in_file(stored, buffer)
+            else:
+                self._make_room(stored)
+                self._store_in_host(stored, buffer)
+        except BaseException:
+            with self._locked():
+                self._upper.pop(stored, None)
+                stored.place = Place.GONE
+            raise
+        ticket.moved_bytes = stored.nbytes
+
+    def _store_in_file(self, stored: Stored, buffer: Buffer) -> None:
+        ticket = self._file.write(buffer)
+        try:
+            self._await(ticket)
+        except BaseException:
+            self._file.discard(ticket)
+            raise
+        with self._locked():
+            self._upper.pop(stored, None)
+            stored.file, stored.skew, stored.place = ticket, _skew(ticket), Place.FILE
+            if stored.discarded:
+                self._leave_file(stored)
+
+    def _store_in_host(self, stored: Stored, buffer: Buffer) -> None:
+        """With room reserved."""
+        try:
+            ticket = self._copy_to_host(buffer)
+        except BaseException:
+            with self._locked():
+                self._host_bytes -= stored.nbytes
+                self._changed.notify_all()
+            raise
+        with self._locked():
+            stored.host, stored.place = ticket, Place.HOST
+            self._changed.notify_all()
+            if stored.discarded:
+                self._leave_host(stored, Place.GONE)
+
+    def _copy_to_host(self, buffer: Buffer) -> Ticket:
+        while True:
+            ticket = self._host.write(buffer)
+            try:
+                self._await(ticket)
+                return ticket
+            except StoreFull:  # an arena may have the room, but not in one piece: one more makes way
+                self._host.discard(ticket)
+                if not self._spill_coldest() and not self._await_spill():
+                    raise
+            except BaseException:
+                self._host.discard(ticket)
+                raise
+
+    def _make_room(self, stored: Stored) -> None:
+        """Reserve host memory for `stored`; others make way first. Raises StoreFull, StoreClosed, TransferCancelled."""
+        while True:
+            with self._locked():
+                while True:
+                    if self._closed:
+                        raise StoreClosed("the store was closed before this write was stored")
+                    if stored.discarded:
+                        raise TransferCancelled(f"a write of {stored.nbytes} bytes was discarded before it was stored")
+                    if self._host_bytes + stored.nbytes <= self.budget_bytes:
+                        self._host_bytes += stored.nbytes
+                        return
+                    if coldest(self._upper) is not None:
+                        break
+                    self._changed.wait(_PERIOD_S)  # others are storing or spilling what will make way
+                    self._settle()
+            self._spill_coldest()
+
+    def _spill_coldest(self) -> bool:
+        """Move the coldest write to the file; False if there is none. Raises StoreFull when the file fails."""
+        with self._locked():
+            stored = coldest(self._upper)
+            if stored is None:
+                return False
+            assert stored.host is not None
+            stored.place = Place.SPILLING
+        failure: BaseException | None = None
+        try:
+            ticket = self._file.write(stored.host.location)
+            with self._locked():
+                stored.file = ticket
+                if stored.discarded:
+                    ticket.cancel()
+            self._await(ticket)
+        except BaseException as error:
+            failure = error
+        with self._locked():
+            if stored.discarded or failure is not None:
+                self._leave_file(stored)
+            if stored.discarded:
+                self._leave_host(stored, Place.GONE)
+            elif failure is None:
+                self.spilled_bytes += stored.nbytes
+                stored.skew = _skew(ticket)
+                self._leave_host(stored, Place.FILE)
+            else:
+                self.failed_spills += 1
+                stored.place = Place.HOST
+                self._changed.notify_all()
+                raise StoreFull(
+                    f"host memory holds {self._host_bytes} of {self.budget_bytes} bytes and the file store did not "
+                    f"take the oldest {stored.nbytes} of them: {failure}; make room there, or raise the budget"
+                ) from failure
+        return True
+
+    def _await_spill(self) -> bool:
+        """Wait for a spill of another worker, or a moment; False if there is none."""
+        with self._locked():
+            if not any(one.place is Place.SPILLING for one in self._upper):
+                return False
+            self._changed.wait(_PERIOD_S)
+            return True
+
+    def _await(self, ticket: Ticket) -> None:
+        while not ticket.wait(_PERIOD_S):
+            # A transfer of a store that stands still fails its wait, so this one moves; and so do those behind it.
+            self._workers.moved_s = time.perf_counter()
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._changed:
+                self._settle()
+                yield
+        finally:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """See to discards, unless somebody has the lock: who has it does so when it lets go."""
+        while self._discarded and self._changed.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._changed.release()
+
+    def _settle(self) -> None:
+        while self._discarded:
+            ticket = self._discarded.popleft()
+            stored, ticket.location = ticket.location, None
+            if stored is None:  # discarded before
+                continue
+            stored.discarded = True
+            self._changed.notify_all()  # its write may be waiting for room
+            if stored.place is Place.HOST:
+                self._leave_host(stored, Place.GONE)
+            elif stored.place is Place.FILE:
+                self._leave_file(stored)
+            elif stored.place is Place.SPILLING:
+                if stored.file is not None:
+                    stored.file.cancel()  # who spills it sees to the rest, also if it is too late for this
+            else:
+                self._upper.pop(stored, None)  # who stores it, if anybody, finds it discarded
+
+    def _leave_host(self, stored: Stored, place: Place) -> None:
+        ticket, stored.host, stored.place = stored.host, None, place
+        assert ticket is not None
+        self._host.discard(ticket)
+        self._upper.pop(stored, None)
+        self._host_bytes -= stored.nbytes
+        self._changed.notify_all()
+
+    def _leave_file(self, stored: Stored) -> None:
+        ticket, stored.file = stored.file, None
+        if ticket is not None:
+            self._file.discard(ticket)
+        if stored.place is Place.FILE:
+            stored.place = Place.GONE
+
+    def _forget(self) -> None:
+        """In a forked child."""
+        self._closed = True
+        self._changed = threading.Condition(threading.Lock())  # another thread may have held it
+
+
+class _Unheld(Workers):
+    """Workers that a fork does not wait for: they wait for transfers of other stores, which it holds."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        yield
+
+
+def _skew(ticket: Ticket) -> int:
+    skew: int = getattr(ticket.location, "skew", 0)
+    return skew

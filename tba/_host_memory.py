@@ -1,0 +1,70 @@
+"""Host memory: the buffers transfers go through, pageable for the host's own tensors, pinned for those of a device.
+
+One pool for each, made when first needed, used again from step to step and given back by `close`. Pinned memory is cut
+from segments of exact sizes, registered with CUDA and taken from the device's memory node where that is known.
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+
+import torch
+
+from io_backends import BufferPool, HostArena, device_node, pci_address
+
+# Every device may copy from and to it, not only the one that is current where it is pinned.
+_PORTABLE = 1
+
+
+class HostMemory:
+    """The pools of one engine. Thread-safe as far as the pools are; making one wants the engine's lock.
+
+    Args:
+        budget_bytes: what pinned memory may take.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = max(budget_bytes, mmap.PAGESIZE)
+        self._pools: dict[str, BufferPool] = {}
+
+    def of(self, device: torch.device, alignment: int = 1) -> BufferPool:
+        """The pool for tensors of a device. Leases never share a page, nor a block of `alignment` bytes."""
+        pool = self._pools.get(device.type)
+        if pool is None:
+            alignment = max(alignment, mmap.PAGESIZE)
+            pool = BufferPool(alignment) if device.type == "cpu" else self._pinned(device, alignment)
+            self._pools[device.type] = pool
+        return pool
+
+    def trim(self) -> None:
+        """Once a step: give back what the last one did not use."""
+        for pool in self._pools.values():
+            pool.trim()
+
+    def close(self) -> None:
+        """Give everything back, what is still in use when it ends."""
+        for pool in self._pools.values():
+            pool.close()
+
+    def _pinned(self, device: torch.device, alignment: int) -> HostArena:
+        return HostArena(
+            self._budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=_node_of(device)
+        )
+
+
+def _pin(address: int, nbytes: int) -> None:
+    """Raises RuntimeError where CUDA cannot."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+
+def _unpin(address: int) -> None:
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _node_of(device: torch.device) -> int | None:
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        return device_node(pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id))
+    except AttributeError:  # a torch that does not tell
+        return None

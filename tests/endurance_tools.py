@@ -1,0 +1,37 @@
+"""Tools for tests of the endurance allowance: clocks that are told the time, and a look into the file."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from pathlib import Path
+
+from tba._endurance import Allowance, file_name
+
+DAY_S = 86_400
+NOON = datetime.datetime(2026, 3, 29, 12, tzinfo=datetime.UTC).timestamp()  # summer time began that night in Europe
+
+
+class Clock:
+    """The time of day, and seconds that only go forward; both move when told to."""
+
+    def __init__(self, wall_s: float = NOON) -> None:
+        self.wall_s, self.monotonic_s = wall_s, 100.0
+
+    def wait(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.monotonic_s += seconds
+
+
+def allowance(directory: Path, limit: int | None, clock: Clock) -> Allowance:
+    return Allowance(limit, directory, wall_s=lambda: clock.wall_s, monotonic_s=lambda: clock.monotonic_s)
+
+
+def the_file(directory: Path) -> Path:
+    return directory / file_name(os.uname().nodename)
+
+
+def counts(directory: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads(the_file(directory).read_text())["bytes_written"]
+    return found

@@ -1,0 +1,347 @@
+"""Endurance allowance: what is counted and declined, for which day, and a file that cannot be kept."""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+from endurance_tools import DAY_S, NOON, Clock, allowance, counts, the_file
+
+from tba import ClosedError, OffloadWarning
+from tba._endurance import (
+    SYNC_S,
+    Allowance,
+    Broken,
+    file_name,
+    parse,
+    projected_bytes_per_day,
+    state_directory,
+)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_up_to_the_limit_and_no_further(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(60)
+    assert taken.take(40)
+    assert taken.written_today_bytes == 100
+    assert taken.take(0)
+    with pytest.warns(OffloadWarning, match=r"100 of the 100 bytes .* 2026-03-29 \(UTC\).*MAX_WRITE_BYTES_PER_DAY"):
+        assert not taken.take(1)
+    assert taken.written_today_bytes == 100  # what was declined is not counted
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100}
+
+
+def test_one_that_does_not_fit_leaves_room_for_a_smaller(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match="0 of the 100 bytes"):
+        assert not taken.take(101)
+    assert taken.take(100)
+
+
+def test_a_limit_of_nothing_declines_all(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 0, clock)
+    with pytest.warns(OffloadWarning, match="0 of the 0 bytes"):
+        assert not taken.take(1)
+
+
+def test_it_is_said_once_a_day(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 10, clock)
+    said = []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [taken.take(11) for _ in range(5)] == [False] * 5
+        said.append([str(warning.message) for warning in caught])
+        clock.wait(DAY_S)
+    assert [len(texts) for texts in said] == [1, 1, 1]
+    assert ["2026-03-29" in said[0][0], "2026-03-30" in said[1][0]] == [True, True]
+
+
+def test_a_warning_turned_into_an_error_leaves_the_counts_right(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 10, clock)
+    assert taken.take(6)
+    with pytest.raises(OffloadWarning, match="6 of the 10 bytes"):
+        taken.take(6)
+    assert taken.take(4)
+    assert taken.written_today_bytes == 10
+
+
+def test_without_a_limit_nothing_is_counted_and_no_file_touched(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    taken = Allowance(None)
+    assert all(taken.take(1 << 60) for _ in range(3))
+    taken.give_back(5)
+    clock.wait(DAY_S)
+    assert (taken.written_today_bytes, taken.projected_bytes_per_day) == (0, 0)
+    taken.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_file_is_in_the_users_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    taken = Allowance(1000)
+    assert not (tmp_path / "state").exists()  # making one costs nothing
+    assert taken.take(7)
+    taken.close()
+    (day,) = counts(tmp_path / "state" / "tba").values()
+    assert day == 7
+    assert (tmp_path / "state" / "tba").stat().st_mode & 0o777 == 0o700
+
+
+def test_where_counts_are_kept() -> None:
+    assert state_directory({"XDG_STATE_HOME": "/s"}, "/home/u") == Path("/s/tba")
+    assert state_directory({}, "/home/u") == Path("/home/u/.local/state/tba")
+    assert state_directory({"XDG_STATE_HOME": "relative"}, "/home/u") == Path("/home/u/.local/state/tba")
+    assert state_directory({}, "~") is None
+    assert file_name("node-7.example.org") == "written-node-7_example_org.json"
+    assert file_name("../x") == "written-___x.json"
+    assert file_name("") == "written-host.json"
+
+
+def test_counts_go_on_in_the_next_run(tmp_path: Path, clock: Clock) -> None:
+    for total in (30, 60, 90):
+        taken = allowance(tmp_path, 100, clock)
+        assert taken.take(30)
+        assert taken.written_today_bytes == total
+        taken.close()
+        taken.close()
+        assert counts(tmp_path) == {"2026-03-29": total}
+    with pytest.warns(OffloadWarning, match="90 of the 100"):
+        assert not allowance(tmp_path, 100, clock).take(30)
+
+
+def test_the_file_is_written_every_few_seconds_at_most(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = allowance(tmp_path, 1 << 40, clock)
+    written = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *names: (written.append(clock.monotonic_s), replace(*names)))
+    for _ in range(1000):
+        taken.take(1)
+        clock.wait(SYNC_S / 100)
+    assert len(written) == 9  # in ten periods, the first of which began with a look at the file and nothing to add
+    assert all(later - earlier >= SYNC_S for earlier, later in itertools.pairwise(written))
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 1000}
+
+
+def test_midnight_gives_the_allowance_anew(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(12 * 3600 - 1)  # 23:59:59
+    with pytest.warns(OffloadWarning, match="2026-03-29"):
+        assert not taken.take(1)
+    clock.wait(1)
+    assert taken.take(70)
+    assert taken.written_today_bytes == 70
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 70}
+
+
+def test_what_was_taken_before_midnight_is_counted_there(tmp_path: Path) -> None:
+    clock = Clock(NOON + 12 * 3600 - 1)
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(40)
+    clock.wait(2)  # no look at the file is due yet
+    assert taken.take(50)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 40, "2026-03-30": 50}
+
+
+def test_a_clock_set_back_neither_gives_nor_takes(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(80)
+    clock.wall_s += DAY_S
+    assert taken.take(90)
+    clock.wall_s -= DAY_S  # back to a day of which 80 are gone
+    assert taken.written_today_bytes == 80
+    with pytest.warns(OffloadWarning, match="80 of the 100 bytes"):
+        assert not taken.take(30)
+    assert taken.take(20)
+    clock.wall_s += DAY_S
+    assert taken.written_today_bytes == 90
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 90}
+
+
+def test_a_clock_that_was_far_off_leaves_today_as_it_was(tmp_path: Path, clock: Clock) -> None:
+    for off_by_days in (0, 40_000, -9_000, *range(35)):  # more than are kept
+        there = Clock(NOON + off_by_days * DAY_S)
+        taken = allowance(tmp_path, 100, there)
+        assert taken.take(1)
+        taken.close()
+    kept = counts(tmp_path)
+    assert len(kept) == 32
+    assert max(kept) == "2026-05-02"  # the days nearest to the last one
+    clock.wall_s = NOON + 34 * DAY_S
+    assert allowance(tmp_path, 100, clock).written_today_bytes == 1
+
+
+def test_bytes_of_a_cancelled_write_come_back(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(SYNC_S)
+    assert taken.take(0)  # brings the 100 to the file
+    assert counts(tmp_path) == {"2026-03-29": 100}
+    taken.give_back(60)
+    assert taken.written_today_bytes == 40
+    assert taken.take(60)
+    taken.give_back(60)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 40}
+
+
+def test_no_more_comes_back_than_was_taken_today(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(DAY_S)
+    assert taken.take(30)
+    taken.give_back(100)
+    assert taken.written_today_bytes == 0
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100}
+
+
+def test_what_a_day_would_take(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 1 << 60, clock)
+    clock.wait(100)
+    assert taken.projected_bytes_per_day == 0
+    assert taken.take(1000)
+    assert taken.projected_bytes_per_day == 864_000
+    clock.wait(100)
+    assert taken.projected_bytes_per_day == 432_000
+    taken.give_back(500)
+    assert taken.projected_bytes_per_day == 216_000
+    assert projected_bytes_per_day(10, 0.0) == 864_000  # no division by nothing, and no wild guess
+
+
+def test_after_close(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(5)
+    taken.close()
+    with pytest.raises(ClosedError, match="closed"):
+        taken.take(1)
+    assert taken.written_today_bytes == 5
+
+
+# -- a file that cannot be kept -------------------------------------------------------------------------------------
+
+
+BROKEN = [
+    b"",
+    b"{",
+    b"[]",
+    b"null",
+    b"\xff\xfe",
+    b'{"bytes_written": 5}',
+    b'{"other": {}}',
+    b'{"bytes_written": {"yesterday": 5}}',
+    b'{"bytes_written": {"2026-03-29": -1}}',
+    b'{"bytes_written": {"2026-03-29": 1.5}}',
+    b'{"bytes_written": {"2026-03-29": true}}',
+    b'{"bytes_written": {"2026-03-29": "5"}}',
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("data", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_file_is_set_aside(data: bytes, tmp_path: Path, clock: Clock) -> None:
+    the_file(tmp_path).write_bytes(data)
+    with pytest.raises(Broken):
+        parse(data)
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match=r"written-.*\.json' does not read \(.*\); it is now '.*\.broken'"):
+        assert taken.take(10)
+    assert the_file(tmp_path).with_suffix(".broken").read_bytes() == data
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 10}
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_a_file_lost_in_the_middle_loses_no_count(broken: bool, tmp_path: Path, clock: Clock) -> None:
+    first = allowance(tmp_path, 1000, clock)
+    assert first.take(100)
+    first.close()
+    taken = allowance(tmp_path, 1000, clock)
+    assert taken.take(10)
+    if broken:
+        the_file(tmp_path).write_text("?")
+        with pytest.warns(OffloadWarning, match="does not read"):
+            taken.close()
+    else:
+        the_file(tmp_path).unlink()
+        taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 110}
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "state").write_text("a file where the directory should be")
+    taken = allowance(tmp_path / "state", 100, clock)
+    with pytest.warns(
+        OffloadWarning, match=r"cannot be kept \(.*\), so bytes written are counted in memory.*XDG_STATE"
+    ):
+        assert taken.take(60)
+    for _ in range(3):  # said once, tried again and again
+        clock.wait(SYNC_S)
+        assert taken.take(10)
+    with pytest.warns(OffloadWarning, match="90 of the 100 bytes"):
+        assert not taken.take(20)
+    (tmp_path / "state").unlink()
+    clock.wait(SYNC_S)
+    assert taken.take(10)
+    assert counts(tmp_path / "state") == {"2026-03-29": 90}
+    taken.close()
+    assert counts(tmp_path / "state") == {"2026-03-29": 100}
+
+
+def test_a_read_only_directory(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    system_open = os.open
+
+    def refuse(path: str, *arguments: int) -> int:
+        if str(path).startswith(str(tmp_path)):
+            raise OSError(30, "Read-only file system")
+        return system_open(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)  # the superuser may write to any directory, so it cannot be had for real
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match=r"cannot be kept \(Read-only file system\)"):
+        assert taken.take(100)
+    with pytest.warns(OffloadWarning, match="100 of the 100 bytes"):
+        assert not taken.take(1)
+    taken.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where the system knows no home
+    taken = Allowance(100)
+    with pytest.warns(OffloadWarning, match="no home directory is known.*set XDG_STATE_HOME"):
+        assert taken.take(100)
+    assert taken.written_today_bytes == 100
+    taken.close()
+
+
+def test_one_that_stopped_with_the_lock_held_holds_nobody_up(tmp_path: Path, clock: Clock) -> None:
+    holder = os.open(the_file(tmp_path).with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(60)  # returns, though nothing is known of the file
+    taken.close()
+    assert not the_file(tmp_path).exists()
+    os.close(holder)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 60}

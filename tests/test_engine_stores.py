@@ -1,0 +1,34 @@
+"""The engine's own tests over every kind of store: each kind in a run of pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_tools import STORES
+
+TESTS = Path(__file__).parent
+# The rest compare operators and models, to which the store makes no difference.
+FILES = ("identity", "inplace", "lifecycle", "bounds", "faults")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in STORES if kind != "posix"])  # posix is what they run over anyway
+def test_the_engine_over(kind: str, tmp_path: Path) -> None:
+    files = [str(TESTS / f"test_engine_{name}.py") for name in FILES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not serial", *files]
+    environment = {**os.environ, "ENGINE_TEST_STORE": kind}
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST"):
+        environment.pop(name, None)
+    run = subprocess.run(
+        [*command, f"--basetemp={tmp_path / 'inner'}"],
+        env=environment,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    assert " passed" in run.stdout

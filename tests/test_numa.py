@@ -1,0 +1,94 @@
+"""NUMA: the node is chosen from what the kernel says, and pages come from it where the kernel does that."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from io_backends import _numa
+from io_backends._arena import HostArena
+from io_backends._pool import address_of
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("0\n", {0}),
+        ("0-1\n", {0, 1}),
+        ("0-2,8,16-17\n", {0, 1, 2, 8, 16, 17}),
+        ("\n", set()),
+    ],
+)
+def test_a_kernel_list(text: str, numbers: set[int]) -> None:
+    assert _numa.parse_list(text) == numbers
+
+
+@pytest.mark.parametrize(
+    ("device_text", "with_memory_text", "node"),
+    [
+        ("0\n", "0-1\n", 0),
+        ("1\n", "0-1\n", 1),
+        ("8\n", "0,8\n", 8),
+        ("-1\n", "0-1\n", None),  # the firmware does not say
+        ("0\n", "0\n", None),  # nothing to choose
+        ("1\n", "0,2\n", None),  # a node of processors alone
+        ("\n", "0-1\n", None),
+        ("1\n", "none\n", None),
+    ],
+)
+def test_the_choice_of_a_node(device_text: str, with_memory_text: str, node: int | None) -> None:
+    assert _numa.choose_node(device_text, with_memory_text) == node
+
+
+def tree(root: Path, nodes: str, devices: dict[str, str]) -> Path:
+    (root / "devices/system/node").mkdir(parents=True)
+    (root / "devices/system/node/has_memory").write_text(nodes)
+    for address, node in devices.items():
+        (root / "bus/pci/devices" / address).mkdir(parents=True)
+        (root / "bus/pci/devices" / address / "numa_node").write_text(node)
+    return root
+
+
+def test_a_machine_of_two_sockets(tmp_path: Path) -> None:
+    sysfs = tree(tmp_path, "0-1\n", {"0000:17:00.0": "0\n", "0000:ca:00.0": "1\n", "0001:3b:00.0": "-1\n"})
+    assert _numa.device_node(_numa.pci_address(0, 0x17, 0), sysfs) == 0
+    assert _numa.device_node(_numa.pci_address(0, 0xCA, 0), sysfs) == 1
+    assert _numa.device_node("0000:CA:00.0", sysfs) == 1  # as some tools print it
+    assert _numa.device_node(_numa.pci_address(1, 0x3B, 0), sysfs) is None
+    assert _numa.device_node("0000:ff:00.0", sysfs) is None  # no such device
+
+
+def test_a_system_without_numa(tmp_path: Path) -> None:
+    assert _numa.device_node("0000:17:00.0", tmp_path) is None
+    sysfs = tree(tmp_path, "0\n", {"0000:17:00.0": "0\n"})
+    assert _numa.device_node("0000:17:00.0", sysfs) is None
+
+
+def test_pages_come_from_the_node_asked_for() -> None:
+    memory = mmap.mmap(-1, 16 * mmap.PAGESIZE)
+    view = memoryview(memory)
+    if not _numa.bind(address_of(view), view.nbytes, 0):
+        pytest.skip("mbind(2) is not allowed here, or the kernel has no NUMA")
+    assert _numa.preferred_node(address_of(view)) == 0
+    assert _numa.preferred_node(address_of(view) + 15 * mmap.PAGESIZE) == 0
+    other = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+    assert _numa.preferred_node(address_of(other)) is None
+
+
+def test_what_cannot_be_bound_is_told_and_left_as_it_was() -> None:
+    memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+    assert not _numa.bind(address_of(memory), memory.nbytes, 1023)  # no machine here has so many
+    assert not _numa.bind(address_of(memory), memory.nbytes, 1 << 20)
+    assert not _numa.bind(address_of(memory) + 1, memory.nbytes, 0)
+    assert _numa.preferred_node(address_of(memory)) is None
+
+
+def test_an_arena_takes_its_pages_there_and_works_all_the_same_where_it_cannot() -> None:
+    probe = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
+    can = _numa.bind(address_of(probe), probe.nbytes, 0)
+    for asked, found in ((0, 0 if can else None), (1023, None), (None, None)):
+        view, buffer = HostArena(1 << 20, node=asked).lease(1000)
+        view[:] = b"\x05" * 1000
+        assert _numa.preferred_node(buffer.address) == found
