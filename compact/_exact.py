@@ -1,0 +1,271 @@
+"""Exact codecs: fewer bytes for tensors that do not need all of theirs; every bit comes back.
+
+Whether a tensor fits is a question about its values, so each codec queues a small flag beside the work that would pay
+if it does, and decides in `Pending.finish`. A tensor that does not fit is kept verbatim.
+
+Values are handled as integers throughout: -0.0, NaN payloads and denormal numbers are bit patterns like any other.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._codec import Codec, Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
+from ._errors import UnsupportedTensor
+from ._layout import Spec, Target, flat
+from ._pack import pack, packed_count, unpack
+
+# The integer dtype of a width in bytes, for bit patterns.
+_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# A first look at so few elements tells most fp32 tensors from bf16 in disguise without reading them.
+_LOOK = 4096
+
+
+def _exact(bits: float | None) -> Properties:
+    return Properties(
+        exact=True, unbiased=True, keyed=False, bits_per_element=bits, error_of_largest=0.0, relative_error=0.0
+    )
+
+
+class _ExactCodec(abc.ABC):
+    """What the exact codecs share: sizes, `encode`, and the way back of the verbatim form."""
+
+    name = "exact"
+    properties = Properties(
+        exact=True, unbiased=True, keyed=False, bits_per_element=None, error_of_largest=0.0, relative_error=0.0
+    )
+    takes = "every dtype"
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """At most the stored elements' own bytes. Raises UnsupportedTensor."""
+        if not self._takes(spec.dtype):
+            raise UnsupportedTensor(
+                f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes {self.takes}; "
+                "use Exact"
+            )
+        return spec.stored_bytes
+
+    @abc.abstractmethod
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the encoding. Raises UnsupportedTensor."""
+
+    def encode(self, tensor: Tensor, key: int = 0) -> Packed:
+        """`begin` and `finish` at once."""
+        return self.begin(tensor, key).finish()
+
+    def decode(self, packed: Packed) -> Tensor:
+        """The tensor, bit for bit, on the buffers' device."""
+        spec = packed.spec
+        buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
+        target = Target(spec, buffer.device)
+        self._restore(packed, buffer, target.flat)
+        return target.settle()
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def _open(self, tensor: Tensor) -> tuple[Spec, Tensor]:
+        """The spec and the stored elements of a tensor that the codec takes."""
+        spec = Spec.of(tensor)
+        self.packed_nbytes(spec)
+        return spec, flat(tensor)
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        """Bytes of the codec's own forms."""
+        return {}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        """Write the stored elements; here from the verbatim form."""
+        out.copy_(view_as(buffer, out.dtype))
+
+
+@dataclass(frozen=True)
+class Verbatim(_ExactCodec):
+    """A `Codec` that keeps the stored bytes as they are: any dtype. What is expanded is stored once."""
+
+    name = "verbatim"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Copy the bytes."""
+        spec, values = self._open(tensor)
+        packed = verbatim(values, spec)
+        return Pending(None, lambda _: packed)
+
+
+@dataclass(frozen=True)
+class Mask(_ExactCodec):
+    """A `Codec` for tensors of two values, one bit an element: booleans, and float masks such as dropout's 0 and 1/q.
+
+    Takes booleans and every dtype of 1, 2, 4 or 8 bytes. The values are bit patterns, so 0.0 and -0.0 are two.
+    """
+
+    name = "mask"
+    takes = "elements of 1, 2, 4 or 8 bytes that are not complex"
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """Of booleans an eighth; else at most the stored elements' own bytes. Raises UnsupportedTensor."""
+        nbytes = super().packed_nbytes(spec)
+        return packed_count(nbytes, 1) if spec.dtype is torch.bool else nbytes
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the encoding. The flag holds the two bit patterns and whether there is a third (none for booleans)."""
+        spec, values = self._open(tensor)
+        if spec.dtype is torch.bool:
+            # Not every byte of a boolean tensor need be 0 or 1 (memory viewed as such): any other counts as true.
+            packed = Packed(spec, "bits", (_pack_bits(values),), (0, 1))
+            return Pending(None, lambda _: packed)
+        bits = values.view(_BITS_OF[spec.dtype.itemsize])
+        if not bits.numel():
+            empty = verbatim(values, spec)
+            return Pending(None, lambda _: empty)
+        low, high = torch.aminmax(bits)
+        is_high = bits == high
+        two = (is_high | (bits == low)).all()
+
+        def decide(flag: list[int]) -> Packed:
+            if not flag[2]:
+                return verbatim(values, spec)
+            return Packed(spec, "bits", (_pack_bits(is_high),), (flag[0], flag[1]))
+
+        return Pending(torch.stack((low.to(torch.int64), high.to(torch.int64), two.to(torch.int64))), decide)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize in _BITS_OF and not dtype.is_complex
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        return {"bits": packed_count(packed.spec.stored_numel, 1)}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        if packed.form != "bits":
+            return super()._restore(packed, buffer, out)
+        is_high = unpack(buffer, 1)[: out.numel()].view(torch.bool)
+        if out.dtype is torch.bool:
+            out.copy_(is_high)
+        else:
+            low, high = packed.numbers
+            out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
+
+
+def _pack_bits(mask: Tensor) -> Tensor:
+    """A flat boolean tensor at 8 elements a byte."""
+    count = mask.numel()
+    codes = torch.zeros(-(-count // 8) * 8, dtype=torch.uint8, device=mask.device)
+    codes[:count].copy_(mask)
+    packed = torch.empty(packed_count(count, 1), dtype=torch.uint8, device=mask.device)
+    pack(codes, 1, packed)
+    return packed
+
+
+@dataclass(frozen=True)
+class Narrow(_ExactCodec):
+    """A `Codec` for integers: the narrowest of 0, 1, 2 and 4 bytes that holds the distance from the smallest to the
+    largest. Token ids of a vocabulary up to 65,536 take 2 bytes of int64's 8."""
+
+    name = "narrow"
+    takes = "uint8 and signed integers"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the search for the smallest and the largest: they are the flag. `finish` queues the rest."""
+        spec, values = self._open(tensor)
+        if not values.numel():
+            empty = verbatim(values, spec)
+            return Pending(None, lambda _: empty)
+
+        def decide(flag: list[int]) -> Packed:
+            low, high = flag
+            width = next(w for w in (0, 1, 2, 4, 8) if high - low < 1 << (8 * w))
+            if width >= spec.dtype.itemsize:
+                return verbatim(values, spec)
+            if width == 0:
+                return Packed(spec, "narrow", (values.new_empty(0, dtype=torch.uint8),), (low, 0))
+            # Counted from the middle, so that the codes fill a signed integer of that width.
+            middle = low + (1 << (8 * width - 1))
+            codes = (values.to(torch.int64) - middle).to(_BITS_OF[width])
+            return Packed(spec, "narrow", (bytes_of(codes),), (middle, width))
+
+        return Pending(torch.stack(torch.aminmax(values)).to(torch.int64), decide)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype in _INTEGERS
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        width = packed.numbers[1] if len(packed.numbers) == 2 else 0
+        return {"narrow": width * packed.spec.stored_numel}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        if packed.form != "narrow":
+            return super()._restore(packed, buffer, out)
+        middle, width = packed.numbers
+        if width == 0:
+            out.fill_(middle)
+        else:
+            out.copy_(view_as(buffer, _BITS_OF[width]).to(torch.int64).add_(middle))
+
+
+@dataclass(frozen=True)
+class DisguisedBf16(_ExactCodec):
+    """A `Codec` for fp32 that holds bf16 values (an upcast under autocast, a norm's fp32 copy): the upper 16 bits."""
+
+    name = "disguised-bf16"
+    takes = "float32"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the upper halves and the flag: the largest lower half, 0 where the upper halves are all there is."""
+        spec, values = self._open(tensor)
+        bits = values.view(torch.int32)
+        if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
+            return Pending(None, lambda _: verbatim(values, spec))
+        upper = bits.new_empty(bits.numel(), dtype=torch.int16)
+        # In blocks, so that no second fp32-sized tensor is made on the way.
+        rest = []
+        for source, half in zip(bits.split(1 << 20), upper.split(1 << 20), strict=True):
+            half.copy_(source >> 16)
+            rest.append((source & 0xFFFF).amax())
+        packed = Packed(spec, "upper", (bytes_of(upper),))
+        return Pending(torch.stack(rest).amax(), lambda flag: verbatim(values, spec) if flag else packed)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.float32
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        return {"upper": 2 * packed.spec.stored_numel}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        if packed.form != "upper":
+            return super()._restore(packed, buffer, out)
+        bits = out.view(torch.int32)
+        bits.copy_(view_as(buffer, torch.int16))
+        bits.bitwise_left_shift_(16)
+
+
+@dataclass(frozen=True)
+class Exact(_ExactCodec):
+    """A `Codec` for any plain tensor: `Mask` for booleans, `Narrow` for integers, `DisguisedBf16` for fp32, else
+    `Verbatim`."""
+
+    name = "exact"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the encoding by the codec of the dtype."""
+        return _by_dtype(tensor.dtype).begin(tensor, key)
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """At most the stored elements' own bytes; an eighth for booleans."""
+        return _by_dtype(spec.dtype).packed_nbytes(spec)
+
+    def decode(self, packed: Packed) -> Tensor:
+        """The tensor, bit for bit, on the buffers' device."""
+        return _by_dtype(packed.spec.dtype).decode(packed)
+
+
+def _by_dtype(dtype: torch.dtype) -> Codec:
+    if dtype is torch.bool:
+        return Mask()
+    if dtype in _INTEGERS:
+        return Narrow()
+    return DisguisedBf16() if dtype is torch.float32 else Verbatim()

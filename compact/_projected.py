@@ -1,0 +1,151 @@
+"""Projected: the input x of a linear layer kept as z = x P, of rank r instead of width n. CompAct, arXiv 2410.15352.
+
+Shapes: x [..., n], z [..., r], grad_output [..., out].
+
+The weight gradient needs no x: grad_output^T x is estimated, without bias, by (grad_output^T z) P^T (section 3 of the
+paper), which costs r / n of the exact one. `decode` gives x P P^T, also unbiased, for whoever must have a tensor of x's
+shape. The relative squared error of either is `Projection.relative_variance`, about n / r: far more than quantising to
+as many bytes costs. It is here for CompAct's sake, and for ranks below what quantising reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._codec import Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
+from ._errors import CodecError, UnsupportedTensor
+from ._layout import Spec, Target, flat
+from ._projection import KINDS, Projection, ProjectionKind
+from ._seeds import key as derive
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Projected:
+    """A `WeightGradCodec` of linear inputs: bf16, fp16, fp32, fp64, not scalars.
+
+    Strides come back exactly, but a tensor whose elements share memory comes back contiguous. Layers that share an
+    input (q, k and v; gate and up) share its projection when they are given one packed form, or one key.
+
+    Args:
+        rank: r as a number (8), or as a share of the width (0.25), rounded down to at least 1.
+        kind: "gaussian" (the paper's), "rademacher", "orthonormal" (the least error) or "sparse".
+
+    Raises:
+        CodecError: a rank that is neither, an unknown kind.
+    """
+
+    rank: int | float = 0.25
+    kind: ProjectionKind = "gaussian"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not (0 < self.rank < 1 or (isinstance(self.rank, int) and self.rank >= 1)):
+            raise CodecError(
+                f"a projection was given rank {self.rank!r}: give a whole number of at least 1, or a share of the "
+                "width above 0 and below 1"
+            )
+        if self.kind not in KINDS:
+            raise CodecError(f"projection kind {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """As "gaussian n*0.25" or "orthonormal 8"."""
+        return f"{self.kind} {self.rank}" if isinstance(self.rank, int) else f"{self.kind} n*{self.rank:g}"
+
+    @property
+    def properties(self) -> Properties:
+        """Unbiased, and unbounded: a draw of P may lie as it likes. Bits depend on the dtype, or on the width."""
+        return Properties(
+            exact=False,
+            unbiased=True,
+            keyed=True,
+            bits_per_element=None,
+            error_of_largest=None,
+            relative_error=math.inf,
+        )
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """Bytes of z, in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
+        if spec.dtype not in _FLOATS or not spec.shape:
+            raise UnsupportedTensor(
+                f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
+                "float32 and float64 of at least one dimension; use Exact"
+            )
+        if not spec.numel:
+            return 0
+        return spec.numel // spec.shape[-1] * self._projection(spec, 0).rank * spec.dtype.itemsize
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the projection. The flag is False where the tensor must be kept verbatim."""
+        spec = Spec.of(tensor)
+        if not self.packed_nbytes(spec):
+            empty = Packed(spec, "projected", (torch.empty(0, dtype=torch.uint8, device=tensor.device),), (key,))
+            return Pending(None, lambda _: empty)
+        projection = self._projection(spec, key)
+        z = projection.project(flat(tensor, logical=True).view(-1, spec.shape[-1]))
+        packed = Packed(spec, "projected", (bytes_of(z.view(-1)),), (key,))
+        # By Cauchy and Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
+        # ends at 5.98) or sqrt(n / r). NaN and infinity make a norm that is below nothing.
+        row = max(6.0, math.sqrt(projection.width / projection.rank))
+        largest = torch.linalg.vector_norm(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32)).amax()
+        flag = largest < torch.finfo(spec.dtype).max / (2 * row)
+        return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
+
+    def encode(self, tensor: Tensor, key: int = 0) -> Packed:
+        """`begin` and `finish` at once."""
+        return self.begin(tensor, key).finish()
+
+    def decode(self, packed: Packed) -> Tensor:
+        """x P P^T, on the buffers' device."""
+        spec, buffer = packed.spec, self._buffer(packed)
+        if packed.form == "verbatim":
+            target = Target(spec, buffer.device)
+            target.flat.copy_(view_as(buffer, spec.dtype))
+            return target.settle()
+        target = Target(spec, buffer.device, logical=True)
+        if spec.numel:
+            projection = self._projection(spec, packed.numbers[0])
+            z = view_as(buffer, spec.dtype).view(-1, projection.rank)
+            target.flat.copy_(projection.back(z).view(-1))
+        return target.settle()
+
+    @torch.no_grad()
+    def weight_grad(self, packed: Packed, grad_output: Tensor) -> Tensor:
+        """(grad_output^T z) P^T: the gradient of weight [out, n] without rebuilding x.
+
+        Args:
+            packed: of x [..., n].
+            grad_output: [..., out], on the buffers' device.
+
+        Raises:
+            CodecError: another number of tokens than x had.
+            PackedError: packed by another codec.
+        """
+        spec, buffer = packed.spec, self._buffer(packed)
+        tokens = math.prod(spec.shape[:-1])
+        if grad_output.shape[:-1] != spec.shape[:-1]:
+            raise CodecError(
+                f"{self.name}: an input of shape {list(spec.shape)} needs an output gradient of shape "
+                f"{[*spec.shape[:-1], 'out']}, but got {list(grad_output.shape)}"
+            )
+        grads = grad_output.reshape(tokens, grad_output.shape[-1]).t()
+        if packed.form == "verbatim" or not spec.numel:
+            return grads @ self.decode(packed).reshape(tokens, spec.shape[-1]).to(grads.dtype)
+        projection = self._projection(spec, packed.numbers[0])
+        z = view_as(buffer, spec.dtype).view(tokens, projection.rank)
+        return projection.back(grads @ z.to(grads.dtype))
+
+    def _buffer(self, packed: Packed) -> Tensor:
+        sizes = {"projected": self.packed_nbytes(packed.spec), "verbatim": packed.spec.stored_bytes}
+        return check_packed(packed, self.name, sizes)
+
+    def _projection(self, spec: Spec, key: int) -> Projection:
+        width = spec.shape[-1]
+        rank = self.rank if isinstance(self.rank, int) else max(1, int(width * self.rank))
+        # Made from the key, not the key itself: streams of neighbouring integers are one stream, shifted (`_seeds`).
+        return Projection(self.kind, width, rank, derive(key, "projection"))
