@@ -68,6 +68,7 @@ class KvikioStore:
         threads: workers, and at least as many threads of kvikio.
         threshold_bytes: smaller transfers take the host path.
         registered_bytes: how much device memory may be registered at once.
+        capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
         timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
         syscalls: replaced in tests.
 
@@ -76,6 +77,7 @@ class KvikioStore:
     """
 
     alignment = _PAGE_BYTES
+    takes_device_memory = True  # a buffer's address may be that of device memory
 
     def __init__(
         self,
@@ -84,6 +86,7 @@ class KvikioStore:
         threads: int = 2,
         threshold_bytes: int = THRESHOLD_BYTES,
         registered_bytes: int = 1 << 30,
+        capacity_bytes: int | None = None,
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
     ) -> None:
@@ -97,7 +100,7 @@ class KvikioStore:
         self._files: list[_File] = []  # that one; taken out by `pop`, which is atomic, so closed once
         self._closed = False
         self._lock = threading.Lock()  # while the file is made
-        self._space = Space(str(self.directory), self._syscalls)
+        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
         self._workers = Workers(threads, "tba-kvikio", self._close_file, on_forked=self._forget, timeout_s=timeout_s)
 
     @property

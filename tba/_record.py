@@ -161,7 +161,7 @@ class Record:
         self.state = RecordState.PENDING
         self.write: Ticket | None = None
         self.read: Ticket | None = None
-        self.view: memoryview | None = None  # the lease being read into
+        self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
         self.restored: torch.UntypedStorage | None = None
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream

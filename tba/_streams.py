@@ -29,6 +29,8 @@ from torch import Tensor
 
 from io_backends import Buffer, BufferPool
 
+from ._direct import Present
+
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
 
 
@@ -126,11 +128,13 @@ def out(
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arrival | None]:
+def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arrival | Present | None]:
     """Start moving host bytes to `device`: the storage to build on, and what `use` waits for."""
     if device.type == "cpu":
         return host.untyped_storage(), None
     consumer = torch.cuda.current_stream(device)
+    if host.is_cuda:  # the store has put them there
+        return host.untyped_storage(), Present(consumer)
     side = _side_stream(device, "in")
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     side.wait_stream(consumer)

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from io_backends import Buffer, Store, StoreError, Ticket
 
-from . import _policy, _streams
+from . import _direct, _policy, _streams
 from ._endurance import Allowance
 from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
 from ._host_memory import HostMemory
@@ -106,8 +106,7 @@ class Mover:
             if self.store is None:
                 self.store = self._open_store(record.stream is not None)
                 weakref.finalize(self, self.store.abandon).atexit = False
-            memory = None if record.stream is None else self.memory.of(record.device, self.store.alignment)
-            buffer, arrived = _streams.out(alias, record.begin, nbytes, record.stream, memory)
+            buffer, arrived = self._prepare(record, alias)
             ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             self.allowance.give_back(nbytes)
@@ -244,10 +243,14 @@ class Mover:
             self._restore(record, _streams.host_bytes(there.owner))
             return
         try:
-            memory = self.memory.of(record.device, self.store.alignment)
-            skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
-            record.view, buffer = memory.lease(record.nbytes, skew)
-            record.read = self.store.read(location, buffer, on_done=self._read_ended)
+            before = None
+            if record.stream is not None and self._direct(record.nbytes):
+                record.view, buffer, before = _direct.borrow(record.nbytes, record.device)
+            else:
+                memory = self.memory.of(record.device, self.store.alignment)
+                skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
+                record.view, buffer = memory.lease(record.nbytes, skew)
+            record.read = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
             record.view = None
             raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
@@ -315,6 +318,20 @@ class Mover:
         trim = getattr(self.store, "trim", None)  # not every store has it
         if trim is not None and not self.closed:
             trim()
+
+    def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
+        """What to write, and what to wait for before."""
+        begin, nbytes, stream = record.begin, record.nbytes, record.stream
+        if stream is None:
+            return _streams.out(alias, begin, nbytes, stream, None)
+        if self._direct(nbytes):
+            return _direct.lend(alias, begin, nbytes, stream)
+        assert self.store is not None
+        return _streams.out(alias, begin, nbytes, stream, self.memory.of(record.device, self.store.alignment))
+
+    def _direct(self, nbytes: int) -> bool:
+        """Whether the store moves so much device memory itself. Small transfers are cheaper through host memory."""
+        return getattr(self.store, "takes_device_memory", False) and nbytes >= getattr(self.store, "threshold_bytes", 0)
 
     def _in_host_memory(self, location: Any) -> Buffer | None:
         """Bytes that need not be read: a store in host memory has them where a device can copy from."""

@@ -1,0 +1,92 @@
+"""Direct: a store that moves device memory itself gets it after its kernel, and big transfers only. On a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_tools import activation, chain
+from helpers import assert_bit_equal
+
+from io_backends import Buffer, PosixStore, Ticket
+from tba import OffloadConfig, Offloader, _direct, _streams
+
+LARGE = 4096  # elements; half of them are below the threshold
+LENGTH = 4
+
+
+class DirectStore(PosixStore):
+    """Says that it takes device memory; remembers what it was given, and what was waited for."""
+
+    takes_device_memory = True
+    threshold_bytes = 4 * LARGE
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, threads=1)
+        self.direct: list[str] = []
+
+    def write(self, buffer: Buffer, *, before: Callable[[], None] | None = None, **others: Any) -> Ticket:
+        if isinstance(before, Reached):
+            self.direct.append("write")
+            assert isinstance(buffer.owner, torch.Tensor)
+            assert buffer.owner.dtype is torch.uint8
+        return super().write(buffer, before=before, **others)
+
+    def read(self, location: Any, buffer: Buffer, *, before: Callable[[], None] | None = None, **others: Any) -> Ticket:
+        if isinstance(before, Reached):
+            self.direct.append("read")
+            assert isinstance(buffer.owner, torch.Tensor)
+        return super().read(location, buffer, before=before, **others)
+
+
+class Reached:
+    """Stands in for the wait for a stream."""
+
+    waits = 0
+
+    def __init__(self, stream: Any) -> None:
+        pass
+
+    def __call__(self) -> None:
+        type(self).waits += 1
+
+
+@pytest.fixture
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of this CPU pass for those of a device with one stream."""
+    monkeypatch.setattr(_streams, "producer_stream", lambda tensor: "stream")
+    monkeypatch.setattr(_streams, "also_used", lambda tensor, stream: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(_direct, "Reached", Reached)
+    monkeypatch.setattr(Reached, "waits", 0)
+    through_host = lambda source, begin, nbytes, stream, memory: real(source, begin, nbytes, None, None)  # noqa: E731
+    real = _streams.out
+    monkeypatch.setattr(_streams, "out", through_host)
+
+
+@pytest.mark.usefixtures("_device")
+@pytest.mark.parametrize(("elements", "direct"), [(LARGE, True), (LARGE // 2, False)])
+def test_big_transfers_go_straight_from_and_to_device_memory(elements: int, direct: bool, scratch: Path) -> None:
+    store = DirectStore(scratch)
+    config = OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0)
+    offload = Offloader(config=config, store=store)
+    leaf, x = activation(elements)
+    for _ in range(2):
+        leaf.grad = None
+        with offload:
+            y = chain(x, LENGTH)
+        offload.flush()
+        y.sum().backward(retain_graph=True)
+        del y
+    plain = leaf.detach().clone().requires_grad_()
+    chain(plain + 0, LENGTH).sum().backward()
+    assert_bit_equal(leaf.grad, plain.grad)
+    stats = offload.stats()
+    offload.close()
+    assert stats.read_bytes >= stats.offloaded_bytes > 0
+    assert stats.errors == 0
+    assert store.direct.count("write") == store.direct.count("read") == (2 * LENGTH if direct else 0)
+    assert Reached.waits == len(store.direct)
