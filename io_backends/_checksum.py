@@ -39,7 +39,7 @@ def digest() -> Digest:
     return of_memory
 
 
-def sums(digest: Digest, buffer: Buffer, location: Location, block: int, part: tuple[int, int]) -> Sums:
+def sums(digest: Digest, buffer: Buffer, location: Location, block: int, part: _layout.Part) -> Sums:
     """The checksums, over the buffer's memory, of the chunks that one part of a transfer consists of."""
     found: Sums = {}
     for index in _layout.chunks_of(part, align_up(location.skew + location.nbytes, block), block):

@@ -22,6 +22,7 @@ CHUNK_BYTES = 4 << 20
 PART_BYTES = 2 * CHUNK_BYTES
 
 Piece = tuple[int, int]  # address, nbytes
+Part = tuple[int, int]  # begin and end within an extent
 Edge = tuple[int, int, int]  # address in the bounce blocks, address in the buffer, nbytes
 
 
@@ -40,13 +41,13 @@ def chunks(length: int, block: int) -> int:
     return max(1, -(-(length - 2 * block) // CHUNK_BYTES))
 
 
-def chunks_of(part: tuple[int, int], length: int, block: int) -> range:
+def chunks_of(part: Part, length: int, block: int) -> range:
     """The indices of the chunks that a part made by `parts` consists of."""
     begin, end = part
     return range(begin // CHUNK_BYTES, chunks(length, block) if end == length else end // CHUNK_BYTES)
 
 
-def parts(length: int, block: int, most: int) -> list[tuple[int, int]]:
+def parts(length: int, block: int, most: int) -> list[Part]:
     """Cut an extent into at most `most` ranges of whole chunks, nearly equal and of about `PART_BYTES` or more."""
     count = chunks(length, block)
     most = max(1, min(most, (length + 2 * block) // PART_BYTES))
@@ -67,7 +68,7 @@ def payload(begin: int, end: int, skew: int, nbytes: int) -> tuple[int, int]:
     return first, max(first, min(end - skew, nbytes))
 
 
-def vector(address: int, skew: int, nbytes: int, block: int, part: tuple[int, int], bounce: int) -> Vector:
+def vector(address: int, skew: int, nbytes: int, block: int, part: Part, bounce: int) -> Vector:
     """What to move for one part of a transfer between memory and an extent with the same `skew`.
 
     `bounce` is the address of two blocks, used only where the buffer ends inside of one.

@@ -31,9 +31,10 @@ from functools import partial
 from pathlib import Path
 
 from . import _checksum, _layout
+from ._checksum import Sums
 from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreClosed, StoreFull
 from ._extents import align_up
-from ._layout import Piece
+from ._layout import Part, Piece, Vector
 from ._rate import RateLimit
 from ._scratch import ScratchFile, open_scratch
 from ._space import EXTENT_ALIGNMENT, Space
@@ -200,71 +201,73 @@ class PosixStore:
         offset = self._space.take(length)
         location = ticket.location = Location(offset, length, nbytes, skew)
         self._space.reserve(file.fd, offset + length)
-        sums: _checksum.Sums = {}
-        ticket.moved_bytes = self._in_parts(partial(self._write_part, file, buffer, location, sums), file, location)
+        ticket.moved_bytes, sums = self._in_parts(self._write_part, file, buffer, location)
         if sums:
             ticket.location = location._replace(sums=tuple(sums[index] for index in range(len(sums))))
 
-    def _write_part(
-        self, file: ScratchFile, buffer: Buffer, location: Location, sums: _checksum.Sums, part: tuple[int, int]
-    ) -> None:
+    def _write_part(self, file: ScratchFile, buffer: Buffer, location: Location, sums: Sums, part: Part) -> None:
         if self._digest is not None:
             sums.update(_checksum.sums(self._digest, buffer, location, file.alignment, part))
-        bounce = self._memory.of(2 * file.alignment)
-        pieces, edges = _layout.vector(buffer.address, location.skew, location.nbytes, file.alignment, part, bounce)
+        pieces, edges = self._vector(file, buffer, location, part)
         for inside, outside, nbytes in edges:
             ctypes.memmove(inside, outside, nbytes)
-        self._move(self._syscalls.pwritev, file, pieces, location, part[0], self._write_limit)
+        self._move(self._syscalls.pwritev, file, pieces, location, part, self._write_limit)
 
     def _read(self, ticket: Ticket) -> None:
         file, buffer, location = self._file or self.open(), ticket.buffer, ticket.location
         assert buffer is not None
         if location.nbytes:
-            ticket.moved_bytes = self._in_parts(partial(self._read_part, file, buffer, location), file, location)
+            ticket.moved_bytes, sums = self._in_parts(self._read_part, file, buffer, location)
+            for index, found in sums.items():
+                if found != location.sums[index]:
+                    raise self._corrupted(location, file.alignment, index, found)
 
-    def _read_part(self, file: ScratchFile, buffer: Buffer, location: Location, part: tuple[int, int]) -> None:
-        begin, end = part
+    def _read_part(self, file: ScratchFile, buffer: Buffer, location: Location, sums: Sums, part: Part) -> None:
         call, block, skew, limit = self._syscalls.preadv, file.alignment, location.skew, self._read_limit
+        begin, end = part
         if buffer.address % block != skew:
             self._read_through_bounce(file, buffer, location, part)
         elif buffer.padded:
-            self._move(call, file, [(buffer.address - skew + begin, end - begin)], location, begin, limit)
+            self._move(call, file, [(buffer.address - skew + begin, end - begin)], location, part, limit)
         else:
-            bounce = self._memory.of(2 * block)
-            pieces, edges = _layout.vector(buffer.address, skew, location.nbytes, block, part, bounce)
-            self._move(call, file, pieces, location, begin, limit)
+            pieces, edges = self._vector(file, buffer, location, part)
+            self._move(call, file, pieces, location, part, limit)
             for inside, outside, nbytes in edges:
                 ctypes.memmove(outside, inside, nbytes)
         if self._digest is not None:
-            for index, found in _checksum.sums(self._digest, buffer, location, block, part).items():
-                if found != location.sums[index]:
-                    first, last = _layout.chunk_payload(index, skew, location.nbytes, block)
-                    raise Corrupted(
-                        f"bytes {first} to {last} of {location.nbytes}, read at offset {location.offset} of a file in "
-                        f"{str(self.directory)!r}, have checksum {found:016x}; they were written with "
-                        f"{location.sums[index]:016x}: do not use them, and check memory and disk"
-                    )
+            sums.update(_checksum.sums(self._digest, buffer, location, block, part))
 
-    def _read_through_bounce(
-        self, file: ScratchFile, buffer: Buffer, location: Location, part: tuple[int, int]
-    ) -> None:
+    def _read_through_bounce(self, file: ScratchFile, buffer: Buffer, location: Location, part: Part) -> None:
         bounce = self._memory.of(_BOUNCE_BYTES)
         for begin in range(*part, _BOUNCE_BYTES):
             end = min(begin + _BOUNCE_BYTES, part[1])
             pieces = [(bounce, end - begin)]
-            self._move(self._syscalls.preadv, file, pieces, location, begin, self._read_limit)
+            self._move(self._syscalls.preadv, file, pieces, location, (begin, end), self._read_limit)
             first, last = _layout.payload(begin, end, location.skew, location.nbytes)
             ctypes.memmove(buffer.address + first, bounce + first + location.skew - begin, last - first)
 
-    def _in_parts(self, move: Callable[[tuple[int, int]], None], file: ScratchFile, location: Location) -> int:
-        """Move an extent, cut among the idle workers if it is big; returns its physical bytes."""
+    def _vector(self, file: ScratchFile, buffer: Buffer, location: Location, part: Part) -> Vector:
+        block = file.alignment
+        if not location.skew and not location.nbytes % block:
+            return Vector([(buffer.address + part[0], part[1] - part[0])], [])
+        return _layout.vector(buffer.address, location.skew, location.nbytes, block, part, self._memory.of(2 * block))
+
+    def _in_parts(
+        self,
+        move: Callable[[ScratchFile, Buffer, Location, Sums, Part], None],
+        file: ScratchFile,
+        buffer: Buffer,
+        location: Location,
+    ) -> tuple[int, Sums]:
+        """Move an extent, cut among the idle workers if it is big. Its physical bytes, and checksums if wanted."""
         length = align_up(location.skew + location.nbytes, file.alignment)
-        parts = _layout.parts(length, file.alignment, 1 + self._workers.idle())
-        if len(parts) == 1:
-            move(parts[0])
+        sums: Sums = {}
+        if length < _layout.PART_BYTES:
+            move(file, buffer, location, sums, (0, length))
         else:
-            self._workers.share([partial(move, part) for part in parts])
-        return length
+            parts = _layout.parts(length, file.alignment, 1 + self._workers.idle())
+            self._workers.share([partial(move, file, buffer, location, sums, part) for part in parts])
+        return length, sums
 
     def _move(
         self,
@@ -272,14 +275,15 @@ class PosixStore:
         file: ScratchFile,
         pieces: list[Piece],
         location: Location,
-        begin: int,
+        part: Part,
         limit: RateLimit | None,
     ) -> None:
-        """Move every byte of `pieces` to or from `begin` of an extent, however the system cuts the transfer."""
-        offset = location.offset + begin
-        while pieces:
-            batch = _layout.first(pieces, _CALL_BYTES if limit is None else limit.piece_bytes)
-            asked = sum(length for _, length in batch)
+        """Move every byte of `pieces` to or from a part of an extent, however the system cuts the transfer."""
+        offset, left = location.offset + part[0], part[1] - part[0]
+        most = _CALL_BYTES if limit is None else limit.piece_bytes
+        while left:
+            batch = pieces if left <= most else _layout.first(pieces, most)
+            asked = min(left, most)
             if limit is not None:
                 limit.pace(asked)
             try:
@@ -294,7 +298,17 @@ class PosixStore:
                 raise ShortTransfer(f"{moved} of {asked} bytes moved in {str(self.directory)!r}")
             self._workers.moved_s = time.perf_counter()
             offset += moved
-            pieces = _layout.rest(pieces, moved)
+            left -= moved
+            if left:
+                pieces = _layout.rest(pieces, moved)
+
+    def _corrupted(self, location: Location, block: int, index: int, found: int) -> Corrupted:
+        first, last = _layout.chunk_payload(index, location.skew, location.nbytes, block)
+        return Corrupted(
+            f"bytes {first} to {last} of {location.nbytes}, read at offset {location.offset} of a file in "
+            f"{str(self.directory)!r}, have checksum {found:016x}; they were written with "
+            f"{location.sums[index]:016x}: do not use them, and check memory and disk"
+        )
 
     def _punch(self, _: Ticket) -> None:
         self._space.punch(self.open().fd)

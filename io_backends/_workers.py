@@ -135,6 +135,8 @@ class Workers:
 
         Raises the first error of any; tasks not begun by then are left out.
         """
+        if len(tasks) == 1:
+            return tasks[0]()
         shared = Shared(tasks)
         helpers = min(self.idle(), len(tasks) - 1)
         shared.offer(helpers)

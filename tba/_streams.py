@@ -14,6 +14,7 @@ The order kept here:
 3. The allocator is told of the side stream (`record_stream`) only where a copy is abandoned before anybody has waited
    for it: a block it was told of is not reused before everything queued on that stream by the time it is freed has
    run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
+4. Host memory is retained until the copy from or to it is over, whoever has let go of it before.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` its own storage, and neither waits. The
 rest of the engine therefore runs one path.
@@ -125,11 +126,17 @@ def out(
     with torch.cuda.stream(side):
         host.copy_(raw, non_blocking=True)
         copied.record(side)
+    memory.retain(host, copied.query)
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arrival | Present | None]:
-    """Start moving host bytes to `device`: the storage to build on, and what `use` waits for."""
+def into(
+    host: Tensor, device: torch.device, memory: BufferPool | None
+) -> tuple[torch.UntypedStorage, Arrival | Present | None]:
+    """Start moving host bytes, which lie in `memory`, to `device`: the storage to build on, and what `use` waits for.
+
+    A CPU's are there; `memory` may be None then.
+    """
     if device.type == "cpu":
         return host.untyped_storage(), None
     consumer = torch.cuda.current_stream(device)
@@ -143,6 +150,8 @@ def into(host: Tensor, device: torch.device) -> tuple[torch.UntypedStorage, Arri
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
+    assert memory is not None
+    memory.retain(host, copied.query)
     return target.untyped_storage(), arrival
 
 
@@ -155,6 +164,12 @@ def use(tensor: Tensor, ready: Any) -> None:
 def host_bytes(leased: Any) -> Tensor:
     """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is."""
     return leased if isinstance(leased, Tensor) else torch.frombuffer(leased, dtype=torch.uint8)
+
+
+def finish() -> None:
+    """Wait for every copy under way: host memory may be given back to the system afterwards."""
+    for stream in list(_streams.values()):
+        stream.synchronize()
 
 
 def _side_stream(device: torch.device, direction: str) -> Any:

@@ -307,7 +307,8 @@ class Mover:
         self._restore(record, _streams.host_bytes(kept))
 
     def _restore(self, record: Record, host: Tensor) -> None:
-        record.restored, record.ready = _streams.into(host, record.device)
+        memory = None if record.stream is None else self.memory.of(record.device)
+        record.restored, record.ready = _streams.into(host, record.device, memory)
         record.state = RecordState.RESTORED
 
     # -- both ----------------------------------------------------------------------------------------------------
@@ -352,6 +353,7 @@ class Mover:
     def close(self) -> None:
         """Give memory back. The store's owner closes that."""
         self.closed = True
+        _streams.finish()
         self.memory.close()
         self.allowance.close()
 

@@ -68,6 +68,9 @@ class Event:
         place = self.place = Place(f"event of {stream.name}")
         stream.enqueue("record", lambda: setattr(place, "passed", True))
 
+    def query(self) -> bool:
+        return self.place.passed
+
     def synchronize(self) -> None:
         self._gpu.log.append(f"host: wait {self.place.name} on {self._gpu.here.device}")
         self._gpu.run(until=lambda: self.place.passed)

@@ -184,7 +184,7 @@ def test_into_queues_allocate_wait_copy_record_in_this_order(fake: SimulatedTorc
     gpu = fake.cuda
     consumer = gpu.make_stream("consumer", GPU)
     with gpu.stream(consumer):
-        storage, ready = _streams.into(pattern(1), GPU)
+        storage, ready = _streams.into(pattern(1), GPU, POOL)
     side = _streams._side_stream(GPU, "in")
     assert storage.block.stream is consumer
     assert gpu.log == [
@@ -203,7 +203,7 @@ def test_into_queues_allocate_wait_copy_record_in_this_order(fake: SimulatedTorc
 def test_what_is_copied_in_is_there_when_it_is_used_on_any_stream_and_again(fake: SimulatedTorch) -> None:
     gpu = fake.cuda
     consumer, other = gpu.current_stream(GPU), gpu.make_stream("other", GPU)
-    storage, ready = _streams.into(pattern(1), GPU)
+    storage, ready = _streams.into(pattern(1), GPU, POOL)
     reads = []
     for stream in (other, consumer, other):
         with gpu.stream(stream):
@@ -220,7 +220,7 @@ def test_what_is_copied_in_is_there_when_it_is_used_on_any_stream_and_again(fake
 @any_schedule
 def test_what_fills_fresh_memory_in_deterministic_mode_does_so_before_the_copy(fake: SimulatedTorch) -> None:
     gpu, fake.fills = fake.cuda, True
-    storage, ready = _streams.into(pattern(1), GPU)
+    storage, ready = _streams.into(pattern(1), GPU, POOL)
     tensor = view_of(gpu, storage)
     _streams.use(tensor, ready)
     read = consume(tensor, gpu.current_stream(GPU))
@@ -236,7 +236,7 @@ def test_a_recycled_block_is_not_overwritten_before_its_last_reader_has_run(fake
     block = earlier.untyped_storage().block
     read = consume(earlier, consumer)
     del earlier
-    storage, ready = _streams.into(pattern(1), GPU)
+    storage, ready = _streams.into(pattern(1), GPU, POOL)
     assert storage.block is block, "nothing was recycled: the test proves nothing"
     _streams.use(view_of(gpu, storage), ready)
     gpu.run()
@@ -247,7 +247,7 @@ def test_a_recycled_block_is_not_overwritten_before_its_last_reader_has_run(fake
 def test_a_copy_that_nobody_used_does_not_write_into_reused_memory(fake: SimulatedTorch) -> None:
     gpu = fake.cuda
     consumer = gpu.current_stream(GPU)
-    storage, ready = _streams.into(pattern(1), GPU)
+    storage, ready = _streams.into(pattern(1), GPU, POOL)
     del storage, ready
     later = produce(gpu, pattern(2), consumer)
     read = consume(later, consumer)
@@ -261,7 +261,7 @@ def test_used_memory_is_free_at_once_however_far_behind_the_device_is(fake: Simu
     consumer = gpu.current_stream(GPU)
     blocks = set()
     for number in range(10):
-        storage, ready = _streams.into(pattern(number), GPU)
+        storage, ready = _streams.into(pattern(number), GPU, POOL)
         tensor = view_of(gpu, storage)
         _streams.use(tensor, ready)
         consume(tensor, consumer)
@@ -298,7 +298,7 @@ def steps_of_training(fake: SimulatedTorch, chance: random.Random) -> None:
         elif what == "restore" and stored:
             number, host = chance.choice(stored)
             with gpu.stream(stream):
-                landed.append((number, *_streams.into(host, GPU)))
+                landed.append((number, *_streams.into(host, GPU, POOL)))
         elif what == "use" and landed:
             number, storage, ready = landed.pop(chance.randrange(len(landed)))
             with gpu.stream(stream):
@@ -344,7 +344,38 @@ def test_bytes_of_a_device_go_to_whole_pages_that_nobody_else_has(fake: Simulate
     departure()
     assert_bit_equal(host_view(buffer).clone(), pattern(0))
     del buffer, departure
+    pool.trim()
     assert pool.leased_bytes == 0
+
+
+@any_schedule
+def test_host_memory_is_not_used_again_before_the_copy_from_it_is_over(fake: SimulatedTorch) -> None:
+    gpu, pool = fake.cuda, BufferPool(PAGE_BYTES)
+    host = _streams.host_bytes(pool.lease(N)[0])
+    host.copy_(pattern(1))
+    storage, ready = _streams.into(host, GPU, pool)
+    del host
+    for _ in range(2):
+        _streams.host_bytes(pool.lease(N)[0]).fill_(0xDD)
+    tensor = view_of(gpu, storage)
+    _streams.use(tensor, ready)
+    read = consume(tensor, gpu.current_stream(GPU))
+    gpu.run()
+    assert_bit_equal(read[0], pattern(1))
+    pool.trim()
+    assert pool.leased_bytes == 0
+
+
+@any_schedule
+def test_host_memory_is_not_used_again_before_an_abandoned_copy_to_it_is_over(fake: SimulatedTorch) -> None:
+    gpu, pool = fake.cuda, BufferPool(PAGE_BYTES)
+    source = produce(gpu, pattern(1), gpu.current_stream(GPU))
+    abandoned = _streams.out(source, 0, N, gpu.current_stream(GPU), pool)
+    del abandoned, source
+    later = _streams.host_bytes(pool.lease(N)[0])
+    later.copy_(pattern(2))
+    gpu.run()
+    assert_bit_equal(later.clone(), pattern(2))
 
 
 def test_without_room_in_host_memory_nothing_is_queued(fake: SimulatedTorch) -> None:
@@ -368,7 +399,7 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     assert before is None
     assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
     assert buffer.owner is tensor
-    storage, ready = _streams.into(tensor, CPU)
+    storage, ready = _streams.into(tensor, CPU, None)
     assert ready is None
     assert storage.data_ptr() == tensor.data_ptr()
     _streams.use(tensor, ready)
