@@ -39,7 +39,8 @@ class Space:
         self._syscalls = syscalls
         self._lock = threading.Lock()  # of the extents
         self._layout = threading.Lock()  # while the file's blocks are added to or given back
-        self._extents = Extents(EXTENT_ALIGNMENT, capacity_bytes)
+        whole = None if capacity_bytes is None else capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
+        self._extents = Extents(EXTENT_ALIGNMENT, whole)
         self._discarded: deque[Ticket] = deque()
         self._laid_out_bytes = 0  # up to here the file has had its blocks; punched holes apart
         self._punching: list[tuple[int, int]] = []
@@ -47,9 +48,11 @@ class Space:
 
     def take(self, length: int) -> int:
         """The offset of `length` bytes that are nobody else's. Raises StoreFull."""
-        with self._lock:
-            self._reclaim()
-            offset = self._extents.allocate(length)
+        offset = self._allocate(length)
+        if offset is None and self._punching:  # of a file at its capacity, all that is free may be about to be punched
+            with self._layout:
+                self._end_punching()
+            offset = self._allocate(length)
         if offset is None:
             raise StoreFull(
                 f"{length} bytes do not fit into a scratch file in {self._directory!r} that may have "
@@ -77,6 +80,8 @@ class Space:
             if end <= start:
                 return
             target = align_up(end, GROWTH_BYTES)
+            if self._extents.capacity is not None:
+                target = min(target, self._extents.capacity)
             for stop in (target, end):  # what is needed now, where the disk has no room for more
                 try:
                     _again(self._syscalls.fallocate, fd, start, stop - start)
@@ -117,16 +122,25 @@ class Space:
                     _again(self._syscalls.punch, fd, offset, length)
             except OSError:  # the file system cannot: its blocks stay as they are, which harms nobody
                 self._can_punch = False
-            with self._lock:
-                ranges, self._punching = self._punching, []
-                for offset, length in ranges:
-                    self._extents.free(offset, length)
-                if ranges and sum(ranges[-1]) == self._laid_out_bytes:
-                    self._laid_out_bytes = ranges[-1][0]
+            self._end_punching()
 
     def forget(self) -> None:
         """In a forked child: locks may be held by threads that do not exist here."""
         self._lock, self._layout = threading.Lock(), threading.Lock()
+
+    def _allocate(self, length: int) -> int | None:
+        with self._lock:
+            self._reclaim()
+            return self._extents.allocate(length)
+
+    def _end_punching(self) -> None:
+        """With the layout's lock: the ranges to be punched, whether they have been or not, are free again."""
+        with self._lock:
+            ranges, self._punching = self._punching, []
+            for offset, length in ranges:
+                self._extents.free(offset, length)
+            if ranges and sum(ranges[-1]) == self._laid_out_bytes:
+                self._laid_out_bytes = ranges[-1][0]
 
     def _reclaim(self) -> None:
         """With the lock: free what discarded writes had that have ended."""

@@ -75,14 +75,16 @@ def check(config: OffloadConfig) -> None:
     """Whether the settings go together. Raises ConfigError."""
     if config.io_backend != "kvikio":
         return
-    for name in ("checksum", "nvme_budget", "max_write_rate", "max_read_rate"):
+    for name in ("checksum", "max_write_rate", "max_read_rate"):
         if getattr(config, name):
             raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
 
 
 def _open_file(config: OffloadConfig, directory: Path, capacity_bytes: int | None, count: int) -> Store:
     if config.io_backend == "kvikio":
-        return KvikioStore(directory, threads=config.io_threads, timeout_s=config.io_timeout)
+        return KvikioStore(
+            directory, threads=config.io_threads, capacity_bytes=capacity_bytes, timeout_s=config.io_timeout
+        )
     return PosixStore(
         directory,
         threads=config.io_threads,

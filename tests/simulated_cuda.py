@@ -11,6 +11,7 @@ tensors are real.
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections import deque
@@ -97,6 +98,12 @@ class Storage:
         self._gpu.free(self.block)
 
 
+def _unowned(host: torch.Tensor) -> torch.Tensor:
+    """The same bytes, whose life this does not prolong: a queued copy on a real device does not either."""
+    memory = (ctypes.c_ubyte * host.numel()).from_address(host.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class DeviceTensor:
     """Bytes on the device. Copies between it and host tensors are queued on the current stream."""
 
@@ -133,7 +140,8 @@ class DeviceTensor:
     def copy_(self, host: torch.Tensor, non_blocking: bool = False) -> DeviceTensor:
         assert non_blocking
         there = self.bytes  # the memory, not this tensor: a queued copy keeps nothing alive on a real device
-        self._gpu.current_stream(self.device).enqueue("copy in", lambda: there.copy_(host))
+        unowned = _unowned(host)
+        self._gpu.current_stream(self.device).enqueue("copy in", lambda: there.copy_(unowned))
         return self
 
     @classmethod
@@ -142,7 +150,8 @@ class DeviceTensor:
         host, device_tensor = args
         assert kwargs == {"non_blocking": True}
         there, gpu = device_tensor.bytes, device_tensor._gpu
-        gpu.current_stream(device_tensor.device).enqueue("copy out", lambda: host.copy_(there))
+        unowned = _unowned(host)
+        gpu.current_stream(device_tensor.device).enqueue("copy out", lambda: unowned.copy_(there))
         return host
 
 

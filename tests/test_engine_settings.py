@@ -99,7 +99,7 @@ def test_without_an_allowance_nothing_is_kept_about_a_run(scratch: Path, state: 
 
 
 def test_kvikio_says_what_it_cannot_do(scratch: Path) -> None:
-    for name, value in (("checksum", True), ("nvme_budget", "1GiB"), ("max_read_rate", "1GiB/s")):
+    for name, value in (("checksum", True), ("max_write_rate", "1GiB/s"), ("max_read_rate", "1GiB/s")):
         with pytest.raises(ConfigError, match=f"{name} was asked for with io_backend 'kvikio'"):
             Offloader(config=OffloadConfig(tier="nvme", storage_paths=scratch, io_backend="kvikio", **{name: value}))
 

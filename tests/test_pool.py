@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -140,6 +141,46 @@ def test_trim_gives_back_segments_that_a_whole_step_did_not_use() -> None:
     pool.trim()
     assert pool._segments == []
     assert pool.lease(10)[1].nbytes == 10
+
+
+def test_a_lease_that_is_retained_goes_on_until_the_device_is_done_with_it() -> None:
+    """A copy under way knows nothing of references: memory given to somebody else meanwhile would be torn."""
+    pool = BufferPool(BLOCK, SEGMENT)
+    done: list[bool] = []
+    asked: list[int] = []
+
+    def ready() -> bool:
+        asked.append(1)
+        assert not pool._lock.locked()
+        return bool(done)
+
+    view, buffer = pool.lease(5000)
+    address = buffer.address
+    pool.retain(view, ready)
+    assert asked == []
+    del view, buffer
+    other = pool.lease(5000)
+    assert other[1].address != address
+    pool.trim()
+    assert asked == [1, 1]
+    assert pool.leased_bytes == 2 * 5120
+    done.append(True)
+    assert pool.lease(5000)[1].address == address
+    pool.lease(5000)
+    assert asked == [1, 1, 1]  # and never again
+    assert pool.leased_bytes == 5120
+
+
+def test_what_is_retained_outlives_close() -> None:
+    pool = BufferPool(BLOCK, SEGMENT)
+    view, _ = pool.lease(5000)
+    watched = weakref.ref(view)
+    pool.retain(view, lambda: False)
+    del view, _
+    pool.close()
+    assert watched() is not None
+    del pool
+    assert watched() is None
 
 
 def test_close_gives_back_all_but_what_is_on_lease() -> None:
