@@ -98,9 +98,11 @@ def convert(
     """Make linear layers compact, in place. Train with `CompActAdamW`: no other optimizer sees their gradients.
 
     Defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it has rank 4
-    or 8, refresh 500 and alpha 4 or 2. Under DistributedDataParallel convert before wrapping, on every rank, from equal
-    weights: the converted weights are left out of its buckets and of its first broadcast; then call
-    `CompActAdamW.reduce_gradients` before each step.
+    or 8, refresh 500 and alpha 4 or 2. It also scales the step of the attention output, which stays plain, by
+    alpha / 2: for that, give those weights a parameter group with that share of the learning rate.
+
+    Under DistributedDataParallel convert before wrapping, on every rank, from equal weights: the converted weights are
+    left out of its buckets and of its first broadcast. Then call `CompActAdamW.reduce_gradients` before each step.
 
     Args:
         model: any module; its own class, if it is itself a linear layer.

@@ -9,7 +9,7 @@ What holds, with x [..., n], weight [out, n], output gradient d [..., out]:
    so that hooks see them. Never x.
 4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
 
-CompAct: arXiv 2410.15352, section 3, algorithm 1.
+CompAct: arXiv 2410.15352, section 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CompActAdamW: Adam whose gradients and moments live in the small space of each compact layer (arXiv 2410.15352).
 
-Step t of a compact weight W, [out, n], with P, [n, r], the same as in its forward (algorithm 1, transposed as torch's
+Step t of a compact weight W, [out, n], with P, [n, r], the same as in its forward (section 3, transposed as torch's
 weights are):
 
     G = d^T x P                              [out, r], gathered by backward

@@ -5,10 +5,10 @@ G_hat = sum_j scale_j d_i(j) x_i(j)^T with the mean G:
 
 uniform   k distinct rows, scale b / k
 crs       k draws with replacement, row i with probability p_i, scale 1 / (k p_i) (column-row sampling: Drineas et
-          al. 2006, section 4). Its error is least for p_i in proportion to |x_i| |d_i|.
+          al. 2006). Its error is least for p_i in proportion to |x_i| |d_i|.
 wta-crs   the c most probable rows once each with scale 1, k - c draws from the rest with scale
-          P_rest / ((k - c) p_i), where c < k makes P_rest / (k - c) least (Liu et al., arXiv 2305.15265, section
-          3.2): better than crs where few rows weigh much, the same where c = 0
+          P_rest / ((k - c) p_i), where c < k makes P_rest / (k - c) least (Liu et al., arXiv 2305.15265):
+          better than crs where few rows weigh much, the same where c = 0
 
 d_i is not known in forward. Pass what is known of it, such as the norms of an earlier step, as `importance`; with
 |x_i| alone crs is hardly better than uniform.

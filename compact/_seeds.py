@@ -11,8 +11,8 @@ Guarantees:
 The mixer is two rounds of the finaliser `lowbias32` (https://github.com/skeeto/hash-prospector: bias 0.17 on the scale
 on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not for secrets.
 
-Why not Philox: it needs 32 x 32 -> 64 bit products, ten rounds of them, about 30 tensor operations on int64 per word
-against 17 on int32.
+Why not Philox: it needs 32 x 32 -> 64 bit products, ten rounds of them, about 120 tensor operations on int64 where this
+takes 25 on int32.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def bells(key: int, count: int, device: torch.device | str, start: int = 0) -> T
 
 
 def _child(key: int, part: int) -> int:
-    """A key derived from a key: SplitMix64's step and finaliser (Steele et al. 2014, figure 16)."""
+    """A key derived from a key: SplitMix64's step and finaliser (Steele et al. 2014)."""
     mask = (1 << 64) - 1
     x = (key + (part + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask

@@ -102,9 +102,8 @@ class RowSketch:
             weights = torch.linalg.vector_norm(x, dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
             if importance is not None:
                 if importance.numel() != len(x):
-                    raise CodecError(
-                        f"importance of shape {list(importance.shape)} was given for {len(x)} tokens: give one number each"
-                    )
+                    shape = list(importance.shape)
+                    raise CodecError(f"importance of shape {shape} was given for {len(x)} tokens: give each a number")
                 weights = weights * importance.reshape(-1)
         sample = _sampling.sample_rows(self.kind, len(x), self.rank, self.key, x.device, weights)
         return x.index_select(0, sample.indices), sample.indices.to(torch.int32), sample.scales

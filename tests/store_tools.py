@@ -118,6 +118,14 @@ class Plan:
         return self._faults.get((operation, number))
 
 
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
 def in_child(action: Callable[[], str]) -> str:
     """What `action` returns in a forked child, which must end on its own within a minute."""
     receive, send = os.pipe()

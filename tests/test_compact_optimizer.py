@@ -53,7 +53,7 @@ def _space(weight: Tensor) -> Any:
 
 
 class _Paper:
-    """Algorithm 1 of arXiv 2410.15352 for one layer o = x W + b, in float64, with W [n, m] as the paper writes it."""
+    """The algorithm of arXiv 2410.15352, section 3, for one layer o = x W + b, in float64, with W [n, m] as the paper writes it."""
 
     def __init__(self, weight: Tensor, name: str, rank: int, alpha: float, period: int, seed: int) -> None:
         self.w = weight.detach().t().clone()
@@ -327,7 +327,7 @@ def test_what_happens_at_a_refresh() -> None:
         optimizer = CompActAdamW(model.parameters(), at_refresh=at_refresh)  # type: ignore[arg-type]
         _train(model, optimizer, _batches(2))
         state = optimizer.state[model[0].weight]
-        moments[at_refresh] = state["exp_avg"], state["exp_avg_sq"]
+        moments[at_refresh] = state["exp_avg"].clone(), state["exp_avg_sq"].clone()
         assert state["step"] == (0 if at_refresh == "reset" else 2)
         assert _space(model[0].weight).refreshes == 1
         assert torch.isfinite(torch.tensor(_train(model, optimizer, _batches(4)))).all()
@@ -337,7 +337,7 @@ def test_what_happens_at_a_refresh() -> None:
     carry(*moments["keep"], old, new)
     for wanted, found, nothing in zip(moments["keep"], moments["carry"], moments["reset"], strict=True):
         torch.testing.assert_close(found, wanted)
-        assert nothing.shape == wanted.shape
+        assert not nothing.any()
     assert (moments["carry"][1] >= 0).all()
 
 
@@ -354,17 +354,7 @@ def test_advance_is_adam() -> None:
 
 
 def test_a_gradient_from_before_a_refresh_is_refused() -> None:
-    model = _model()
-    convert(model, rank=6, refresh=1, skip=())
-    optimizer = CompActAdamW(model.parameters())
-    (x, _), *_ = _batches(1)
-    late = model(x).sum()
-    _train(model, optimizer, _batches(1))
-    for parameter in model.parameters():
-        parameter.grad = None
-    # The weights changed in place, which autograd would report first: this is about the small gradient.
-    with pytest.raises(RuntimeError, match=r"modified by an inplace|before its projection was refreshed"):
-        late.backward()
+    x, _ = next(_batches(1))
     only = nn.Linear(24, 6, bias=False).double()
     convert(only, rank=6, refresh=1, skip=())
     optimizer = CompActAdamW(only.parameters())
@@ -416,7 +406,8 @@ def test_closures_schedulers_and_groups_work() -> None:
         loss.backward()
         return loss.item()
 
-    assert optimizer.step(closure) == (model(x) - y).square().mean().item() or True
+    wanted = (model(x) - y).square().mean().item()
+    assert optimizer.step(closure) == wanted
     schedule.step()
     changed = [not torch.equal(old, p) for old, p in zip(before, model.parameters(), strict=True)]
     assert changed == [p.dim() == 1 for p in model.parameters()]

@@ -24,6 +24,7 @@ class AgainstBlocks(RuleBasedStateMachine):
         capacity = None if capacity_blocks is None else capacity_blocks * alignment + alignment // 2
         self.extents = Extents(alignment, capacity)
         self.blocks: list[bool] = []  # in use?
+        self.high_water = 0
         self.live: list[tuple[int, int]] = []  # (offset, length) as given out and asked for
 
     def _lowest_fit(self, count: int) -> int | None:
@@ -48,6 +49,7 @@ class AgainstBlocks(RuleBasedStateMachine):
             assert not any(self.blocks[start : start + count])
             self._mark(start, count, True)
             self.live.append((offset, length))
+            self.high_water = max(self.high_water, (start + count) * self.alignment)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -55,6 +57,34 @@ class AgainstBlocks(RuleBasedStateMachine):
         offset, length = self.live.pop(data.draw(st.integers(0, len(self.live) - 1), label="which"))
         self.extents.free(offset, length)
         self._mark(offset // self.alignment, align_up(length, self.alignment) // self.alignment, False)
+
+    @rule(start=st.integers(0, 50), count=st.integers(0, 30))
+    def look_for_free_ranges(self, start: int, count: int) -> None:
+        alignment = self.alignment
+        expected: list[tuple[int, int]] = []
+        for block in range(start, start + count):
+            if block >= len(self.blocks) or not self.blocks[block]:
+                if expected and sum(expected[-1]) == block * alignment:
+                    expected[-1] = (expected[-1][0], expected[-1][1] + alignment)
+                else:
+                    expected.append((block * alignment, alignment))
+        assert self.extents.free_ranges(start * alignment, (start + count) * alignment) == expected
+
+    @rule(start=st.integers(0, 50), count=st.integers(1, 12))
+    def take(self, start: int, count: int) -> None:
+        offset, length = start * self.alignment, count * self.alignment
+        beyond = self.capacity_blocks is not None and start + count > self.capacity_blocks
+        if beyond or any(self.blocks[start : start + count]):
+            with pytest.raises(ValueError, match="is not free"):
+                self.extents.take(offset, length)
+            return
+        self.extents.take(offset, length)
+        self._mark(start, count, True)
+        self.live.append((offset, length))
+
+    @rule()
+    def begin_anew(self) -> None:
+        self.extents.high_water = self.high_water = 0
 
     @rule(start=st.integers(-2, 60), count=st.integers(1, 12), shift=st.sampled_from([0, 1, 100]))
     def free_what_is_not_in_use(self, start: int, count: int, shift: int) -> None:
@@ -70,6 +100,7 @@ class AgainstBlocks(RuleBasedStateMachine):
             last_used = max((block + 1 for block, used in enumerate(self.blocks) if used), default=0)
             assert self.extents.end == last_used * self.alignment
             assert self.extents.used_bytes == sum(self.blocks) * self.alignment
+            assert self.extents.high_water == self.high_water
 
 
 TestAgainstBlocks = AgainstBlocks.TestCase
@@ -118,6 +149,16 @@ def test_a_double_free_is_an_error_and_changes_nothing() -> None:
         extents.free(0, 512)
     assert extents.used_bytes == 512
     assert extents.allocate(1024) == 1024
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 100), (0, 1024), (512, 512), (100, 512), (1024, 4096)])
+def test_what_cannot_be_taken_is_an_error(offset: int, length: int) -> None:
+    extents = Extents(512, 2048)
+    extents.allocate(512)
+    extents.take(512, 512)
+    with pytest.raises(ValueError, match=rf"range \[{offset}, {offset + length}\) is not free"):
+        extents.take(offset, length)
+    assert extents.used_bytes == 1024
 
 
 @pytest.mark.parametrize("length", [0, -512])
