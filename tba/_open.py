@@ -41,8 +41,10 @@ def open_store(config: OffloadConfig, directories: Sequence[Path], *, on_device:
     stores: list[Store] = [_open_file(config, directory, share, len(directories)) for directory in directories]
     store = stores[0] if len(stores) == 1 else StripedStore(stores)
     if config.tier == "auto" and on_device:
+        # The rest of the budget is for copies under way in both directions, which go through the same pinned memory.
+        kept_bytes = cpu_budget_bytes(config) * 3 // 4
         host = HostStore(timeout_s=config.io_timeout)
-        return TwoLevelStore(host, store, cpu_budget_bytes(config), timeout_s=config.io_timeout)
+        return TwoLevelStore(host, store, kept_bytes, timeout_s=config.io_timeout)
     return store
 
 

@@ -1,0 +1,61 @@
+"""Opening: which store, within which limits, the settings make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
+from tba import ConfigError, OffloadConfig
+from tba._open import check, cpu_budget_bytes, open_store
+
+GIB = 1 << 30
+
+
+def opened(directories: list[Path], *, on_device: bool = False, **settings: Any) -> Any:
+    store = open_store(OffloadConfig(**settings), directories, on_device=on_device)
+    store.close()
+    return store
+
+
+def test_one_path_is_one_file(scratch: Path) -> None:
+    store = opened([scratch], tier="nvme", io_threads=3, checksum=True, max_write_rate="1MB/s", io_timeout=5)
+    assert type(store) is PosixStore
+    assert store.directory == scratch
+    assert list(scratch.iterdir()) == []
+
+
+def test_several_paths_are_striped(scratch: Path) -> None:
+    assert type(opened([scratch, scratch], tier="nvme")) is StripedStore
+
+
+@pytest.mark.parametrize(("tier", "on_device", "kind"), [("auto", False, PosixStore), ("auto", True, TwoLevelStore)])
+def test_auto_keeps_what_comes_from_a_device_in_host_memory_first(
+    tier: str, on_device: bool, kind: type, scratch: Path
+) -> None:
+    assert type(opened([scratch], tier=tier, on_device=on_device)) is kind
+
+
+def test_the_upper_level_leaves_room_for_copies(scratch: Path) -> None:
+    store = opened([scratch], tier="auto", on_device=True, cpu_budget=4 * GIB)
+    assert store.budget_bytes == 3 * GIB
+
+
+def test_tier_cpu_stays_in_memory_within_the_budget() -> None:
+    store = opened([], tier="cpu", cpu_budget=GIB)
+    assert type(store) is HostStore
+    assert store.budget_bytes == GIB
+
+
+def test_the_budget_of_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert cpu_budget_bytes(OffloadConfig(cpu_budget=GIB)) == GIB // 8
+
+
+def test_settings_that_go_together_pass() -> None:
+    check(OffloadConfig(io_backend="kvikio"))
+    check(OffloadConfig(checksum=True))
+    with pytest.raises(ConfigError, match="checksum was asked for with io_backend 'kvikio'"):
+        check(OffloadConfig(io_backend="kvikio", checksum=True))
