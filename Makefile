@@ -56,7 +56,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 gpu:
-	$(PYTHON) -m pytest tests/test_gpu_*.py
+	$(PYTHON) -m pytest -m gpu tests/test_gpu_*.py tests/test_codec_triton.py tests/test_device_probe.py tests/test_memory.py
 	$(PYTHON) -m benchmarks step --device cuda
 
 clean:

@@ -147,5 +147,5 @@ class Projected:
     def _projection(self, spec: Spec, key: int) -> Projection:
         width = spec.shape[-1]
         rank = self.rank if isinstance(self.rank, int) else max(1, int(width * self.rank))
-        # Made from the key, not the key itself: streams of neighbouring integers are one stream, shifted (`_seeds`).
+        # Made from the key, not the key itself, which seeds other draws for the same tensor.
         return Projection(self.kind, width, rank, derive(key, "projection"))

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ._errors import StoreBroken, StoreError, TransferCancelled
 
+_PERIOD_S = 1.0  # how often a waiter looks whether a store has its ticket in hand by now
+
 
 class Buffer(NamedTuple):
     """Plain memory to transfer from or into.
@@ -137,10 +139,9 @@ class Ticket:
         event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
         begun_s = time.perf_counter()
         while self.state not in _ENDED:  # looked at after the event is there: whoever ends the ticket does the reverse
-            period_s = self.watch.period_s if self.watch is not None else None
+            period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
             if timeout_s is not None:
-                left_s = max(0.0, begun_s + timeout_s - time.perf_counter())
-                period_s = left_s if period_s is None else min(left_s, period_s)
+                period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
             if event.wait(period_s):
                 break
             if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:

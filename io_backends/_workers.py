@@ -102,7 +102,7 @@ class Workers:
         (self._reads if urgent else self._writes).append(ticket)
         self._tokens.put(True)
         if self._stopping and not self._running:  # stopped between the check and here: nobody is left to take it
-            self._fail_queued()
+            self._fail_queued(_Desk())
 
     def stop(self) -> None:
         """Ask the threads to end once their running tickets have; queued ones fail with StoreClosed. Idempotent."""
@@ -233,7 +233,7 @@ class Workers:
         except BaseException as error:  # the ticket it strikes tells of it; where it strikes none, nothing is lost
             self._bury(desk, error)
         else:
-            self._leave()
+            self._leave(desk)
 
     def _run_next(self, desk: _Desk) -> bool:
         # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
@@ -272,23 +272,24 @@ class Workers:
                 self._end_threads()
         _abort(job, cause)
         if not goes_on:
-            self._leave()
+            self._leave(desk)
 
-    def _leave(self) -> None:
+    def _leave(self, desk: _Desk) -> None:
         with self._lock:
             self._running -= 1
             last = self._running == 0
         if last:
-            self._fail_queued()
+            self._fail_queued(desk)
             self._on_stopped()
 
-    def _fail_queued(self) -> None:
-        desk, more = _Desk(), True
+    def _fail_queued(self, desk: _Desk) -> None:
+        more = True
         while more:
             try:
                 more = self._run_next(desk)
             except BaseException as error:
                 _abort(desk.job, error)
+        desk.job = None
 
     def _closing_error(self) -> StoreError:
         if self._deaths > MOST_DEATHS:

@@ -62,7 +62,7 @@ def test_signs_are_balanced_and_fixed() -> None:
     assert set(signs.tolist()) == {-1.0, 1.0}
     assert abs(float(signs.sum())) <= 24
     # Changing them changes what packed bytes mean.
-    assert "".join("+" if sign > 0 else "-" for sign in signs[:16].tolist()) == "+-+--+-+----++--"
+    assert "".join("+" if sign > 0 else "-" for sign in signs[:16].tolist()) == "----++-+++--++--"
 
 
 @pytest.mark.parametrize(("group", "wanted"), [(2, False), (4, True), (8, False), (32, False), (64, True), (48, False)])

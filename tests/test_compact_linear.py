@@ -131,7 +131,7 @@ def _gradients(draws: int, rank: int, **settings: object) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher", "orthonormal", "sparse"])
 def test_relative_variance_over_features_is_that_of_the_theory(kind: str) -> None:
-    rank, draws = WIDTH // 4, 600
+    rank, draws = WIDTH // 4, 400
     found, exact = _gradients(draws, rank, kind=kind)
     error = ((found - exact).square().sum((1, 2)) / exact.square().sum()).mean().item()
     theory = (WIDTH + 1) / rank if kind in ("gaussian", "rademacher") else WIDTH / rank - 1
@@ -141,7 +141,7 @@ def test_relative_variance_over_features_is_that_of_the_theory(kind: str) -> Non
 
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher", "orthonormal", "sparse", "uniform", "crs", "wta-crs"])
 def test_over_tokens_unbiased_with_the_error_of_the_theory(kind: str) -> None:
-    rank, draws = 24, 600
+    rank, draws = 24, 400
     found, exact = _gradients(draws, rank, kind=kind, over="tokens")
     error = ((found - exact).square().sum((1, 2)) / exact.square().sum()).mean().item()
     x, _, d = _problem()

@@ -1,4 +1,5 @@
-"""Direct: a store that moves device memory itself gets it after its kernel, and big transfers only. On a CPU."""
+"""Direct: a store that moves device memory itself gets it after its kernel, and big transfers only. And the handoff of
+a CPU's tensors, which is none."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from engine_tools import activation, chain
 from helpers import assert_bit_equal
 
-from io_backends import Buffer, PosixStore, Ticket
+from io_backends import Buffer, BufferPool, PosixStore, Ticket
 from tba import OffloadConfig, Offloader, _direct, _streams
 
 LARGE = 4096  # elements; half of them are below the threshold
@@ -90,3 +91,19 @@ def test_big_transfers_go_straight_from_and_to_device_memory(elements: int, dire
     assert stats.errors == 0
     assert store.direct.count("write") == store.direct.count("read") == (2 * LENGTH if direct else 0)
     assert Reached.waits == len(store.direct)
+
+
+def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
+    tensor = torch.arange(8.0)
+    assert _streams.producer_stream(tensor) is None
+    assert not _streams.capturing(tensor)
+    buffer, before = _streams.out(tensor, 8, 16, None, None)
+    assert before is None
+    assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
+    assert buffer.owner is tensor
+    storage, ready = _streams.into(tensor, torch.device("cpu"), None)
+    assert ready is None
+    assert storage.data_ptr() == tensor.data_ptr()
+    _streams.use(tensor, ready)
+    kept, buffer = BufferPool(512).lease(100, 48)
+    assert _streams.host_bytes(kept).data_ptr() == buffer.address

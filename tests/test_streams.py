@@ -386,22 +386,3 @@ def test_without_room_in_host_memory_nothing_is_queued(fake: SimulatedTorch) -> 
         _streams.out(source, 0, N, gpu.current_stream(GPU), pool)
     assert sum("copy out" in line for line in gpu.log) == 1
     del kept
-
-
-# -- on a CPU ----------------------------------------------------------------------------------------------------------
-
-
-def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
-    tensor = torch.arange(8.0)
-    assert _streams.producer_stream(tensor) is None
-    assert not _streams.capturing(tensor)
-    buffer, before = _streams.out(tensor, 8, 16, None, None)
-    assert before is None
-    assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
-    assert buffer.owner is tensor
-    storage, ready = _streams.into(tensor, CPU, None)
-    assert ready is None
-    assert storage.data_ptr() == tensor.data_ptr()
-    _streams.use(tensor, ready)
-    kept, buffer = BufferPool(512).lease(100, 48)
-    assert _streams.host_bytes(kept).data_ptr() == buffer.address
