@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|hooks|overlap|demo`."""
+"""The command line: `python -m benchmarks step|hooks|overlap|io|faults|demo`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ Machine = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="Folder for pictures and traces.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
+
+Path_ = Annotated[
+    Path | None, typer.Option("--path", help="A folder on the disk to use (default: out/scratch).", file_okay=False)
+]
 
 _MACHINE = f"cpu{os.cpu_count()}"
 _OUT = Path("out")
@@ -122,6 +126,46 @@ def demo(
     size, steps, settings = (TINY, min(steps, 3), TINY_SETTINGS) if quick else (CPU_MODELS["24x256"], steps, {})
     result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out, settings=settings)
     _finish(result, json, save, machine)
+
+
+@app.command()
+def io(
+    rounds: Annotated[int, typer.Option(min=2, help="Timed turns of each arm.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="I/O workers of each path, and jobs of fio.")] = 2,
+    path: Path_ = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Stores against the bare disk and fio: bandwidth, CPU seconds, cost of submitting (writes some 150 GB)."""
+    from .io import MIB, run_io
+
+    if quick:
+        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads)
+    else:
+        result = run_io(path, rounds=rounds, threads=threads)
+    _finish(result, json, save, machine)
+
+
+@app.command()
+def faults(
+    count: Annotated[int, typer.Option(min=1, help="How many cases.")] = 1000,
+    seed: Annotated[int, typer.Option(help="The seed of the first; each has the next.")] = 0,
+    only: Annotated[int | None, typer.Option(help="Run the case of this seed alone, and tell all about it.")] = None,
+    path: Path_ = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Random faults at random points of training steps: exact or an error that names it; exit status 1 otherwise."""
+    from .faults import run_faults
+
+    result = run_faults([only] if only is not None else range(seed, seed + (8 if quick else count)), path)
+    _finish(result, json, save, machine)
+    if result.data["bad"]:
+        raise typer.Exit(1)
 
 
 def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:

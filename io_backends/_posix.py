@@ -108,6 +108,8 @@ class PosixStore:
         """The scratch file, made on the first call."""
         file = self._file
         if file is None:
+            if not self._closed:
+                self._workers.refuse()  # where all have died they have closed the file, for good
             with self._lock:
                 file = self._file
                 if file is None and not self._closed:
@@ -182,6 +184,8 @@ class PosixStore:
         self._closed = True
         self._workers.stop()
         self._workers.join()
+        if self._workers.ended:
+            self._close_file()  # made while the last worker died
 
     def abandon(self) -> None:
         """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""

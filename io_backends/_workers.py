@@ -104,6 +104,16 @@ class Workers:
         if self._stopping and not self._running:  # stopped between the check and here: nobody is left to take it
             self._fail_queued(_Desk())
 
+    def refuse(self) -> None:
+        """Raise StoreClosed after `stop`, StoreBroken once too many workers have died."""
+        if self._stopping:
+            raise (StoreClosed if self._deaths <= MOST_DEATHS else StoreBroken)(self._refusal)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no thread runs, and none will."""
+        return self._stopping and not self._running
+
     def stop(self) -> None:
         """Ask the threads to end once their running tickets have; queued ones fail with StoreClosed. Idempotent."""
         if self._stopping:
@@ -117,6 +127,8 @@ class Workers:
     def join(self) -> None:
         """Wait until the threads have ended (not from one of them), unless nothing moves any more."""
         begun_s = time.perf_counter()
+        with self._lock:
+            pass  # whoever is starting threads has started them all
         for desk in self._desks:
             while True:
                 thread = desk.thread
@@ -212,8 +224,7 @@ class Workers:
                     self._open = False
                     self._end_threads()
                     return
-        if self._stopping:
-            raise (StoreClosed if self._deaths <= MOST_DEATHS else StoreBroken)(self._refusal)
+        self.refuse()
 
     def _seat(self, desk: _Desk) -> None:
         name = f"{self._name}-{self._desks.index(desk)}"

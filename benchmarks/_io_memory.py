@@ -1,0 +1,75 @@
+"""Memory of the io benchmark: buffers to write from and read into, and the proof that a read brought what was written.
+
+Every 512 bytes begin with a number that no other 512 bytes of any round have, so neither stale bytes of an earlier
+round nor a sector out of place passes. Filling and comparing are no part of any measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from io_backends import Buffer, BufferPool
+
+from ._processes import ArmError
+
+_ALIGNMENT = 4096
+_WORDS = 512 // 8  # the unit that is numbered, in words of 8 bytes
+
+
+class WrongBytes(ArmError):
+    """What was read is not what was written: no figure of this run counts."""
+
+
+class Memory:
+    """`count` buffers of `nbytes` each, a multiple of 4096, in huge pages where the system gives them."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self._pool = BufferPool(_ALIGNMENT)
+        leases = [self._pool.lease(nbytes) for _ in range(count)]
+        self.views = [view for view, _ in leases]
+        self.buffers: list[Buffer] = [buffer for _, buffer in leases]
+        self.words: list[npt.NDArray[np.uint64]] = [np.frombuffer(view, dtype=np.uint64) for view in self.views]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def fill(self, seed: int) -> None:
+        """With noise, all of it."""
+        random = np.random.default_rng(seed)
+        for words in self.words:
+            words[:] = random.integers(0, 1 << 64, words.size, dtype=np.uint64)
+
+    def number(self, first: int) -> int:
+        """Number every 512 bytes, from `first` on; the number after the last."""
+        for words in self.words:
+            count = words.size // _WORDS
+            words[::_WORDS] = np.arange(first, first + count, dtype=np.uint64)
+            first += count
+        return first
+
+    def wipe(self) -> None:
+        """Take the numbers away: what is not read from here on shows."""
+        for words in self.words:
+            words[::_WORDS] = 0
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.words.clear()
+        self.buffers.clear()
+        self.views.clear()
+        self._pool.close()
+
+
+def verify(targets: Memory, sources: Sequence[npt.NDArray[np.uint64]], who: str) -> None:
+    """Every byte of `targets` is that of `sources`. Raises WrongBytes."""
+    for index, (found, wanted) in enumerate(zip(targets.words, sources, strict=True)):
+        if not np.array_equal(found, wanted):
+            first = int(np.flatnonzero(found != wanted)[0]) * 8
+            raise WrongBytes(
+                f"{who}: buffer {index} of {len(sources)} differs from byte {first} on from what was written"
+            )

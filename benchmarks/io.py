@@ -1,0 +1,183 @@
+"""The io benchmark: the stores against the bare disk: bandwidth, CPU seconds and the cost of submitting.
+
+Cold (direct I/O, so that no cache answers) and verified: every byte read is compared, outside of the clock. The arms
+take turns, every other round in reverse, and are compared by medians of ratios within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ._bars import Bar
+from ._fio import Fio, Mode
+from ._harness import Grid, Result, environment_block, median
+from ._io_rounds import BARE, FIO, MODES, STORE, TWO_PATHS, Series, known, measure
+from ._processes import ArmError
+from ._train import scratch_directory
+
+MIB = 1 << 20
+SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
+TOTAL_BYTES = 512 * MIB  # of an arm's turn: some tenths of a second at the speed of an NVMe drive
+_SHARE_BAR, _STRIPES_BAR, _SUBMIT_BAR_US = 0.90, 1.0, 30.0
+_CPU_BARS: dict[Mode, float] = {"write": 0.04, "read": 0.05}
+_RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor(Bar):
+    """A bar the other way round: at least `limit`. `noise` is forgiven: what a difference has to exceed to count."""
+
+    spread: float = 0.0
+    noise: float = 0.0
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.limit is None else self.measured + self.noise >= self.limit
+
+    def row(self) -> tuple[str, str, str, str]:
+        what, _, measured, met = super().row()
+        limit = "-" if self.limit is None else f">= {self._text(self.limit)}"
+        return what, limit, f"{measured} ± {self.spread:.3f}", met
+
+
+def run_io(
+    path: Path | None = None,
+    *,
+    sizes: Sequence[int] = SIZES,
+    nbytes: int = TOTAL_BYTES,
+    rounds: int = 7,
+    threads: int = 2,
+) -> Result:
+    """Measure in `path` (None: below `out/`): `nbytes` at a time, in buffers of each of `sizes`.
+
+    Raises:
+        ArmError: the folder is in RAM or has no direct I/O, fio fails, or what is read is not what was written.
+    """
+    directory = scratch_directory((path,) if path is not None else None)
+    kind = file_system(directory)
+    if kind in _RAM_FILE_SYSTEMS:
+        raise ArmError(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
+    nbytes = -(-nbytes // (max(sizes) * threads)) * max(sizes) * threads  # whole buffers for every thread
+    found: dict[int, dict[str, Series]] = {}
+    missing: dict[str, str] = {}
+    for size in sizes:
+        found[size], missing = measure(directory, size, nbytes, threads=threads, rounds=rounds, tell=_tell)
+    bars = make_bars(found)
+    tables = [_speed_table(found, missing, nbytes, rounds), _cpu_table(found), _bar_table(bars)]
+    data = {
+        "sizes": {str(size): {name: vars(one) for name, one in series.items()} for size, series in found.items()},
+        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+        "missing": missing,
+        "nbytes": nbytes,
+        "rounds": rounds,
+        "threads": threads,
+    }
+    environment = environment_block({}, threads=threads) | {"file system": kind}
+    if FIO not in missing:
+        environment["fio"] = Fio(directory, nbytes, threads).version
+    return Result(theme="io", tables=tables, data=data, environment=environment)
+
+
+def file_system(directory: Path) -> str:
+    """The type of the file system that holds a directory; "" where that is not known."""
+    resolved = directory.resolve()
+    mounts = [
+        (len(Path(part.mountpoint).parts), part.fstype)
+        for part in psutil.disk_partitions(all=True)
+        if resolved.is_relative_to(part.mountpoint)
+    ]
+    return max(mounts, default=(0, ""))[1]
+
+
+def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
+    """What the measurements must reach. Without fio the store's share of the bare calls is shown, without a bar."""
+    bars: list[Bar] = []
+    for size, series in found.items():
+        store, other = series[STORE], FIO if FIO in series else BARE
+        for mode in MODES:
+            ratios = ratios_of(store, series[other], mode)
+            what = f"{mode}, {size // MIB} MiB: store / {other}"
+            limit = _SHARE_BAR if other == FIO else None
+            bars.append(Floor(what=what, measured=median(ratios), limit=limit, spread=spread(ratios)))
+    for size, series in found.items():
+        for mode in MODES:
+            ratios = ratios_of(series[TWO_PATHS], series[STORE], mode)
+            what = f"{mode}, {size // MIB} MiB: two paths on this disk / one"
+            noise = spread(ratios)
+            bars.append(Floor(what=what, measured=median(ratios), limit=_STRIPES_BAR, spread=noise, noise=noise))
+    for mode, limit in _CPU_BARS.items():
+        for size, series in found.items():
+            what = f"CPU seconds per GiB, {mode}, {size // MIB} MiB"
+            bars.append(Bar(what=what, measured=median(series[STORE].cpu_s_per_gib[mode]), limit=limit, unit=" s"))
+    smallest = found[min(found)][STORE]  # with the most transfers to the gigabyte
+    what = f"submitting a transfer, {min(found) // MIB} MiB"
+    bars.append(Bar(what=f"{what}, CPU", measured=median(smallest.submit_cpu_s) * 1e6, limit=_SUBMIT_BAR_US, unit="us"))
+    bars.append(Bar(what=f"{what}, wall", measured=median(smallest.submit_wall_s) * 1e6, limit=None, unit="us"))
+    return bars
+
+
+def ratios_of(one: Series, other: Series, mode: Mode) -> list[float]:
+    """Bandwidth of one arm over the other's, round by round."""
+    return [a / b for a, b in zip(one.bytes_per_s[mode], other.bytes_per_s[mode], strict=True)]
+
+
+def spread(ratios: Sequence[float]) -> float:
+    """Half of the range in which the middle half of the values lies."""
+    if len(ratios) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
+    return (upper - lower) / 2
+
+
+def _tell(text: str) -> None:
+    """A line, and no progress bar: that has a thread of its own, whose CPU time would count."""
+    print(f"io: {text}", file=sys.stderr, flush=True)
+
+
+def _speed_table(
+    found: Mapping[int, Mapping[str, Series]], missing: Mapping[str, str], nbytes: int, rounds: int
+) -> Grid:
+    names = known(found)
+    columns = [*names, *missing]
+    rows = []
+    for size, series in found.items():
+        for mode in MODES:
+            cells = [_speed(series[name], mode) if name in series else "" for name in columns]
+            rows.append((f"{mode}, {size // MIB} MiB", *cells))
+    note = (
+        f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, both: of both directions together. Store: "
+        "PosixStore. Bare: os.pwrite and os.preadv on threads, the same memory. Two paths: a StripedStore of two. fio: "
+        "psync, direct, as many jobs as workers, for 0.4 s. Every byte that the others read was verified."
+    )
+    note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
+    return Grid("Bandwidth", ("what", *columns), rows, note)
+
+
+def _speed(series: Series, mode: Mode) -> str:
+    return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}" if mode in series.bytes_per_s else "-"
+
+
+def _cpu_table(found: Mapping[int, Mapping[str, Series]]) -> Grid:
+    names = known(found)
+    rows: list[tuple[Any, ...]] = []
+    for size, series in found.items():
+        for mode in _CPU_BARS:
+            cells = [f"{median(series[name].cpu_s_per_gib[mode]):.3f}" if name in series else "" for name in names]
+            rows.append((f"{mode}, {size // MIB} MiB", *cells))
+    note = "CPU seconds of all threads per GiB moved, user and system, medians."
+    return Grid("CPU seconds per GiB", ("what", *names), rows, note)
+
+
+def _bar_table(bars: Sequence[Bar]) -> Grid:
+    note = (
+        "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range. Two paths count as "
+        "no slower where the difference is within that."
+    )
+    return Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars], note)

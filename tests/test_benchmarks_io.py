@@ -1,0 +1,291 @@
+"""Tests of the io benchmark: end to end at a tiny size, that wrong bytes do not pass, and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks import io
+from benchmarks._fio import Fio, FioError, arguments, parse
+from benchmarks._io_arms import Arm, BareArm, StoreArm
+from benchmarks._io_memory import Memory, WrongBytes, verify
+from benchmarks._io_peers import make_peers
+from benchmarks._io_rounds import BARE, FIO, STORE, TWO_PATHS, Series, _Rig, _turn_of, measure
+from benchmarks._processes import ArmError
+from benchmarks.io import Floor, make_bars, run_io, spread
+from io_backends import PosixStore, Syscalls
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = 64 << 10
+
+
+@contextmanager
+def memories(count: int = 4, size: int = BLOCK) -> Iterator[tuple[Memory, Memory]]:
+    sources, targets = Memory(count, size), Memory(count, size)
+    sources.fill(1)
+    targets.fill(1)
+    yield sources, targets
+    sources.close()
+    targets.close()
+
+
+@pytest.fixture(params=["store", "bare"])
+def arm(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Arm]:
+    arm: Arm = StoreArm(PosixStore(scratch, threads=2), 2) if request.param == "store" else BareArm(scratch, 2)
+    yield arm
+    arm.close()
+
+
+# -- end to end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "io", "--quick", "--json", "--path", str(scratch)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert list(found["sizes"]) == [str(1 << 20), str(4 << 20)]
+    arms = {STORE, BARE, TWO_PATHS} | ({FIO} - set(found["missing"]))
+    for series in found["sizes"].values():
+        assert arms <= set(series)
+        for name in arms:
+            for values in (series[name]["bytes_per_s"], series[name]["cpu_s_per_gib"]):
+                assert {mode: len(numbers) for mode, numbers in values.items()} == {"write": 2, "read": 2, "both": 2}
+            assert all(min(numbers) > 0 for numbers in series[name]["bytes_per_s"].values())
+        assert min(series[STORE]["submit_cpu_s"]) > 0
+    assert set(found["missing"]) | set(found["sizes"][str(1 << 20)]) >= {FIO, "deepspeed", "kvikio"}
+    assert all(reason for reason in found["missing"].values())
+    assert len(found["bars"]) == 2 * 3 + 2 * 3 + 2 * 2 + 2
+    assert list(scratch.iterdir()) == []
+
+
+def test_without_fio_it_says_so_and_compares_with_the_bare_calls(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(scratch))
+    told: list[str] = []
+    found, missing = measure(scratch, BLOCK, 4 * BLOCK, threads=2, rounds=2, tell=told.append)
+    assert "apt-get install fio" in missing[FIO]
+    assert FIO not in found
+    assert len(told) == 3
+    bars = make_bars({BLOCK: found})
+    assert [bar.what for bar in bars][:3] == [f"{mode}, 0 MiB: store / bare" for mode in ("write", "read", "both")]
+    assert all(bar.met is None for bar in bars[:3])
+
+
+def test_a_folder_in_ram_is_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "file_system", lambda directory: "tmpfs")
+    with pytest.raises(ArmError, match="is on tmpfs, in RAM; name a folder on a disk with --path"):
+        run_io(scratch)
+
+
+def test_without_direct_io_nothing_is_measured(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(directory: Path, threads: int) -> PosixStore:
+        def buffered(path: str, flags: int, mode: int) -> int:
+            if flags & os.O_DIRECT:
+                raise OSError(22, "no direct I/O")
+            return os.open(path, flags, mode)
+
+        return PosixStore(directory, threads=threads, syscalls=Syscalls(open=buffered))
+
+    monkeypatch.setattr("benchmarks._io_rounds.PosixStore", make)
+    with pytest.raises(ArmError, match="there is no direct I/O in"):
+        measure(scratch, BLOCK, 4 * BLOCK, threads=1, rounds=1, tell=print)
+
+
+# -- the arms --------------------------------------------------------------------------------------------------------
+
+
+def test_an_arm_brings_back_what_it_wrote(arm: Arm) -> None:
+    with memories() as (sources, targets):
+        first = sources.number(1)
+        arm.write(sources)
+        targets.wipe()
+        arm.read(targets)
+        verify(targets, sources.words, "arm")
+        old = [words.copy() for words in sources.words]
+        sources.number(first)
+        arm.both(sources, targets)
+        verify(targets, old, "arm")  # what had been written before
+        arm.read(targets)
+        verify(targets, sources.words, "arm")
+
+
+def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
+    """Submitted together, all reads would go ahead of the writes."""
+    under_way, seen, lock, real = {"read": 0, "write": 0}, set[tuple[int, int]](), threading.Lock(), Syscalls()
+
+    def watched(kind: str, call: Any) -> Any:
+        def transfer(*arguments: Any) -> Any:
+            with lock:
+                under_way[kind] += 1
+                seen.add((under_way["read"], under_way["write"]))
+            time.sleep(0.002)  # long enough for the other worker to begin
+            try:
+                return call(*arguments)
+            finally:
+                with lock:
+                    under_way[kind] -= 1
+
+        return transfer
+
+    syscalls = Syscalls(pwritev=watched("write", real.pwritev), preadv=watched("read", real.preadv))
+    with memories(8) as (sources, targets):
+        arm = StoreArm(PosixStore(scratch, threads=2, syscalls=syscalls), 2)
+        arm.write(sources)
+        seen.clear()
+        arm.both(sources, targets)
+        arm.close()
+    assert (1, 1) in seen
+    assert all(reads <= 1 and writes <= 1 for reads, writes in seen)
+
+
+def test_an_arm_gives_the_space_of_earlier_rounds_back(scratch: Path) -> None:
+    with memories() as (sources, targets):
+        store = PosixStore(scratch, threads=2)
+        arm = StoreArm(store, 2)
+        for _ in range(3):
+            arm.write(sources)
+            arm.both(sources, targets)
+        assert store.used_bytes == sources.nbytes
+        arm.close()
+
+
+@pytest.mark.parametrize("spoil", ["stale", "one bit"])
+def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memories() as (sources, targets):
+        read = arm.read
+
+        def spoiled(memory: Memory) -> None:
+            if spoil == "one bit":
+                read(memory)
+                memory.words[2][700] ^= np.uint64(1)
+
+        turn = _turn_of(_Rig(sources, targets), "spoiled", arm)
+        turn(Series())
+        monkeypatch.setattr(arm, "read", spoiled)
+        with pytest.raises(WrongBytes, match=r"spoiled: buffer [02] of 4 differs from byte"):
+            turn(Series())
+
+
+def test_a_transfer_that_fails_ends_the_arm(scratch: Path) -> None:
+    with memories() as (_, targets):
+        arm = BareArm(scratch, 2)
+        with pytest.raises(OSError, match="0 of 65536 bytes moved"):
+            arm.read(targets)  # nothing has been written
+        arm.close()
+
+
+def test_peers_that_are_not_there_say_why(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", None)
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with memories() as (sources, _):
+        arms, missing = make_peers(scratch, sources, 1)
+    assert arms == {}
+    assert set(missing) == {"deepspeed", "kvikio"}
+    assert all("Error: " in reason for reason in missing.values())
+
+
+# -- fio -------------------------------------------------------------------------------------------------------------
+
+
+def job(read: int = 0, write: int = 0, runtime: int = 400, error: int = 0) -> dict[str, Any]:
+    sides = {side: {"io_bytes": n, "runtime": runtime if n else 0} for side, n in (("read", read), ("write", write))}
+    return {"error": error, "usr_cpu": 5.0, "sys_cpu": 15.0, "job_runtime": runtime, **sides}
+
+
+def test_fio_answers_are_summed_over_jobs() -> None:
+    text = "note: something\n" + json.dumps({"jobs": [job(read=400), job(write=800)]}, indent=1)
+    run = parse(text)
+    assert (run.nbytes, run.bytes_per_s) == (1200, 3000.0)
+    assert run.cpu_s == pytest.approx(0.16)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("fio: out of memory", "cannot be read"),
+        ('{\n"jobs": [{}]}', "cannot be read"),
+        (json.dumps({"jobs": [job(read=1, error=5)]}), r"errors \[5\]"),
+        (json.dumps({"jobs": [job()]}), "moved nothing"),
+    ],
+)
+def test_fio_answers_that_make_no_sense(text: str, says: str) -> None:
+    with pytest.raises(FioError, match=says):
+        parse(text)
+
+
+def test_fio_is_asked_for_the_same_depth_in_every_mode() -> None:
+    files = [Path("/a/one"), Path("/a/two")]
+    line = arguments("write", files, 8 << 20, 1 << 20, 4)
+    assert {"--numjobs=4", "--size=2097152", "--offset_increment=2097152", "--rw=write", "--filename=one"} <= set(line)
+    line = arguments("both", files, 8 << 20, 1 << 20, 4)
+    assert {"--numjobs=2", "--rw=read", "--filename=one", "--rw=write", "--filename=two", "--direct=1"} <= set(line)
+
+
+def test_the_real_fio(scratch: Path) -> None:
+    try:
+        fio = Fio(scratch, 8 << 20, 2)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert fio.version.startswith("fio-")
+    fio.lay_out()
+    for mode in ("write", "read", "both"):
+        run = fio.run(mode, 1 << 20)
+        assert run.nbytes > 0
+        assert run.bytes_per_s > 0
+    with pytest.raises(FioError, match="fio ended with status"):
+        fio.run("write", 7)  # no block of direct I/O
+    fio.clear()
+    assert list(scratch.iterdir()) == []
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_floors() -> None:
+    assert Floor(what="w", measured=0.90, limit=0.90).met is True
+    assert Floor(what="w", measured=0.89, limit=0.90).met is False
+    assert Floor(what="w", measured=0.97, limit=1.0, noise=0.04).met is True
+    assert Floor(what="w", measured=0.5, limit=None).met is None
+    assert Floor(what="w", measured=0.85, limit=0.9, spread=0.01).row() == ("w", ">= 0.900x", "0.850x ± 0.010", "NO")
+    assert spread([1.0]) == 0.0
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
+
+
+def test_bars_compare_within_a_round() -> None:
+    def series(rates: list[float], cpu: float) -> Series:
+        modes = ("write", "read", "both")
+        made = Series(submit_cpu_s=[1e-5], submit_wall_s=[2e-5])
+        made.bytes_per_s = {mode: list(rates) for mode in modes}
+        made.cpu_s_per_gib = {mode: [cpu] * len(rates) for mode in modes}
+        return made
+
+    # The disk is three times as fast in the second round: only the ratios tell.
+    found = {
+        4 << 20: {
+            STORE: series([2.0, 6.0], 0.045),
+            FIO: series([1.0, 3.0], 0.0),
+            TWO_PATHS: series([1.0, 3.0], 0.0),
+        }
+    }
+    bars = {bar.what: bar for bar in make_bars(found)}
+    assert bars["read, 4 MiB: store / fio"].measured == 2.0
+    assert bars["read, 4 MiB: two paths on this disk / one"].met is False
+    assert bars["CPU seconds per GiB, write, 4 MiB"].met is False
+    assert bars["CPU seconds per GiB, read, 4 MiB"].met is True
+    assert bars["submitting a transfer, 4 MiB, CPU"].measured == pytest.approx(10.0)
