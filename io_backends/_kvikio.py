@@ -26,22 +26,20 @@ import errno
 import itertools
 import mmap
 import os
-import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from importlib import import_module
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ._device_memory import Registry, on_device, view
-from ._errors import ShortTransfer, StoreBroken, StoreClosed, StoreError, StoreFull
+from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
 from ._extents import align_up
+from ._file_store import FileStore
 from ._scratch import open_scratch
-from ._space import EXTENT_ALIGNMENT, Space
+from ._space import EXTENT_ALIGNMENT
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
-from ._workers import Workers
 
 # Measured with kvikio 26.10 on 2 cores: a request through its threads takes 0.24 ms more than a system call, however
 # small. A write of 1 MiB takes 0.49 ms that way, 0.18 ms into the page cache; of 2 MiB 0.9 and, as the cache begins to
@@ -60,7 +58,7 @@ class _File(NamedTuple):
     mode: Mode
 
 
-class KvikioStore:
+class KvikioStore(FileStore[_File]):
     """A `Store` on a file system, through kvikio.
 
     Args:
@@ -90,23 +88,23 @@ class KvikioStore:
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
     ) -> None:
-        self.directory = Path(directory)
         self.threshold_bytes = threshold_bytes
         self._kvikio, self._defaults, self._driver = _import_kvikio()
         _configure(self._defaults, threads, threshold_bytes)
-        self._syscalls = syscalls or Syscalls()
         self._registry = Registry(self._kvikio.memory_register, self._kvikio.memory_deregister, registered_bytes)
-        self._file: _File | None = None
-        self._files: list[_File] = []  # that one; taken out by `pop`, which is atomic, so closed once
-        self._closed = False
-        self._lock = threading.Lock()  # while the file is made
-        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
-        self._workers = Workers(threads, "tba-kvikio", self._close_file, on_forked=self._forget, timeout_s=timeout_s)
+        super().__init__(
+            directory,
+            "tba-kvikio",
+            threads=threads,
+            capacity_bytes=capacity_bytes,
+            timeout_s=timeout_s,
+            syscalls=syscalls,
+        )
 
     @property
     def mode(self) -> Mode:
         """`gds`: device memory goes straight to the disk. `compat`: through host memory. Makes the file."""
-        return self._open().mode
+        return self.open().mode
 
     @property
     def registered_bytes(self) -> int:
@@ -121,64 +119,10 @@ class KvikioStore:
         """
         return self.mode == "gds" and on_device(allocation.owner) and self._registry.add(allocation)
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        ticket = Ticket(buffer, None, self._write, on_done, before)
-        self._workers.submit(ticket, urgent=False)
-        return ticket
-
-    def read(
-        self,
-        location: Location,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if buffer.nbytes != location.nbytes:
-            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
-        ticket = Ticket(buffer, location, self._read, on_done, before)
-        self._workers.submit(ticket, urgent=True)
-        return ticket
-
-    def discard(self, ticket: Ticket) -> None:
-        ticket.cancel()
-        self._space.discard(ticket)
-
-    def trim(self) -> None:
-        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
-        file = self._file
-        if file is not None and not self._closed and self._space.begin_trim(file.fd):
-            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
-                self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
-
-    def allocated_bytes(self) -> int:
-        file = self._file
-        return 0 if file is None or self._closed else os.fstat(file.fd).st_blocks * 512
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the file that belong to writes begun and not yet discarded."""
-        return self._space.used_bytes
-
-    def close(self) -> None:
-        self._closed = True
-        self._workers.stop()
-        self._workers.join()
-
-    def abandon(self) -> None:
-        self._closed = True
-        self._workers.stop()
-
     # -- on the workers ------------------------------------------------------------------------------------------
 
     def _write(self, ticket: Ticket) -> None:
-        file, buffer, nbytes = self._open(), ticket.buffer, ticket.nbytes
+        file, buffer, nbytes = self.open(), ticket.buffer, ticket.nbytes
         assert buffer is not None
         # Host memory keeps its place within a page, so that direct I/O needs no copy. A device's driver wants the
         # file's pages whole.
@@ -193,7 +137,7 @@ class KvikioStore:
         ticket.moved_bytes = nbytes
 
     def _read(self, ticket: Ticket) -> None:
-        file, buffer = self._open(), ticket.buffer
+        file, buffer = self.open(), ticket.buffer
         assert buffer is not None
         if ticket.nbytes:
             self._move(file, buffer, ticket.location, self._syscalls.preadv, file.handle.pread)
@@ -259,26 +203,7 @@ class KvikioStore:
         if failure is not None:
             raise failure
 
-    def _punch(self, _: Ticket) -> None:
-        self._space.punch(self._open().fd)
-
     # -- the file ------------------------------------------------------------------------------------------------
-
-    def _open(self) -> _File:
-        """The scratch file, made on the first call. Raises StoreBroken, StoreClosed."""
-        file = self._file
-        if file is None:
-            with self._lock:
-                file = self._file
-                if file is None and not self._closed:
-                    file = self._file = self._make()
-                    self._files.append(file)
-                    if self._closed:  # meanwhile, by somebody who found nothing to close
-                        self._close_file()
-                        file = None
-            if file is None:
-                raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
-        return file
 
     def _make(self) -> _File:
         scratch = open_scratch(str(self.directory), self._syscalls)
@@ -319,20 +244,18 @@ class KvikioStore:
     # -- ending --------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        """In a forked child, where the driver must not be called."""
-        self._closed = True
-        self._lock = threading.Lock()  # another thread may have held it
-        self._space.forget()
+        # In a forked child the driver must not be called; in compat mode it does not know of the descriptors.
         self._registry.forget()
-        self._file = None
-        if self._files and self._files[-1].mode == "compat":  # two descriptors, of which the driver does not know
-            self._close_file()
+        if self._files and self._files[-1].mode == "gds":
+            self._files.clear()
+        super()._forget()
 
     def _close_file(self) -> None:
-        self._file = None
         self._registry.clear()
-        with suppress(IndexError):
-            self._files.pop().handle.close()
+        super()._close_file()
+
+    def _release(self, file: _File) -> None:
+        file.handle.close()
 
 
 def _import_kvikio() -> tuple[Any, Any, Any]:

@@ -26,21 +26,19 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from . import _checksum, _layout
 from ._checksum import Sums
-from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreClosed, StoreFull
+from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
 from ._extents import align_up
+from ._file_store import FileStore
 from ._layout import Part, Piece, Vector
 from ._rate import RateLimit
 from ._scratch import ScratchFile, open_scratch
-from ._space import EXTENT_ALIGNMENT, Space
+from ._space import EXTENT_ALIGNMENT
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
-from ._workers import Workers
 
 # For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
 _BOUNCE_BYTES = 1 << 20
@@ -62,7 +60,7 @@ class _Memory(threading.local):
         return self._kept[nbytes][1]
 
 
-class PosixStore:
+class PosixStore(FileStore[ScratchFile]):
     """A `Store` on a file system.
 
     Args:
@@ -91,36 +89,13 @@ class PosixStore:
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
     ) -> None:
-        self.directory = Path(directory)
-        self._syscalls = syscalls or Syscalls()
-        self._file: ScratchFile | None = None
-        self._descriptors: list[int] = []  # that of `_file`; taken out by `pop`, which is atomic, so closed once
-        self._closed = False
-        self._lock = threading.Lock()  # while the file is made
-        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
+        super().__init__(
+            directory, "tba-io", threads=threads, capacity_bytes=capacity_bytes, timeout_s=timeout_s, syscalls=syscalls
+        )
         self._digest = _checksum.digest() if checksum else None
         self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
         self._read_limit = RateLimit(read_rate_bytes_per_s) if read_rate_bytes_per_s is not None else None
         self._memory = _Memory()
-        self._workers = Workers(threads, "tba-io", self._close_file, on_forked=self._forget, timeout_s=timeout_s)
-
-    def open(self) -> ScratchFile:
-        """The scratch file, made on the first call."""
-        file = self._file
-        if file is None:
-            if not self._closed:
-                self._workers.refuse()  # where all have died they have closed the file, for good
-            with self._lock:
-                file = self._file
-                if file is None and not self._closed:
-                    file = self._file = open_scratch(str(self.directory), self._syscalls)
-                    self._descriptors.append(file.fd)
-                    if self._closed:  # meanwhile, by somebody who found nothing to close
-                        self._close_file()
-                        file = None
-            if file is None:
-                raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
-        return file
 
     @property
     def alignment(self) -> int:
@@ -135,62 +110,7 @@ class PosixStore:
     ) -> Ticket:
         if self._file is None:
             self.open()
-        ticket = Ticket(buffer, None, self._write, on_done, before)
-        self._workers.submit(ticket, urgent=False)
-        return ticket
-
-    def read(
-        self,
-        location: Location | None,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if location is None:
-            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
-        if buffer.nbytes != location.nbytes:
-            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
-        ticket = Ticket(buffer, location, self._read, on_done, before)
-        self._workers.submit(ticket, urgent=True)
-        return ticket
-
-    def discard(self, ticket: Ticket) -> None:
-        ticket.cancel()
-        self._space.discard(ticket)
-
-    def trim(self) -> None:
-        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
-        file = self._file
-        if file is not None and not self._closed and self._space.begin_trim(file.fd):
-            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
-                self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
-
-    def allocated_bytes(self) -> int:
-        file = self._file
-        return 0 if file is None or self._closed else os.fstat(file.fd).st_blocks * 512
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the file that belong to writes begun and not yet discarded."""
-        return self._space.used_bytes
-
-    def close(self) -> None:
-        """End the workers and close the file. Idempotent.
-
-        Running transfers end first, queued ones fail with `StoreClosed`. Where a transfer hangs in the system this
-        gives up after `timeout_s`; the file is closed when it ends.
-        """
-        self._closed = True
-        self._workers.stop()
-        self._workers.join()
-        if self._workers.ended:
-            self._close_file()  # made while the last worker died
-
-    def abandon(self) -> None:
-        """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
-        self._closed = True
-        self._workers.stop()
+        return super().write(buffer, on_done=on_done, before=before)
 
     # -- on the workers ------------------------------------------------------------------------------------------
 
@@ -314,19 +234,10 @@ class PosixStore:
             f"{location.sums[index]:016x}: do not use them, and check memory and disk"
         )
 
-    def _punch(self, _: Ticket) -> None:
-        self._space.punch(self.open().fd)
+    # -- the file ------------------------------------------------------------------------------------------------
 
-    # -- ending --------------------------------------------------------------------------------------------------
+    def _make(self) -> ScratchFile:
+        return open_scratch(str(self.directory), self._syscalls)
 
-    def _forget(self) -> None:
-        """In a forked child."""
-        self._closed = True
-        self._lock = threading.Lock()  # another thread may have held it
-        self._space.forget()
-        self._close_file()
-
-    def _close_file(self) -> None:
-        self._file = None
-        with suppress(IndexError):
-            self._syscalls.close(self._descriptors.pop())
+    def _release(self, file: ScratchFile) -> None:
+        self._syscalls.close(file.fd)

@@ -214,7 +214,7 @@ def test_a_cuda_device_counts_what_the_allocator_holds_unused() -> None:
 # -- a real cgroup ---------------------------------------------------------------------------------------------------
 
 INSIDE = """
-import json, os, sys
+import json, os, sys, time
 directory, scratch = sys.argv[1:]
 with open(f"{directory}/inner/cgroup.procs", "w") as procs:
     procs.write(str(os.getpid()))
@@ -229,9 +229,17 @@ with open(f"{scratch}/cached", "wb") as file:
     file.write(bytes(96 * MIB))
     file.flush()
     os.fsync(file.fileno())
-seen["cached"] = _memory.free_bytes()
-with open(f"{directory}/memory.usage_in_bytes") as file:
-    seen["usage"] = int(file.read())
+deadline = time.monotonic() + 5
+while True:  # the kernel folds its counts per CPU together every two seconds
+    seen["cached"] = _memory.free_bytes()
+    with open(f"{directory}/memory.usage_in_bytes") as file:
+        seen["usage"] = int(file.read())
+    with open(f"{directory}/memory.stat") as file:
+        stat = dict(line.split() for line in file)
+    seen["file"] = int(stat["total_inactive_file"]) + int(stat["total_active_file"])
+    if abs(seen["cached"] - seen["released"]) < 32 * MIB or time.monotonic() > deadline:
+        break
+    time.sleep(0.1)
 print(json.dumps(seen))
 """
 
@@ -273,6 +281,7 @@ def test_a_real_cgroup_seen_from_inside(limited_cgroup: Path, scratch: Path) -> 
     assert seen["before"] < 640 * MIB
     assert 90 * MIB < seen["before"] - seen["holding"] < 102 * MIB
     assert 90 * MIB < seen["released"] - seen["holding"] < 102 * MIB
-    # The page cache of a written file counts as used by the cgroup, and as free here.
-    assert seen["cached"] - (640 * MIB - seen["usage"]) > 90 * MIB
+    # The page cache of a written file counts as used by the cgroup, and as free here. How much of the file is still
+    # cached is for the kernel to say: one that reclaims ahead of need may have dropped it.
+    assert abs(seen["cached"] - (640 * MIB - seen["usage"] + seen["file"])) < 16 * MIB
     assert abs(seen["cached"] - seen["released"]) < 32 * MIB

@@ -212,7 +212,7 @@ def test_settings_are_made_unless_the_environment_does(tmp_path: Path, monkeypat
 def test_a_forked_child_has_nothing_of_it(store: KvikioStore) -> None:
     array = pattern_at(0, 3 << 20)
     ticket = write(store, array)
-    descriptors = [store._open().fd, store._open().handle.fileno()]
+    descriptors = [store.open().fd, store.open().handle.fileno()]
 
     def child() -> str:
         for fd in descriptors:

@@ -1,0 +1,166 @@
+"""FileStore: what stores over one scratch file share: the file's life, its space, its workers.
+
+Guarantees:
+
+1. The file is made by the first transfer, once, and closed once: by the last worker, by `close`, or in a forked child.
+2. Once closed, or once all workers have died, no file is made again.
+3. After a fork the child owns nothing of it; every call raises StoreClosed.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from ._errors import StoreBroken, StoreClosed
+from ._space import Space
+from ._store import Buffer, Location, Ticket
+from ._syscalls import Syscalls
+from ._workers import Workers
+
+
+class _Open(Protocol):
+    @property
+    def fd(self) -> int: ...
+
+
+File = TypeVar("File", bound=_Open)
+
+
+class FileStore(abc.ABC, Generic[File]):
+    """All of a `Store` but how bytes move (`_write`, `_read`) and what the file is (`_make`, `_release`)."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        name: str,
+        *,
+        threads: int,
+        capacity_bytes: int | None,
+        timeout_s: float | None,
+        syscalls: Syscalls | None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._syscalls = syscalls or Syscalls()
+        self._file: File | None = None
+        self._files: list[File] = []  # that one; taken out by `pop`, which is atomic, so closed once
+        self._closed = False
+        self._lock = threading.Lock()  # while the file is made
+        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
+        self._workers = Workers(threads, name, self._close_file, on_forked=self._forget, timeout_s=timeout_s)
+
+    @abc.abstractmethod
+    def _make(self) -> File:
+        """A new scratch file. Raises StoreBroken."""
+
+    @abc.abstractmethod
+    def _release(self, file: File) -> None:
+        """Close it."""
+
+    @abc.abstractmethod
+    def _write(self, ticket: Ticket) -> None:
+        """On a worker: set the ticket's location and move its bytes."""
+
+    @abc.abstractmethod
+    def _read(self, ticket: Ticket) -> None:
+        """On a worker: move the bytes of the ticket's location."""
+
+    def open(self) -> File:
+        """The scratch file, made on the first call. Raises StoreBroken, StoreClosed."""
+        file = self._file
+        if file is None:
+            if not self._closed:
+                self._workers.refuse()  # where all have died they have closed the file, for good
+            with self._lock:
+                file = self._file
+                if file is None and not self._closed:
+                    file = self._file = self._make()
+                    self._files.append(file)
+                    if self._closed:  # meanwhile, by somebody who found nothing to close
+                        self._close_file()
+                        file = None
+            if file is None:
+                raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
+        return file
+
+    def write(
+        self,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        ticket = Ticket(buffer, None, self._write, on_done, before)
+        self._workers.submit(ticket, urgent=False)
+        return ticket
+
+    def read(
+        self,
+        location: Location,
+        buffer: Buffer,
+        *,
+        on_done: Callable[[Ticket], None] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Ticket:
+        if buffer.nbytes != location.nbytes:
+            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
+        ticket = Ticket(buffer, location, self._read, on_done, before)
+        self._workers.submit(ticket, urgent=True)
+        return ticket
+
+    def discard(self, ticket: Ticket) -> None:
+        ticket.cancel()
+        self._space.discard(ticket)
+
+    def trim(self) -> None:
+        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
+        file = self._file
+        if file is not None and not self._closed and self._space.begin_trim(file.fd):
+            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
+                self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
+
+    def allocated_bytes(self) -> int:
+        file = self._file
+        return 0 if file is None or self._closed else os.fstat(file.fd).st_blocks * 512
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that belong to writes begun and not yet discarded."""
+        return self._space.used_bytes
+
+    def close(self) -> None:
+        """End the workers and close the file. Idempotent.
+
+        Running transfers end first, queued ones fail with `StoreClosed`. Where a transfer hangs in the system this
+        gives up after `timeout_s`; the file is closed when it ends.
+        """
+        self._closed = True
+        self._workers.stop()
+        self._workers.join()
+        if self._workers.ended:
+            self._close_file()  # made while the last worker died
+
+    def abandon(self) -> None:
+        """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
+        self._closed = True
+        self._workers.stop()
+
+    def _punch(self, _: Ticket) -> None:
+        self._space.punch(self.open().fd)
+
+    def _forget(self) -> None:
+        """In a forked child."""
+        self._closed = True
+        self._lock = threading.Lock()  # another thread may have held it
+        self._space.forget()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        self._file = None
+        with suppress(IndexError):
+            self._release(self._files.pop())
