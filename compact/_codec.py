@@ -91,12 +91,15 @@ class Pending:
 
     Attributes:
         flag: a small tensor on the tensor's device that `finish` decides by; None when there is nothing to decide.
+        verbatim: it is known already that the packed form is a copy of the stored bytes, which `finish` has yet to
+            make: whoever only wants fewer bytes need not call it.
     """
 
-    __slots__ = ("_decide", "_packed", "flag")
+    __slots__ = ("_decide", "_packed", "flag", "verbatim")
 
-    def __init__(self, flag: Tensor | None, decide: Callable[[Any], Packed]) -> None:
+    def __init__(self, flag: Tensor | None, decide: Callable[[Any], Packed], *, verbatim: bool = False) -> None:
         self.flag = flag
+        self.verbatim = verbatim
         self._decide: Callable[[Any], Packed] | None = decide
         self._packed: Packed | None = None
 

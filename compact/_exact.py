@@ -91,10 +91,9 @@ class Verbatim(_ExactCodec):
     name = "verbatim"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Copy the bytes."""
+        """Nothing to queue: `finish` copies the bytes."""
         spec, values = self._open(tensor)
-        packed = verbatim(values, spec)
-        return Pending(None, lambda _: packed)
+        return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,7 @@ class DisguisedBf16(_ExactCodec):
         spec, values = self._open(tensor)
         bits = values.view(torch.int32)
         if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
-            return Pending(None, lambda _: verbatim(values, spec))
+            return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
         upper = bits.new_empty(bits.numel(), dtype=torch.int16)
         # In blocks, so that no second fp32-sized tensor is made on the way.
         rest = []

@@ -89,6 +89,9 @@ class Preset:
                     f"{'an exact codec' if floor.exact else f'at least {floor.bits} bits'}: {floor.why}"
                 )
 
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.table.items())))
+
     def __getitem__(self, kind: Saved) -> Codec:
         """The codec of a class."""
         return self.table[kind]

@@ -11,16 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+
+from compact import PRESETS, Preset
 
 from ._errors import ConfigError
 
 _PREFIX = "TBA_"
-
-
-class _LaterVersion(ValueError):
-    """A value that is well formed and not available yet."""
 
 
 def _whole_number(value: Any) -> Any:
@@ -47,6 +45,27 @@ def _seconds(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     return value.strip().removesuffix("s").strip() if isinstance(value, str) else value
+
+
+def _preset(value: Any) -> Any:
+    """A preset, or the name of one."""
+    if isinstance(value, Preset) or value is None:
+        return value
+    name = value.strip().lower() if isinstance(value, str) else value
+    if name == "none":
+        return None
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError("there is no such preset")
+    return name
+
+
+def _rank(value: Any) -> Any:
+    """A count of columns or a share of the width, as a number or as text."""
+    if isinstance(value, str):
+        value = float(value) if re.search(r"[.eE]", value) else int(value)
+    if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value <= 1)):
+        raise ValueError("neither a count nor a share")
+    return value
 
 
 def _directories(value: Any) -> Any:
@@ -82,7 +101,9 @@ _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (
 # What a field accepts, for messages.
 _ACCEPTS = {
     "tier": "one of 'keep', 'cpu', 'nvme', 'auto'",
-    "compress": "None",
+    "compress": f"None, a compact.Preset or one of {', '.join(map(repr, PRESETS))}",
+    "rank": "a whole number above 0, or a share of the width above 0 and up to 1; only with compress='compact'",
+    "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
     "io_backend": "one of 'auto', 'posix', 'kvikio'",
     "io_threads": "a whole number from 1 to 256",
@@ -109,10 +130,10 @@ class OffloadConfig(BaseSettings):
     """Immutable settings, equal and hashable by value: arguments > `TBA_` environment variables > defaults.
 
     The variable of a field is its name in capitals after `TBA_`; one that is set to nothing counts as not set. The
-    environment is read when the object is made. Fields marked (later) are fixed at their default in this version.
+    environment is read when the object is made.
 
     Raises:
-        ConfigError: an unknown argument or `TBA_` variable, a value that does not parse, a setting of a later version.
+        ConfigError: an unknown argument or `TBA_` variable, a value that does not parse, settings that contradict.
     """
 
     model_config = SettingsConfigDict(
@@ -122,8 +143,13 @@ class OffloadConfig(BaseSettings):
     tier: Literal["keep", "cpu", "nvme", "auto"] = "auto"
     """Where saved tensors go: "nvme" a scratch file, "cpu" pinned host memory, "keep" nowhere, "auto" the file, for
     what does not fit in memory."""
-    compress: str | None = None
-    """Codec (later)."""
+    compress: Annotated[Any, BeforeValidator(_preset)] = None
+    """What makes saved tensors smaller: a preset of `compact` by name ("exact", "safe8", "balanced", "max",
+    "compact"), or a `compact.Preset`. None: nothing. All but "exact" change gradients."""
+    rank: Annotated[int | float | None, BeforeValidator(_rank)] = None
+    """Of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
+    seed: int = 0
+    """Of stochastic rounding and random projections. The default generators are never used."""
     storage_paths: Annotated[tuple[Path, ...] | None, NoDecode, BeforeValidator(_directories)] = None
     """Directories for scratch files, used as one where there are several; in the variable they are joined by `:`.
     None: a per-user directory below the system's cache or temp directory."""
@@ -165,7 +191,12 @@ class OffloadConfig(BaseSettings):
             problems = "\n".join(_problems(error, settings))
         else:
             self.__dict__[_FROM_ENVIRONMENT] = self.model_fields_set - settings.keys()
-            return
+            if self.rank is None or self.compress == "compact":
+                return
+            problems = (
+                f"rank={self.rank!r} was given with compress={self.compress!r}, which projects nothing; use "
+                "compress='compact', or leave rank unset"
+            )
         raise ConfigError(problems)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -189,7 +220,7 @@ class OffloadConfig(BaseSettings):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """The same settings but for `update`, checked; those not updated keep their origin."""
         changes = dict(update or {})
-        made = type(self)(**(self.model_dump() | changes))
+        made = type(self)(**({name: getattr(self, name) for name in _order()} | changes))
         made.__dict__[_FROM_ENVIRONMENT] = _from_environment(self) - changes.keys()
         made.model_fields_set.intersection_update(self.model_fields_set | changes.keys())
         return made
@@ -206,19 +237,6 @@ class OffloadConfig(BaseSettings):
         """Arguments, then environment; no files."""
         # The source looks at every field's type anew, which is most of what an object costs: only where it can matter.
         return (init_settings, env_settings) if any(_ours(os.environ)) else (init_settings,)
-
-    @field_validator("compress", mode="before")
-    @classmethod
-    def _no_codec(cls, value: Any) -> Any:
-        return None if isinstance(value, str) and value.strip().lower() == "none" else value
-
-    @field_validator("compress", mode="after")
-    @classmethod
-    def _only_the_default(cls, value: Any, info: ValidationInfo) -> Any:
-        assert info.field_name is not None
-        if value != cls.model_fields[info.field_name].default:
-            raise _LaterVersion(f"{info.field_name} is not available in this version of tba; leave it unset")
-        return value
 
 
 _FIELDS = frozenset(OffloadConfig.model_fields)
@@ -267,10 +285,7 @@ def _problems(error: ValidationError, settings: dict[str, Any]) -> Iterator[str]
             continue
         told.add(name)
         asked = f"{name}={settings[name]!r}" if name in settings else f"{_variable(name)}={_in_environment(name)!r}"
-        cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, _LaterVersion):
-            yield f"{asked}: {cause}"
-        elif choices := _choices(name):
+        if choices := _choices(name):
             hint = _nearest(str(settings.get(name, _in_environment(name))).lower(), choices)
             yield f"{asked} is not {_ACCEPTS[name]}{hint}"
         else:
@@ -279,7 +294,11 @@ def _problems(error: ValidationError, settings: dict[str, Any]) -> Iterator[str]
 
 
 def _choices(name: str) -> tuple[str, ...]:
-    return {"tier": ("keep", "cpu", "nvme", "auto"), "io_backend": ("auto", "posix", "kvikio")}.get(name, ())
+    return {
+        "tier": ("keep", "cpu", "nvme", "auto"),
+        "io_backend": ("auto", "posix", "kvikio"),
+        "compress": tuple(PRESETS),
+    }.get(name, ())
 
 
 def _nearest(asked: str, known: Iterable[str]) -> str:

@@ -64,6 +64,7 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         open_it = partial(_open_store, self.config, self._directories, store)
         self._saver = Saver(self.config, weak_model, open_it)
+        self._saved_by = self._saver.saved_by()
         self._per_thread = _PerThread()
         self._untie: Callable[[], None] | None = None
 
@@ -83,6 +84,8 @@ class Offloader:
         if not self._saver.steps.open:
             self._saver.mark_weights()
         self._per_thread.entries.append(_hooks.push(self._saver.pack, self._saver.unpack))
+        if self._saved_by is not None:
+            self._saved_by.__enter__()
         return self
 
     def __exit__(
@@ -94,12 +97,14 @@ class Offloader:
 
     def leave(self) -> None:
         """`__exit__` without its first-step check: a forward that `attach` follows may well be an evaluation."""
+        if self._saved_by is not None:
+            self._saved_by.__exit__(None, None, None)
         if self._per_thread.entries.pop():
             _hooks.pop()
         saver = self._saver
         if not saver.dead:
             with saver.locked(), quiet():
-                saver.pass_on(None)
+                saver.finished.pass_on(None)
                 if not self.entered and saver.steps.open:
                     saver.end_step()
 
@@ -117,7 +122,7 @@ class Offloader:
         """
         saver = self._saver
         with saver.locked(), quiet():
-            saver.pass_on(None)
+            saver.finished.pass_on(None)
             saver.held.send_all()
             if not saver.mover.staging.wait_until_idle():
                 raise StalledError(

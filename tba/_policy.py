@@ -20,6 +20,7 @@ NOT_WRITTEN = "write failed"
 IN_HOST = "already in host memory"
 DECLINED = "write allowance of the day used up"
 TOO_SMALL = "below min_tensor_bytes"
+USED_AT_ONCE = "recomputed"
 
 
 class Decision(enum.Enum):
@@ -28,6 +29,7 @@ class Decision(enum.Enum):
     KEEP = enum.auto()  # stays in memory, never moves
     HOLD = enum.auto()  # stays while memory suffices, moves when it does not
     SEND = enum.auto()  # moves now
+    SHRINK = enum.auto()  # stays in memory, in fewer bytes
 
 
 def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision, str]:
@@ -38,7 +40,7 @@ def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision,
     if tier == "keep":
         return Decision.KEEP, "tier keep"
     if used_at_once:
-        return Decision.KEEP, "recomputed"
+        return Decision.KEEP, USED_AT_ONCE
     if tier == "cpu" and not on_device:
         return Decision.KEEP, IN_HOST
     return (Decision.HOLD, FITS) if tier == "auto" else (Decision.SEND, "")

@@ -19,6 +19,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from compact import Codec, Packed
 from io_backends import Ticket
 
 
@@ -87,6 +88,19 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * itemsize
 
 
+class Encoded(NamedTuple):
+    """How a record's bytes are packed: by which codec, and all of `Packed` but the bytes.
+
+    `sizes` are those of its buffers, which lie one behind another; `begin` and `end` are the range of the original.
+    """
+
+    codec: Codec
+    packed: Packed
+    sizes: tuple[int, ...]
+    begin: int
+    end: int
+
+
 class Remains(NamedTuple):
     """What a dead record leaves to be given back."""
 
@@ -103,8 +117,13 @@ class Record:
         number: position in the engine's pack sequence.
         alias: detached tensor over the whole storage while the bytes are in memory; afterwards, until the copy is
             confirmed, a tensor without bytes that still shares the version counter.
-        version: of the tensor at pack.
+        version: of that alias; another value later means it was edited in place.
+        saved_version: of the tensor at pack, which is what a later save is recognised by.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
+        codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked while further saved
+            tensors of this record are still to be asked for (`_compress`). Once encoded, all fields about memory are
+            those of the packed bytes.
+        stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
@@ -118,7 +137,10 @@ class Record:
         "alias",
         "asks",
         "begin",
+        "codec",
+        "decoded",
         "device",
+        "encoded",
         "end",
         "held_bytes",
         "label",
@@ -133,8 +155,10 @@ class Record:
         "resident_bytes",
         "restored",
         "root",
+        "saved_version",
         "saves",
         "state",
+        "stays",
         "storage_bytes",
         "stream",
         "version",
@@ -153,7 +177,7 @@ class Record:
         self.nbytes = end - begin
         self.label = (tensor.dtype, tensor.shape)
         self.device = tensor.device
-        self.version = root._version
+        self.version = self.saved_version = root._version
         self.root = weakref.ref(root)
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()
@@ -165,6 +189,10 @@ class Record:
         self.restored: torch.UntypedStorage | None = None
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream
+        self.codec: Codec | None = None
+        self.encoded: Encoded | None = None
+        self.decoded: torch.UntypedStorage | None = None
+        self.stays = False
         self.wanted = False
         self.asks = 0
         self.saves = 1
@@ -182,13 +210,21 @@ class Record:
 
     def covers(self, root: Tensor, begin: int, end: int) -> bool:
         """Whether a view of `root` over these bytes shows what this record has."""
+        has = self.encoded or self
         return (
-            self.version == root._version
-            and self.begin <= begin
-            and end <= self.end
+            self.saved_version == root._version
+            and has.begin <= begin
+            and end <= has.end
             and self.root() is root
             and self.state is not RecordState.POISONED
         )
+
+    def become(self, payload: Tensor, encoded: Encoded) -> None:
+        """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""
+        storage = payload.untyped_storage()
+        self.alias, self.version, self.encoded = payload, payload._version, encoded
+        self.begin, self.end, self.nbytes = 0, payload.numel(), payload.numel()
+        self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""

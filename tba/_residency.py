@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from . import _policy
 from ._prefetch import Orders, Walk
@@ -24,10 +25,11 @@ _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline s
 class Residency:
     """Read-ahead and eviction along the learned order."""
 
-    def __init__(self, mover: Mover, counters: Counters) -> None:
+    def __init__(self, mover: Mover, counters: Counters, finish_operator: Callable[[Record], None]) -> None:
         self.records: dict[int, weakref.ref[Record]] = {}  # all live ones, by number, ascending
         self._mover = mover
         self._counters = counters
+        self._finish_operator = finish_operator
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, weakref.ref[Record]] = {}  # what counts now, longest resident first
@@ -57,7 +59,7 @@ class Residency:
         while (number := walk.peek(lowest)) is not None:
             reference = self.records.get(number)
             record = reference() if reference is not None else None
-            if record is None or record.resident_bytes or record.held_bytes or record.state is RecordState.POISONED:
+            if record is None or record.state is RecordState.POISONED or _in_memory_anyway(record):
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
@@ -106,7 +108,7 @@ class Residency:
         elif record.state is RecordState.WRITING:
             self._mover.take_back(record)
         elif record.state is RecordState.PENDING:
-            record.state = RecordState.HELD
+            self._finish_operator(record)
         record.resident_bytes = record.nbytes
         self._counters.resident_bytes += record.nbytes
         self._members[record.number] = record.ref
@@ -161,3 +163,7 @@ class Residency:
                     except RuntimeError:  # no memory on the device now: that unpack reads it again
                         self.hand_over(record)
             self._arriving.popleft()
+
+
+def _in_memory_anyway(record: Record) -> bool:
+    return bool(record.resident_bytes or record.held_bytes or record.stays)

@@ -8,9 +8,7 @@ Guarantees:
    saver alive for as long as a graph has them.
 3. One lock guards all state. It is reentrant, because a garbage collection inside it may run foreign finalisers that
    come back here; waiting for data happens outside of it, waiting for room releases it.
-4. A tensor is passed on for writing only after its operator's kernel has returned: pack runs before the kernel, which
-   may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
-5. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
+4. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
 
 Assumption: one thread does not edit in place what another thread's graph has saved (a data race in PyTorch as well).
 """
@@ -31,15 +29,19 @@ from torch import Tensor, nn, strided
 from io_backends import Store
 
 from . import _policy, _streams
+from ._compress import compressor
 from ._config import OffloadConfig
 from ._endurance import projected_bytes_per_day
-from ._errors import ClosedError, TransferError, edited_in_place
+from ._errors import edited_in_place
+from ._finished import Finished
 from ._held import Held
+from ._look import look, look_in_child
 from ._open import make_mover
 from ._policy import Decision
 from ._quiet import quiet
 from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
 from ._residency import Residency
+from ._saved_by import SavedBy
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import (
@@ -58,13 +60,6 @@ _COMPILED = "CompiledFunctionBackward"  # the name of the type of the nodes that
 Packed = tuple[Record, View] | tuple[Tensor, int]
 
 
-class _Pending(threading.local):
-    """Per thread: what operators saved that may still be running, with the sequence number at pack."""
-
-    def __init__(self) -> None:
-        self.queue: deque[tuple[int, weakref.ref[Record]]] = deque()
-
-
 class Saver:
     """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, and what they share."""
 
@@ -80,9 +75,10 @@ class Saver:
         self._model = model
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
-        self.residency = Residency(self.mover, self.counters)
+        self.compressor = compressor(config, self.counters)
+        self.finished = Finished(self.held, self.compressor)
+        self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
-        self._pending = _Pending()
         self._numbers = 0
         self._started_s = time.monotonic()
         _savers.add(self)
@@ -99,7 +95,7 @@ class Saver:
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return tensor.detach(), tensor._version
-        mover = self.mover
+        mover, compressor = self.mover, self.compressor
         with self.lock:
             if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
@@ -112,8 +108,10 @@ class Saver:
                     self.end_step()
                     self.mark_weights()
                 steps.open = True
-            if self._pending.queue:
-                self.pass_on(sequence_nr())
+            if self.finished.pending.queue:
+                self.finished.pass_on(sequence_nr())
+            if compressor is not None and compressor.waiting:
+                self.finished.settle(wait=False)
             if type(tensor) is Tensor and tensor.layout is strided and (tensor.is_cpu or tensor.is_cuda):
                 packed = self._pack_plain(tensor, in_backward)
             else:
@@ -147,14 +145,23 @@ class Saver:
             on_device=tensor.is_cuda,
             used_at_once=in_backward and not graph_is_kept(),
         )
+        compressor = self.compressor
+        if compressor is not None and decision is Decision.KEEP and reason != _policy.USED_AT_ONCE:
+            decision = Decision.SHRINK
         if decision is Decision.KEEP or not nbytes or self.mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
         begin, end = span(tensor)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
+        kind = compressor.kind(tensor) if compressor is not None else None
         for reference in mark or ():
             record = reference()
-            if record is not None and record.remains is self._remains and record.covers(root, begin, end):
+            if (
+                record is not None
+                and record.remains is self._remains
+                and record.covers(root, begin, end)
+                and (compressor is None or kind is None or compressor.also(record, kind))
+            ):
                 counters.duplicate_bytes += nbytes
                 record.saves += 1
                 if record.stream is not None:
@@ -166,12 +173,15 @@ class Saver:
         others = [reference for reference in mark or () if reference() is not None]
         setattr(storage, MARK, [*others, record.ref])
         record.logical_bytes = nbytes
+        record.stays = decision is Decision.SHRINK
+        if compressor is not None and kind is not None:
+            compressor.choose(record, kind)
         record.offloaded = decision is Decision.SEND
         if record.offloaded:
             counters.offloaded_bytes += nbytes
         else:
             counters.kept_by_reason[reason] += nbytes
-        self._pending.queue.append((sequence_nr(), record.ref))
+        self.finished.add(sequence_nr(), record)
         return record, View.of(tensor)
 
     def _pack_odd(self, tensor: Tensor) -> Packed:
@@ -228,19 +238,26 @@ class Saver:
 
     def _unpack(self, record: Record, view: View) -> Tensor:
         if self.dead:
-            return _unpack_in_child(record, view)
-        task, mover = current_graph_task_id(), self.mover
+            return look_in_child(record, view)
+        task, mover, compressor = current_graph_task_id(), self.mover, self.compressor
         with self.lock:
             if self._remains or mover.unconfirmed or mover.ended:
                 self.settle()
+            if compressor is not None and compressor.waiting:
+                self.finished.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)
             if task != -1:
                 self.steps.backward_seen = True
                 again = not self.residency.ask(record, task)
-                if again and record.state is RecordState.RESTORED and type(current_node()).__name__ != _COMPILED:
+                if (
+                    again
+                    and record.state is RecordState.RESTORED
+                    and record.encoded is None
+                    and type(current_node()).__name__ != _COMPILED
+                ):
                     self.residency.answered(record)
-                    return self._view(record, view)
+                    return look(record, view)
             tensor = self._look(record, view, task)
         while tensor is None:
             mover.await_read(record)
@@ -252,7 +269,10 @@ class Saver:
 
     def _look(self, record: Record, view: View, task: int) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency, alias = self.mover, self.residency, record.alias
+        mover, residency = self.mover, self.residency
+        if record.state is RecordState.PENDING:
+            self.finished.wanted(record)
+        alias = record.alias
         if record.state is RecordState.READING:
             try:
                 mover.arrive(record)
@@ -269,37 +289,25 @@ class Saver:
             assert alias is not None
             raise edited_in_place(record.name(), alias._version, record.version)
         window_bytes = mover.window_bytes(self.held.nbytes)
-        if not record.resident_bytes and not record.held_bytes:
+        if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)
         if record.state is RecordState.READING:
             residency.advance(task, record, window_bytes)
             return None
         residency.answered(record)
-        tensor = self._view(record, view)
+        tensor = look(record, view)
         if task != -1 and type(current_node()).__name__ == _COMPILED:
             # Compiled code may overwrite what it is given.
+            if record.encoded is not None:
+                record.decoded = None  # made for this one alone
+                residency.advance(task, record, window_bytes)
+                return tensor
             if record.state is not RecordState.RESTORED or record.saves > 1:  # and others look at this memory too
                 begin = record.begin if record.state is RecordState.RESTORED else 0
                 tensor = view.over(tensor.untyped_storage().clone(), begin)
             residency.hand_over(record)
         residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
         return tensor
-
-    def _view(self, record: Record, view: View) -> Tensor:
-        if record.state is RecordState.RESTORED:
-            assert record.restored is not None
-            tensor = view.over(record.restored, record.begin)
-            if record.ready is not None:
-                _streams.use(tensor, record.ready)
-            return tensor
-        assert record.alias is not None
-        storage = record.alias.untyped_storage()
-        if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
-            raise TransferError(
-                f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
-                "autograd saved it; whoever emptied it must fill it again before backward"
-            )
-        return view.over(storage, 0)
 
     def _forwarded(self, record: Record) -> None:
         self.counters.forwarded_bytes += record.logical_bytes
@@ -317,14 +325,6 @@ class Saver:
             self.mover.catch_up()
 
     # -- with the lock -------------------------------------------------------------------------------------------
-
-    def pass_on(self, sequence_nr: int | None) -> None:
-        """Hold or send what this thread's finished operators saved (None: no operator of this thread runs)."""
-        pending = self._pending.queue
-        while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
-            record = pending.popleft()[1]()
-            if record is not None and record.state is RecordState.PENDING:
-                self.held.add(record)
 
     def settle(self) -> None:
         """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
@@ -345,6 +345,15 @@ class Saver:
         self.held.end_step()
         self.mover.trim()
         self.steps.end(self.mover.file_bytes())
+
+    def saved_by(self) -> SavedBy | None:
+        """The mode that tells savers apart, to be entered with the hooks; None where codecs do not ask."""
+        if self.compressor is None or not self.compressor.asks:
+            return None
+        mode, model = SavedBy(), self._model()
+        if model is not None:
+            weakref.finalize(self, mode.norms(model)).atexit = False
+        return mode
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew: they may have been replaced."""
@@ -370,17 +379,6 @@ class Saver:
         """In a forked child."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-
-
-def _unpack_in_child(record: Record, view: View) -> Tensor:
-    if record.state in IN_MEMORY and record.alias is not None:
-        return view.over(record.alias.untyped_storage(), 0)
-    if record.state is RecordState.RESTORED and record.restored is not None:
-        return view.over(record.restored, record.begin)
-    raise ClosedError(
-        f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
-        "Run backward in the process that ran forward"
-    )
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -1,7 +1,9 @@
 """Staging: how many bytes are on their way to a tier, and the waiting that keeps them below a cap.
 
 Guarantees: bytes in flight never exceed the cap, except by one tensor that is larger than the cap on its own; a wait
-ends when a transfer ends, or reports a stall once no transfer has ended for the timeout.
+ends when a transfer ends, or reports a stall once no transfer has ended for the timeout. Whoever wants room after that
+learns of the stall at once, until a transfer ends: a disk that hangs delays a step by one timeout, not by one for each
+tensor.
 
 `condition` shares the engine's lock: waiting releases it, so that workers can land their transfers. `catch_up` lands
 what had ended before; whoever lands later sees `waiters` and takes the lock.
@@ -25,13 +27,29 @@ class Staging:
         self._catch_up = catch_up
         self.waiters = 0
         self._landings = 0
+        self._stalled_at = -1  # landings when a wait for room gave up
         self.bytes = 0
         self.count = 0
         self.peak_bytes = 0
 
     def wait_for_room(self, nbytes: int, cap_bytes: int) -> bool:
         """Wait until `nbytes` more fit below the cap; False when transfers have stalled."""
-        return self._wait(lambda: not self.count or self.bytes + nbytes <= cap_bytes)
+
+        def fits() -> bool:
+            return self.has_room(nbytes, cap_bytes)
+
+        if self._stalled_at == self._landings:
+            self._catch_up()
+            if self._stalled_at == self._landings:
+                return fits()
+        if self._wait(fits):
+            return True
+        self._stalled_at = self._landings
+        return False
+
+    def has_room(self, nbytes: int, cap_bytes: int) -> bool:
+        """Whether `nbytes` more fit below the cap."""
+        return not self.count or self.bytes + nbytes <= cap_bytes
 
     def wait_until_idle(self) -> bool:
         """Wait until nothing is in flight; False when transfers have stalled."""

@@ -32,6 +32,8 @@ class OffloadStats:
         duplicate_bytes: views of a storage that is already with the engine.
         kept_bytes: left in memory; `kept_by_reason` says why.
         offloaded_bytes: handed to a tier (logical bytes).
+        encoded_bytes, packed_bytes: what codecs were given, and what they made of it, which is what tiers move
+            and budgets count.
         written_bytes, read_bytes: physically moved, padding included.
         forwarded_bytes: asked for while still in memory, so that nothing was read.
         wait_s: seconds backward stood still for data.
@@ -52,6 +54,8 @@ class OffloadStats:
     duplicate_bytes: int = 0
     kept_bytes: int = 0
     offloaded_bytes: int = 0
+    encoded_bytes: int = 0
+    packed_bytes: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
     forwarded_bytes: int = 0
@@ -74,6 +78,8 @@ _SUMS = (
     "weight_bytes",
     "duplicate_bytes",
     "offloaded_bytes",
+    "encoded_bytes",
+    "packed_bytes",
     "written_bytes",
     "read_bytes",
     "forwarded_bytes",
@@ -93,6 +99,8 @@ class Counters:
         self.weight_bytes = 0
         self.duplicate_bytes = 0
         self.offloaded_bytes = 0
+        self.encoded_bytes = 0
+        self.packed_bytes = 0
         self.written_bytes = 0
         self.read_bytes = 0
         self.forwarded_bytes = 0

@@ -79,11 +79,6 @@ def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
     return (_default_directory(),)
 
 
-def storage_directory(config: OffloadConfig) -> Path:
-    """The first of `storage_directories`."""
-    return storage_directories(config)[0]
-
-
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
     """Free bytes of the file systems that hold existing directories, each counted once; None where one does not say.
 

@@ -86,7 +86,7 @@ class Mover:
             return "closed"
         nbytes, staging = record.nbytes, self.staging
         self.pressure.moved(nbytes)
-        if staging.count and staging.bytes + nbytes > self.limits.staging_bytes:
+        if not staging.has_room(nbytes, self.limits.staging_bytes):
             begun_s = time.perf_counter()
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
             self.counters.backpressure_s += time.perf_counter() - begun_s

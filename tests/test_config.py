@@ -14,8 +14,6 @@ import pytest
 from tba import ConfigError, OffloadConfig
 from tba._config import Setting, describe
 
-LATER = {"compress": "lz4"}
-
 
 def variable(name: str) -> str:
     return f"TBA_{name.upper()}"
@@ -212,18 +210,7 @@ def test_several_wrong_settings_are_all_named() -> None:
     assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["tier", "min_tensor_bytes", "io_threads"]
 
 
-@pytest.mark.parametrize(("name", "value"), LATER.items())
-def test_a_setting_of_a_later_version_says_so(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=rf"{name}=.*not available in this version"):
-        OffloadConfig(**{name: value})
-    monkeypatch.setenv(variable(name), str(value))
-    with pytest.raises(ConfigError, match=rf"{variable(name)}=.*not available in this version"):
-        OffloadConfig()
-
-
-def test_the_default_of_a_later_setting_may_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = OffloadConfig.model_fields
-    assert OffloadConfig(**{name: fields[name].default for name in LATER}) == OffloadConfig()
+def test_none_may_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TBA_COMPRESS", "none")
     monkeypatch.setenv("TBA_CHECKSUM", "off")
     assert OffloadConfig() == OffloadConfig(compress=None, checksum=False)
@@ -308,7 +295,6 @@ def test_every_setting_is_documented_with_its_unit() -> None:
         unit = {"_bytes": "bytes", "budget": "bytes", "_rate": "bytes per second", "timeout": "seconds"}
         for ending, word in unit.items():
             assert not name.endswith(ending) or word in field.description.lower(), name
-        assert (name in LATER) == ("later)" in field.description), name
 
 
 def test_importing_reads_no_environment() -> None:

@@ -111,6 +111,21 @@ def test_nothing_landing_for_the_timeout_is_a_stall(scripted: Scripted) -> None:
     assert staging.bytes == 60
 
 
+def test_a_stall_is_waited_out_once_until_something_lands(scripted: Scripted) -> None:
+    staging = staging_of(scripted)
+    staging.depart(60)
+    staging.depart(30)
+    scripted.script = [(11.0, lambda: None)]
+    assert not staging.wait_for_room(60, cap_bytes=100)
+    assert not staging.wait_for_room(60, cap_bytes=100)
+    assert staging.wait_for_room(10, cap_bytes=100)  # what has room needs no landing
+    assert scripted.waits == [10.0]
+    staging.land(30)
+    scripted.script = [(1.0, lambda: staging.land(60))]
+    assert staging.wait_for_room(60, cap_bytes=100)
+    assert len(scripted.waits) == 2
+
+
 def test_every_landing_begins_the_timeout_anew(scripted: Scripted) -> None:
     """A disk that moves is slow, not stalled, however long all of it takes."""
     staging = staging_of(scripted)

@@ -24,7 +24,6 @@ from tba._storage_path import (
     mount_of,
     refusal,
     storage_directories,
-    storage_directory,
 )
 
 MOUNTS = r"""22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -95,21 +94,21 @@ def test_a_disk_with_room_is_not_refused() -> None:
 
 def test_the_given_directory_is_used_as_it_is(scratch: Path) -> None:
     mode = scratch.stat().st_mode
-    assert storage_directory(OffloadConfig(storage_paths=scratch)) == scratch
+    assert storage_directories(OffloadConfig(storage_paths=scratch))[0] == scratch
     assert (scratch.stat().st_mode, os.listdir(scratch)) == (mode, [])
 
 
 def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
     missing = tmp_path / "not" / "there"
     with pytest.raises(StorageError, match=rf"storage path '{missing}': there is no such directory"):
-        storage_directory(OffloadConfig(storage_paths=missing))
+        storage_directories(OffloadConfig(storage_paths=missing))[0]
     assert not missing.parent.exists()
 
 
 def test_a_file_is_no_directory(scratch: Path) -> None:
     (scratch / "file").write_text("")
     with pytest.raises(StorageError, match="not a directory"):
-        storage_directory(OffloadConfig(storage_paths=scratch / "file"))
+        storage_directories(OffloadConfig(storage_paths=scratch / "file"))[0]
 
 
 def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:
@@ -117,7 +116,7 @@ def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:
     one.mkdir()
     two.mkdir()
     assert storage_directories(OffloadConfig(storage_paths=[two, one])) == (two, one)
-    assert storage_directory(OffloadConfig(storage_paths=[two, one])) == two
+    assert storage_directories(OffloadConfig(storage_paths=[two, one]))[0] == two
 
 
 def test_each_of_several_that_cannot_serve_is_named(scratch: Path) -> None:
@@ -161,14 +160,14 @@ def test_a_directory_in_ram_is_refused_also_behind_a_link(scratch: Path) -> None
         link.symlink_to(in_ram)
         for path in (in_ram, link):
             with pytest.raises(StorageError, match="in RAM"):
-                storage_directory(OffloadConfig(storage_paths=path))
+                storage_directories(OffloadConfig(storage_paths=path))[0]
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
 def test_a_directory_that_may_not_be_written_is_refused(scratch: Path) -> None:
     (scratch / "locked").mkdir(mode=0o500)
     with pytest.raises(StorageError, match="may not write"):
-        storage_directory(OffloadConfig(storage_paths=scratch / "locked"))
+        storage_directories(OffloadConfig(storage_paths=scratch / "locked"))[0]
 
 
 @contextmanager
@@ -192,8 +191,8 @@ def test_a_read_only_file_system_is_refused(scratch: Path) -> None:
     with mounted(point, "--bind", str(scratch)):
         subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
         with pytest.raises(StorageError, match="read-only"):
-            storage_directory(OffloadConfig(storage_paths=point))
-    assert storage_directory(OffloadConfig(storage_paths=point)) == point
+            storage_directories(OffloadConfig(storage_paths=point))[0]
+    assert storage_directories(OffloadConfig(storage_paths=point))[0] == point
 
 
 def test_a_full_file_system_is_refused(scratch: Path) -> None:
@@ -203,21 +202,21 @@ def test_a_full_file_system_is_refused(scratch: Path) -> None:
         pytest.skip("no mkfs.ext4 here")
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
     with mounted(point, "-o", "loop", str(image)):
-        assert storage_directory(OffloadConfig(storage_paths=point)) == point
+        assert storage_directories(OffloadConfig(storage_paths=point))[0] == point
         with open(point / "filler", "wb") as filler:
             space = os.statvfs(point)
             os.posix_fallocate(filler.fileno(), 0, space.f_bfree * space.f_frsize - (512 << 10))
         with pytest.raises(StorageError, match="full"):
-            storage_directory(OffloadConfig(storage_paths=point))
+            storage_directories(OffloadConfig(storage_paths=point))[0]
 
 
 def test_the_default_is_private_and_below_the_cache(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
-    found = storage_directory(OffloadConfig())
+    found = storage_directories(OffloadConfig())[0]
     assert found == scratch / "cache" / "tba"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
     found.chmod(0o755)
-    assert storage_directory(OffloadConfig()) == found
+    assert storage_directories(OffloadConfig())[0] == found
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
 
 
@@ -225,7 +224,7 @@ def test_the_default_falls_back_to_the_temp_directory(scratch: Path, monkeypatch
     (scratch / "cache").write_text("a file where the cache should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    assert storage_directory(OffloadConfig()) == scratch / f"tba-{os.getuid()}"
+    assert storage_directories(OffloadConfig())[0] == scratch / f"tba-{os.getuid()}"
 
 
 def test_somebody_elses_directory_is_not_used(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,7 +232,7 @@ def test_somebody_elses_directory_is_not_used(scratch: Path, monkeypatch: pytest
     (scratch / f"tba-{os.getuid()}").symlink_to(scratch / "elsewhere")
     monkeypatch.setattr(_storage_path, "default_directories", lambda *_: (scratch / f"tba-{os.getuid()}",))
     with pytest.raises(StorageError, match="is a symbolic link") as caught:
-        storage_directory(OffloadConfig())
+        storage_directories(OffloadConfig())[0]
     assert "TBA_STORAGE_PATHS" in str(caught.value)
 
 
@@ -249,8 +248,8 @@ def test_a_network_file_system_is_used_with_a_warning(scratch: Path, monkeypatch
     real = os.path.realpath(scratch)
     monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - nfs4 server:/x rw\n")
     with pytest.warns(OffloadWarning, match="network file system"):
-        assert storage_directory(OffloadConfig(storage_paths=scratch)) == scratch
+        assert storage_directories(OffloadConfig(storage_paths=scratch))[0] == scratch
     monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - ext4 /dev/sda rw\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        storage_directory(OffloadConfig(storage_paths=scratch))
+        storage_directories(OffloadConfig(storage_paths=scratch))[0]

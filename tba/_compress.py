@@ -1,0 +1,183 @@
+"""Compressor: a record's bytes made smaller once its operator has finished, and given back as they were or nearly.
+
+Guarantees:
+
+1. What a codec makes of a tensor depends on its values, the preset, the seed and its number in the pack sequence, never
+   on timing: a tensor that backward wants before it was written goes through the codec all the same.
+2. Who saved a tensor decides the codec. A storage that several operators saved gets the strictest of theirs; one that
+   was made smaller already serves only savers who need no more, and others get a record of their own.
+3. A tensor that would hardly become smaller stays as it is.
+4. Nothing waits for a device in forward: where values decide, they are looked at by a later hook, once they are there.
+
+Everything after that (tiers, budgets, statistics) sees the packed bytes only: the record's alias is then a flat byte
+tensor of the engine's own, which nobody else can edit.
+
+Wants the engine's lock held, except `unpacked`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compact import Codec, CodecError, Pending, Preset, Saved, Spec, key
+from compact import preset as named
+
+from ._config import OffloadConfig
+from ._record import Encoded, Record, RecordState
+from ._saved_by import kind_of
+from ._stats import Counters
+
+# What is saved must pay for two more passes over the data.
+_WORTH = 0.9
+
+
+class _Waiting(NamedTuple):
+    """An encode whose values are still to be looked at."""
+
+    record: weakref.ref[Record]
+    codec: Codec
+    pending: Pending
+    flag: Tensor  # on the host
+    there: Any  # event
+
+
+class Compressor:
+    """Applies a preset. Without one nothing is ever smaller."""
+
+    def __init__(
+        self, preset: Preset, seed: int, counters: Counters, kind_of: Callable[[Tensor], Saved] | None = None
+    ) -> None:
+        self._preset = preset
+        self._seed = seed
+        self._counters = counters
+        self._kind_of = kind_of
+        self.asks = kind_of is not None  # who saved a tensor
+        self.waiting: list[_Waiting] = []
+
+    def kind(self, tensor: Tensor) -> Saved:
+        """Who is saving this tensor, in a pack hook."""
+        return Saved.UNKNOWN if self._kind_of is None else self._kind_of(tensor)
+
+    def also(self, record: Record, kind: Saved) -> bool:
+        """One more operator saves a record's tensor; False where the record has been made too small for it."""
+        needed = self._preset[kind]
+        if record.codec is None or _strictness(needed) <= _strictness(record.codec):
+            return True
+        if record.encoded is not None or record.state is not RecordState.PENDING:
+            return False
+        record.codec = needed
+        return True
+
+    def choose(self, record: Record, kind: Saved) -> None:
+        """Settle a new record's codec, for now."""
+        record.codec = self._preset[kind]
+
+    def encode(self, record: Record) -> bool:
+        """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
+        alias, codec = record.alias, record.codec
+        if codec is None or alias is None or alias._version != record.version or not _whole(record, alias):
+            return True
+        try:
+            with _on(record):
+                pending = codec.begin(alias, key(self._seed, record.number) if codec.properties.keyed else 0)
+                if pending.verbatim:
+                    return True
+                if record.stream is not None and pending.flag is not None:
+                    self.waiting.append(_later(record, codec, pending, pending.flag))
+                    return False
+                self._finish(record, codec, pending, None)
+        except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
+            record.codec = None
+        return True
+
+    def settle(self, *, wait: bool) -> list[Record]:
+        """Finish the encodes whose values have arrived, of all if `wait`. The records that may now go on."""
+        done, waiting, self.waiting = [], self.waiting, []
+        for entry in waiting:
+            record = entry.record()
+            if record is None:
+                continue
+            if not wait and not entry.there.query():
+                self.waiting.append(entry)
+                continue
+            entry.there.synchronize()
+            if record.alias is not None and record.alias._version == record.version:
+                with _on(record):
+                    self._finish(record, entry.codec, entry.pending, entry.flag)
+            done.append(record)
+        return done
+
+    def _finish(self, record: Record, codec: Codec, pending: Pending, flag: Tensor | None) -> None:
+        packed = pending.finish(flag)
+        if packed.nbytes > _WORTH * record.nbytes:
+            return
+        buffers = packed.buffers
+        payload = buffers[0] if len(buffers) == 1 else torch.cat(buffers)
+        self._counters.encoded_bytes += record.nbytes
+        self._counters.packed_bytes += payload.numel()
+        sizes = tuple(buffer.numel() for buffer in buffers)
+        record.become(payload, Encoded(codec, replace(packed, buffers=()), sizes, record.begin, record.end))
+
+
+def payload_of(encoded: Encoded, storage: torch.UntypedStorage) -> Tensor:
+    """The packed bytes, uint8 [nbytes], at the beginning of a storage."""
+    payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return payload.set_(storage, 0, (sum(encoded.sizes),), (1,))
+
+
+def unpacked(encoded: Encoded, payload: Tensor) -> torch.UntypedStorage:
+    """The original bytes from `encoded.begin` on, exact or nearly."""
+    buffers = tuple(payload.split(encoded.sizes))
+    return encoded.codec.decode(replace(encoded.packed, buffers=buffers)).untyped_storage()
+
+
+def compressor(config: OffloadConfig, counters: Counters) -> Compressor | None:
+    """What the settings ask for."""
+    if config.compress is None:
+        return None
+    preset = config.compress if isinstance(config.compress, Preset) else named(config.compress, rank=config.rank)
+    return Compressor(preset, config.seed, counters, _kinds(preset))
+
+
+def _kinds(preset: Preset) -> Callable[[Tensor], Saved] | None:
+    """How savers are told apart, where the preset treats them differently."""
+    return kind_of if any(not preset[kind].properties.exact for kind in Saved) else None
+
+
+def _whole(record: Record, alias: Tensor) -> bool:
+    """Whether the alias is one dense tensor over exactly the record's bytes, so that no other view shows more."""
+    spec = Spec.of(alias)
+    begin = alias.storage_offset() * alias.itemsize
+    return (
+        begin == record.begin
+        and spec.numel == spec.stored_numel
+        and spec.stored_bytes == record.nbytes
+        and not alias.is_conj()
+        and not alias.is_neg()
+    )
+
+
+def _strictness(codec: Codec) -> float:
+    """Bits an element keeps: the more, the more savers it serves."""
+    properties = codec.properties
+    return float("inf") if properties.exact else properties.bits_per_element or 0.0
+
+
+def _on(record: Record) -> AbstractContextManager[Any]:
+    """The stream that made the tensor: an encode is queued behind its kernel."""
+    return nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
+
+
+def _later(record: Record, codec: Codec, pending: Pending, flag: Tensor) -> _Waiting:
+    host = torch.empty_like(flag, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return _Waiting(record.ref, codec, pending, host, there)

@@ -1,0 +1,70 @@
+"""Finished: what operators saved, from pack until the operator has finished and the tensor may be touched.
+
+Guarantees:
+
+1. A tensor is read, by a codec or for writing, only after its operator's kernel has returned: pack runs before the
+   kernel, which may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
+2. Then it goes through its codec, if it has one, and only then to `Held` or, compressed in place, nowhere.
+3. What backward wants before that goes through its codec as well: what a codec makes does not depend on timing.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+from ._compress import Compressor
+from ._held import Held
+from ._record import Record, RecordState
+
+
+class _Pending(threading.local):
+    """Per thread: what operators saved that may still be running, with the sequence number at pack."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[int, weakref.ref[Record]]] = deque()
+
+
+class Finished:
+    """The way from pack to `Held`."""
+
+    def __init__(self, held: Held, compressor: Compressor | None) -> None:
+        self._held = held
+        self._compressor = compressor
+        self.pending = _Pending()
+
+    def add(self, sequence_nr: int, record: Record) -> None:
+        """An operator of this thread saves a record's tensor, at this sequence number."""
+        self.pending.queue.append((sequence_nr, record.ref))
+
+    def pass_on(self, sequence_nr: int | None) -> None:
+        """Pass on what this thread's finished operators saved (None: no operator of this thread runs)."""
+        pending, compressor = self.pending.queue, self._compressor
+        while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
+            record = pending.popleft()[1]()
+            if record is None or record.state is not RecordState.PENDING:
+                continue
+            if compressor is None or compressor.encode(record):
+                self._go(record)
+
+    def wanted(self, record: Record) -> None:
+        """Backward wants a pending record, so its operator has finished: it stays in memory."""
+        if self._compressor is not None and not self._compressor.encode(record):
+            self.settle(wait=True)
+        record.state = RecordState.HELD
+
+    def settle(self, *, wait: bool) -> None:
+        """Pass on what codecs had to look at, as far as its values have come from the device; all of it if `wait`."""
+        assert self._compressor is not None
+        for record in self._compressor.settle(wait=wait):
+            if record.state is RecordState.PENDING:
+                self._go(record)
+
+    def _go(self, record: Record) -> None:
+        if record.stays:
+            record.state = RecordState.HELD
+        else:
+            self._held.add(record)
