@@ -9,6 +9,8 @@ with offload_context(model, tier="nvme") as offload:
 print(offload.stats())
 """
 
+from ._audit import audit
+from ._audit_report import Audit
 from ._config import OffloadConfig, Setting, describe
 from ._engine import Offloader
 from ._errors import (
@@ -24,6 +26,7 @@ from ._registry import attach, offload_context
 from ._stats import OffloadStats, TraceEvent
 
 __all__ = [
+    "Audit",
     "ClosedError",
     "ConfigError",
     "OffloadConfig",
@@ -37,6 +40,7 @@ __all__ = [
     "TraceEvent",
     "TransferError",
     "attach",
+    "audit",
     "describe",
     "offload_context",
 ]

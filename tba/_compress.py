@@ -24,14 +24,15 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compact import Codec, CodecError, Pending, Preset, Saved, Spec, key
+from compact import Codec, CodecError, Pending, Preset, Projected, Saved, Spec, key
 from compact import preset as named
 
 from ._config import OffloadConfig
+from ._intercept import CompactFunctional, compact_functional
 from ._record import Encoded, Record, RecordState
-from ._saved_by import kind_of
+from ._saved_by import SavedBy, kind_of
 from ._stats import Counters
 
 # What is saved must pay for two more passes over the data.
@@ -58,8 +59,28 @@ class Compressor:
         self._seed = seed
         self._counters = counters
         self._kind_of = kind_of
-        self.asks = kind_of is not None  # who saved a tensor
+        self._linear: CompactFunctional | None = None
         self.waiting: list[_Waiting] = []
+
+    def mode(self, model: nn.Module | None) -> SavedBy | None:
+        """What tells savers apart and, for projections, takes over linear layers; entered with the hooks.
+
+        None where the preset does not ask for it. Raises ConfigError, RankError: nothing in the model to project.
+        """
+        if self._kind_of is None:
+            return None
+        projected = self._preset[Saved.LINEAR_INPUT]
+        if isinstance(projected, Projected):
+            self._linear = compact_functional(projected, seed=self._seed, model=model)
+        mode = SavedBy(self._linear)
+        if model is not None:
+            weakref.finalize(self, mode.norms(model)).atexit = False
+        return mode
+
+    def end_step(self) -> None:
+        """A training step is over: the next one has other projections."""
+        if self._linear is not None:
+            self._linear.step()
 
     def kind(self, tensor: Tensor) -> Saved:
         """Who is saving this tensor, in a pack hook."""
@@ -82,7 +103,7 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or alias._version != record.version or not _whole(record, alias):
+        if codec is None or alias is None or alias._version != record.version or not is_whole(record, alias):
             return True
         try:
             with _on(record):
@@ -151,7 +172,7 @@ def _kinds(preset: Preset) -> Callable[[Tensor], Saved] | None:
     return kind_of if any(not preset[kind].properties.exact for kind in Saved) else None
 
 
-def _whole(record: Record, alias: Tensor) -> bool:
+def is_whole(record: Record, alias: Tensor) -> bool:
     """Whether the alias is one dense tensor over exactly the record's bytes, so that no other view shows more."""
     spec = Spec.of(alias)
     begin = alias.storage_offset() * alias.itemsize

@@ -64,7 +64,7 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         open_it = partial(_open_store, self.config, self._directories, store)
         self._saver = Saver(self.config, weak_model, open_it)
-        self._saved_by = self._saver.saved_by()
+        self._saved_by = self._saver.compressor.mode(model) if self._saver.compressor is not None else None
         self._per_thread = _PerThread()
         self._untie: Callable[[], None] | None = None
 

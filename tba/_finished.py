@@ -4,7 +4,8 @@ Guarantees:
 
 1. A tensor is read, by a codec or for writing, only after its operator's kernel has returned: pack runs before the
    kernel, which may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
-2. Then it goes through its codec, if it has one, and only then to `Held` or, compressed in place, nowhere.
+2. Then it is let go if others give it again (`_derivations`), or goes through its codec, if it has one, and only then
+   to `Held` or, compressed in place, nowhere.
 3. What backward wants before that goes through its codec as well: what a codec makes does not depend on timing.
 
 Wants the engine's lock held.
@@ -17,8 +18,11 @@ import weakref
 from collections import deque
 
 from ._compress import Compressor
+from ._derivations import Derivations
 from ._held import Held
+from ._policy import DERIVED
 from ._record import Record, RecordState
+from ._stats import Counters
 
 
 class _Pending(threading.local):
@@ -31,8 +35,12 @@ class _Pending(threading.local):
 class Finished:
     """The way from pack to `Held`."""
 
-    def __init__(self, held: Held, compressor: Compressor | None) -> None:
+    def __init__(
+        self, held: Held, counters: Counters, compressor: Compressor | None, derivations: Derivations | None
+    ) -> None:
         self._held = held
+        self._counters = counters
+        self._derivations = derivations
         self._compressor = compressor
         self.pending = _Pending()
 
@@ -47,7 +55,9 @@ class Finished:
             record = pending.popleft()[1]()
             if record is None or record.state is not RecordState.PENDING:
                 continue
-            if compressor is None or compressor.encode(record):
+            if self._derivations is not None and self._derivations.replaces(record):
+                self._let_go(record)
+            elif compressor is None or compressor.encode(record):
                 self._go(record)
 
     def wanted(self, record: Record) -> None:
@@ -62,6 +72,12 @@ class Finished:
         for record in self._compressor.settle(wait=wait):
             if record.state is RecordState.PENDING:
                 self._go(record)
+
+    def _let_go(self, record: Record) -> None:
+        self._counters.derived_bytes += record.nbytes
+        if record.offloaded:
+            record.offloaded = False
+            self._counters.kept_to_offloaded(-record.logical_bytes, DERIVED)
 
     def _go(self, record: Record) -> None:
         if record.stays:

@@ -184,10 +184,12 @@ def _attention(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return Saved.ATTENTION
     rows = q.numel() // max(q.shape[-1], 1)  # of q in all batches and heads: one log-sum-exp each
     attention = {q.numel(), k.numel(), v.numel(), rows * v.shape[-1]}
-    # What else is saved: a log-sum-exp (perhaps padded: it is smaller than q all the same), a mask, and where no fused
-    # kernel serves, probabilities and what dropout keeps of them.
-    mask = argument(args, kwargs, 3, "attn_mask")
-    others = {rows, rows * k.shape[-2]} | ({mask.numel()} if isinstance(mask, Tensor) else set())
+    # What else is saved: a log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded;
+    # and where no fused kernel serves, probabilities and what dropout keeps of them.
+    mask, count = argument(args, kwargs, 3, "attn_mask"), max(q.shape[-2], 1)
+    others = {rows, rows // count * (-(-count // 32) * 32), rows * k.shape[-2]}
+    if isinstance(mask, Tensor):
+        others.add(mask.numel())
     if attention & others or tensor.numel() not in attention:
         return Saved.ATTENTION_STATISTICS
     return Saved.ATTENTION
@@ -226,7 +228,7 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     ),
 }
 # The places that have these names; torch shows an override the very object found there.
-_PLACES = (torch, Tensor, functional, torch._C._nn, torch.special)
+_PLACES = (torch, Tensor, functional, torch.special)
 
 RULES: Mapping[Any, Rule] = {
     getattr(place, name): rule

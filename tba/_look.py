@@ -37,6 +37,8 @@ def look(record: Record, view: View) -> Tensor:
 
 def look_in_child(record: Record, view: View) -> Tensor:
     """The same in a forked child, which has the memory and nothing else. Raises ClosedError."""
+    if record.state is RecordState.DERIVED and record.recipe is not None:
+        return view.over(record.recipe.compute().clone().untyped_storage(), 0)
     restored = record.state is RecordState.RESTORED and record.restored is not None
     if restored or (record.state in IN_MEMORY and record.alias is not None):
         storage, begin = _storage(record), record.begin if restored else 0

@@ -20,6 +20,7 @@ NOT_WRITTEN = "write failed"
 IN_HOST = "already in host memory"
 DECLINED = "write allowance of the day used up"
 TOO_SMALL = "below min_tensor_bytes"
+DERIVED = "made again from others"
 USED_AT_ONCE = "recomputed"
 
 

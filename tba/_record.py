@@ -22,6 +22,8 @@ from torch import Tensor
 from compact import Codec, Packed
 from io_backends import Ticket
 
+from ._recipe import Recipe
+
 
 class RecordState(enum.Enum):
     """Where the bytes are."""
@@ -32,6 +34,7 @@ class RecordState(enum.Enum):
     STORED = enum.auto()  # in the tier only
     READING = enum.auto()  # in the tier, on the way back
     RESTORED = enum.auto()  # in the tier and in memory (`restored`)
+    DERIVED = enum.auto()  # nowhere: made again from others (`_derivations`)
     POISONED = enum.auto()  # edited in place before the copy was finished: nobody may have it
 
 
@@ -123,6 +126,7 @@ class Record:
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked while further saved
             tensors of this record are still to be asked for (`_compress`). Once encoded, all fields about memory are
             those of the packed bytes.
+        recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
         saves: how many saved tensors are views of it.
@@ -150,6 +154,7 @@ class Record:
         "offloaded",
         "read",
         "ready",
+        "recipe",
         "ref",
         "remains",
         "resident_bytes",
@@ -192,6 +197,7 @@ class Record:
         self.codec: Codec | None = None
         self.encoded: Encoded | None = None
         self.decoded: torch.UntypedStorage | None = None
+        self.recipe: Recipe | None = None
         self.stays = False
         self.wanted = False
         self.asks = 0

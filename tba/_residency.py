@@ -59,7 +59,7 @@ class Residency:
         while (number := walk.peek(lowest)) is not None:
             reference = self.records.get(number)
             record = reference() if reference is not None else None
-            if record is None or record.state is RecordState.POISONED or _in_memory_anyway(record):
+            if record is None or record.state is RecordState.POISONED or _needs_no_read(record):
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
@@ -165,5 +165,5 @@ class Residency:
             self._arriving.popleft()
 
 
-def _in_memory_anyway(record: Record) -> bool:
-    return bool(record.resident_bytes or record.held_bytes or record.stays)
+def _needs_no_read(record: Record) -> bool:
+    return bool(record.resident_bytes or record.held_bytes or record.stays or record.state is RecordState.DERIVED)

@@ -31,6 +31,7 @@ from io_backends import Store
 from . import _policy, _streams
 from ._compress import compressor
 from ._config import OffloadConfig
+from ._derivations import Derivations, again
 from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
@@ -41,7 +42,6 @@ from ._policy import Decision
 from ._quiet import quiet
 from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
 from ._residency import Residency
-from ._saved_by import SavedBy
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import (
@@ -76,7 +76,8 @@ class Saver:
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
-        self.finished = Finished(self.held, self.compressor)
+        self.derivations = Derivations(self.unpack) if self.compressor is not None else None
+        self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
         self._numbers = 0
@@ -176,6 +177,8 @@ class Saver:
         record.stays = decision is Decision.SHRINK
         if compressor is not None and kind is not None:
             compressor.choose(record, kind)
+        if self.derivations is not None:
+            self.derivations.look_for(record, root, View.of(root))
         record.offloaded = decision is Decision.SEND
         if record.offloaded:
             counters.offloaded_bytes += nbytes
@@ -241,6 +244,8 @@ class Saver:
             return look_in_child(record, view)
         task, mover, compressor = current_graph_task_id(), self.mover, self.compressor
         with self.lock:
+            if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
+                return peeked
             if self._remains or mover.unconfirmed or mover.ended:
                 self.settle()
             if compressor is not None and compressor.waiting:
@@ -249,16 +254,23 @@ class Saver:
                 mover.pressure.moved(record.nbytes)
             if task != -1:
                 self.steps.backward_seen = True
-                again = not self.residency.ask(record, task)
+            if record.state is RecordState.PENDING:
+                self.finished.wanted(record)
+            derived = record.state is RecordState.DERIVED
+            if not derived and task != -1:
+                repeated = not self.residency.ask(record, task)
                 if (
-                    again
+                    repeated
                     and record.state is RecordState.RESTORED
                     and record.encoded is None
                     and type(current_node()).__name__ != _COMPILED
                 ):
                     self.residency.answered(record)
                     return look(record, view)
-            tensor = self._look(record, view, task)
+            tensor = None if derived else self._look(record, view, task)
+        if derived:
+            alone = task != -1 and type(current_node()).__name__ == _COMPILED
+            return again(record, view, alone=alone)
         while tensor is None:
             mover.await_read(record)
             with self.lock:
@@ -269,10 +281,7 @@ class Saver:
 
     def _look(self, record: Record, view: View, task: int) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency = self.mover, self.residency
-        if record.state is RecordState.PENDING:
-            self.finished.wanted(record)
-        alias = record.alias
+        mover, residency, alias = self.mover, self.residency, record.alias
         if record.state is RecordState.READING:
             try:
                 mover.arrive(record)
@@ -342,18 +351,12 @@ class Saver:
         """A training step is over."""
         self.settle()
         self.residency.end_walks()
+        if self.compressor is not None and self.derivations is not None:
+            self.compressor.end_step()
+            self.derivations.end_step(self._numbers)
         self.held.end_step()
         self.mover.trim()
         self.steps.end(self.mover.file_bytes())
-
-    def saved_by(self) -> SavedBy | None:
-        """The mode that tells savers apart, to be entered with the hooks; None where codecs do not ask."""
-        if self.compressor is None or not self.compressor.asks:
-            return None
-        mode, model = SavedBy(), self._model()
-        if model is not None:
-            weakref.finalize(self, mode.norms(model)).atexit = False
-        return mode
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew: they may have been replaced."""

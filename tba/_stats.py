@@ -34,6 +34,7 @@ class OffloadStats:
         offloaded_bytes: handed to a tier (logical bytes).
         encoded_bytes, packed_bytes: what codecs were given, and what they made of it, which is what tiers move
             and budgets count.
+        derived_bytes: of kept tensors that are made again from others in backward and stored nowhere.
         written_bytes, read_bytes: physically moved, padding included.
         forwarded_bytes: asked for while still in memory, so that nothing was read.
         wait_s: seconds backward stood still for data.
@@ -56,6 +57,7 @@ class OffloadStats:
     offloaded_bytes: int = 0
     encoded_bytes: int = 0
     packed_bytes: int = 0
+    derived_bytes: int = 0
     written_bytes: int = 0
     read_bytes: int = 0
     forwarded_bytes: int = 0
@@ -80,6 +82,7 @@ _SUMS = (
     "offloaded_bytes",
     "encoded_bytes",
     "packed_bytes",
+    "derived_bytes",
     "written_bytes",
     "read_bytes",
     "forwarded_bytes",
@@ -101,6 +104,7 @@ class Counters:
         self.offloaded_bytes = 0
         self.encoded_bytes = 0
         self.packed_bytes = 0
+        self.derived_bytes = 0
         self.written_bytes = 0
         self.read_bytes = 0
         self.forwarded_bytes = 0

@@ -287,7 +287,9 @@ def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -
         ("", "storage_paths = /a:/b  (from argument)"),
         ("", "staging_bytes = 1.5 GiB  (from TBA_STAGING_BYTES)"),
     ]
-    assert shown[3][1].startswith("by default: compress = None, io_backend = auto, min_tensor_bytes = 1 MiB")
+    assert shown[3][1].startswith(
+        "by default: compress = None, rank = None, seed = 0, io_backend = auto, min_tensor_bytes = 1 MiB"
+    )
     assert [value_text(value) for value in (None, False, 60.0)] == ["None", "False", "60.0"]
 
 

@@ -21,8 +21,8 @@ PUBLIC_PACKAGES = [
 MAY_IMPORT = {
     "io_backends": {"torch", "numpy", "psutil", "xxhash"},
     "compact": {"torch", "numpy", "triton"},
-    "tba": {"torch", "numpy", "psutil", "pydantic", "pydantic_settings", "io_backends", "compact"},
-    "tba.cli": {"typer", "rich", "tba"},
+    "tba": {"torch", "numpy", "psutil", "pydantic", "pydantic_settings", "matplotlib", "io_backends", "compact"},
+    "tba.cli": {"typer", "rich", "torch", "tba"},
 }
 MAX_LINES = 400
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from ._audit import audit_command
 from ._doctor import doctor
 from ._run import run
 
@@ -17,3 +18,4 @@ app = typer.Typer(
 # Options end at the first word that is none of ours, so that the program's own need no `--` before them.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
+app.command("audit")(audit_command)

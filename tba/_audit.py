@@ -1,0 +1,262 @@
+"""Audit: what each preset would do to the memory and to the gradient of a model, before anything trains.
+
+One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, in which every
+saved tensor goes through its class's codec (`_audit_hooks`). All see the same weights, batch, dropout and buffers.
+
+The weight gradient of a linear layer under "compact" is made here from the decoded input, d^T (x P P^T);
+`compact_linear` multiplies in another order, (d^T x P) P^T, which is the same up to rounding. A convolution's input
+goes through the same codec here, though `compact_linear` takes no convolution over.
+
+Every saved tensor is encoded, so this is what a preset can give. Offloading leaves more as it is: what is smaller than
+`min_tensor_bytes`, what shares its memory with other tensors (q, k and v cut out of one product), and what would hardly
+become smaller. The bytes it saves are fewer then, and so are the errors.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compact import Preset, PresetError, Saved, relative_error
+from compact import key as derive
+from compact import preset as preset_named
+
+from ._audit_hooks import Rehearsal
+from ._audit_report import Audit, Outcome
+from ._errors import ConfigError, OffloadWarning
+from ._saved_by import SavedBy
+from ._weights import mark_weights
+
+PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
+
+# A parameter whose gradient's root mean square is below this share of the whole gradient's is not named as the worst:
+# where the true gradient is zero (a bias on attention's keys) all of it is rounding, and so is its relative error.
+_LEAST_SHARE = 1e-4
+
+Loss = Callable[[Any], Tensor]
+Gradients = dict[str, Tensor]
+
+
+def audit(
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    presets: Iterable[str | Preset] = PRESETS_AUDITED,
+    seed: int = 0,
+) -> Audit:
+    """Bytes of each class of saved tensor, and the gradient's error, under each preset. Nothing is trained or stored.
+
+    Afterwards the model's gradients, buffers and training flags, and the states of the generators of torch (CPU and
+    CUDA) and of `random` are what they were. A model in evaluation mode is put into training mode meanwhile. Gradients
+    are asked for by `torch.autograd.grad`: no hook on accumulated gradients runs. What operators without
+    deterministic kernels change from run to run on a GPU shows as error, under "exact" too.
+
+    Args:
+        model: with parameters that require gradients.
+        batch: its arguments: a tensor, a tuple or list (positional), or a mapping (by keyword).
+        loss: makes a scalar of the model's output. Without it: the output's `loss`, or the sum of a single tensor.
+        presets: names (`compact.PRESETS`), or tables of your own, such as
+            `compact.preset("safe8").override({"norm_input": compact.Exact()})`.
+        seed: of the dropout masks and of the codecs' noise.
+
+    Returns:
+        What was found; print it, or see `Audit`.
+
+    Raises:
+        ConfigError: an unknown preset, two of one name, a batch or output of another kind, nothing that requires a
+            gradient or that is saved, a gradient that is not finite, a codec that cannot take a tensor of its class.
+        RuntimeError: PyTorch's own, for a model with checkpoints of the kind `use_reentrant=True`.
+
+    Warns:
+        OffloadWarning: a preset found no saved tensor to make smaller at a loss.
+    """
+    tables = _tables(presets)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ConfigError("audit was given a model none of whose parameters requires a gradient: nothing would train")
+
+    def run(rehearsal: Rehearsal | None) -> Gradients:
+        with ExitStack() as stack:
+            if rehearsal is not None:
+                saved_by = stack.enter_context(SavedBy())
+                stack.callback(saved_by.norms(model))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(rehearsal.pack, rehearsal.unpack))
+            value = _scalar(_call(model, batch), loss)
+        if rehearsal is not None:
+            rehearsal.encode()
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
+
+    outcomes: dict[str, Outcome] = {}
+    first: Rehearsal | None = None
+    with _as_it_was(model, seed) as begin, torch.enable_grad():
+        begin()
+        exact = run(None)
+        size = _checked_norm(exact)
+        mark_weights(model)
+        for table in tables:
+            rehearsal = Rehearsal(table, derive(seed, "audit"))
+            begin()
+            outcomes[table.name] = _compare(run(rehearsal), exact, rehearsal.after_bytes())
+            first = first or rehearsal
+            _check_effect(table, rehearsal)
+    assert first is not None
+    return Audit(
+        before_bytes=first.before_bytes(),
+        outcomes=outcomes,
+        unrecognised=dict(first.unrecognised_bytes()),
+        weight_bytes=first.weight_bytes,
+        duplicate_bytes=first.duplicate_bytes,
+        gradient_norm=size,
+    )
+
+
+def _tables(presets: Iterable[str | Preset]) -> list[Preset]:
+    try:
+        tables = [preset_named(entry) if isinstance(entry, str) else entry for entry in presets]
+    except PresetError as error:
+        raise ConfigError(f"audit was given an unknown preset: {error}") from error
+    names = [table.name for table in tables]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"audit was given the presets {names}: give at least one, and each name once")
+    return tables
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple | list):
+        return model(*batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise ConfigError(
+        f"audit was given a batch of type {type(batch).__name__}: give a tensor, a tuple of positional arguments or a "
+        "mapping of keyword arguments"
+    )
+
+
+def _scalar(output: Any, loss: Loss | None) -> Tensor:
+    """The loss of a model's output."""
+    value: Any
+    if loss is not None:
+        value, source = loss(output), "loss(output)"
+    elif isinstance(output, Tensor):
+        value, source = output.sum(), "the model's output"
+    else:
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        source = f"`loss` of the model's {type(output).__name__}"
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if isinstance(value, Tensor) and not value.requires_grad:
+            what += " that requires no gradient"
+        raise ConfigError(
+            f"audit needs a scalar to derive, but {source} is {what}: put labels into the batch, or give "
+            "`loss=`, a function of the model's output"
+        )
+    return value
+
+
+def _checked_norm(exact: Gradients) -> float:
+    """The norm of the plain gradient, which must be a number above 0."""
+    strange = [name for name, g in exact.items() if not bool(torch.isfinite(g).all())]
+    if strange:
+        raise ConfigError(
+            f"plain PyTorch gives a gradient that is not finite for {strange[0]} ({len(strange)} of {len(exact)} "
+            "parameters): nothing can be compared with it; audit in another dtype, or with another batch"
+        )
+    size = math.sqrt(sum(_dot(g, g) for g in exact.values()))
+    if size == 0.0:
+        raise ConfigError(
+            "plain PyTorch gives a gradient of zero for every parameter: give a batch and a loss that it learns from"
+        )
+    return size
+
+
+def _compare(found: Gradients, exact: Gradients, after_bytes: Mapping[Saved, int]) -> Outcome:
+    error2 = size2 = found2 = dot = 0.0
+    count = sum(g.numel() for g in exact.values())
+    shares: dict[str, tuple[float, float]] = {}
+    for name, g in exact.items():
+        mine, square = found[name], _dot(g, g)
+        difference = mine.double() - g.double()
+        error2 += _dot(difference, difference)
+        size2, found2, dot = size2 + square, found2 + _dot(mine, mine), dot + _dot(mine, g)
+        shares[name] = square / max(g.numel(), 1), relative_error(mine, g)
+    least = _LEAST_SHARE**2 * size2 / count
+    errors = {name: error if error == error else math.inf for name, (share, error) in shares.items() if share >= least}
+    worst = max(errors, key=errors.__getitem__)
+    error = math.sqrt(error2 / size2) if math.isfinite(error2) else math.inf
+    return Outcome(
+        after_bytes=after_bytes,
+        cosine=1.0 if not error2 else dot / math.sqrt(found2 * size2) if found2 else 0.0,
+        relative_error=error,
+        worst=worst if errors[worst] else "",
+        worst_error=errors[worst],
+    )
+
+
+def _as_real(gradient: Tensor) -> Tensor:
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    return float(torch.dot(a.detach().double().flatten(), b.detach().double().flatten()))
+
+
+def _check_effect(table: Preset, rehearsal: Rehearsal) -> None:
+    lossy = [kind.value for kind, codec in table.table.items() if not codec.properties.exact]
+    if not sum(rehearsal.before_bytes().values()):
+        raise ConfigError(
+            "no saved tensor but weights reached audit: this model saves nothing, or a context inside it has the "
+            "innermost saved-tensor hooks (an attached Offloader: detach it; save_on_cpu: leave it out)"
+        )
+    if lossy and not rehearsal.lossy:
+        warnings.warn(
+            f"preset {table.name!r} makes nothing smaller at a loss here: the model saves no tensor of the classes "
+            f"{', '.join(lossy)}; see `unrecognised` for what it saves",
+            OffloadWarning,
+            stacklevel=3,
+        )
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
+    """Yields what brings the start of every run about; at the end all is as it was before the first."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    training = [(module, module.training) for module in model.modules()]
+    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    generator = random.getstate()
+
+    def reset() -> None:
+        for module, name, buffer, content in buffers:
+            module._buffers[name] = buffer
+            if not torch.equal(buffer, content):  # a copy for nothing would change the version for who has saved it
+                with torch.no_grad():
+                    buffer.copy_(content)
+
+    def begin() -> None:
+        reset()
+        # Not torch.manual_seed, which leaves a CUDA that is not initialised yet with another seed.
+        torch.default_generator.manual_seed(seed)
+        for device in devices:
+            torch.cuda.default_generators[device].manual_seed(seed)
+        random.seed(seed)
+
+    with torch.random.fork_rng(devices):
+        try:
+            if not model.training:
+                model.train()
+            yield begin
+        finally:
+            reset()
+            for module, flag in training:
+                module.training = flag
+            random.setstate(generator)

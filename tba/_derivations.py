@@ -1,0 +1,160 @@
+"""Derivations: records whose bytes nobody keeps, because others that are kept anyway give them again (`_derive`).
+
+Guarantees:
+
+1. A derivation is used only where it has been compared with the tensor it replaces, at that place of the step: each
+   place in the first step, and again where another recipe comes up at it. Where all that it starts from is exact it
+   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
+2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
+3. A first comparison asks for nothing that is not in memory and changes no record: it waits for the next step instead.
+
+Wants the engine's lock held, except `again`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._compress import is_whole
+from ._derive import recipe, remember
+from ._look import look
+from ._recipe import Recipe
+from ._recipes import same_bits
+from ._record import IN_MEMORY, Record, RecordState, View
+
+# A recipe that is wrong is off by the tensor's own size. One that starts from 4 bits is off by about a tenth.
+_NEAR = 0.25
+
+Packed = tuple[Any, ...]
+
+
+class _NotInMemory(RuntimeError):
+    """A comparison would have to read."""
+
+
+class Derivations:
+    """What can be made again, and what has been found to come out right."""
+
+    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+        self._unpack = unpack
+        self._right: dict[int, Any] = {}  # signature by place in the step
+        self._wrong: dict[int, Any] = {}
+        self._first_number = 0  # of the step
+        self._comparing = 0  # the thread that does, or 0
+
+    def look_for(self, record: Record, root: Tensor, view: View) -> None:
+        """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
+        if root._version == 0 and root.grad_fn is not None:
+            record.recipe = recipe(root, self._unpack, _depth)
+            remember(root, self._unpack, _weakly(record, view))
+
+    def replaces(self, record: Record) -> bool:
+        """Whether a finished, pending record needs no bytes; it then has let go of them."""
+        found, alias = record.recipe, record.alias
+        if found is None or alias is None:
+            return False
+        if alias._version != record.version or not is_whole(record, alias) or not self._right_for(record, found, alias):
+            record.recipe = None
+            return False
+        for packed in found.sources:
+            if isinstance(packed[0], Record):
+                packed[0].saves += 1  # this asks for it too
+        record.alias = None
+        record.state = RecordState.DERIVED
+        return True
+
+    def peek(self, record: Record, view: View) -> Tensor | None:
+        """In unpack: what a comparison on this thread wants, with nothing counted or moved; None if there is none."""
+        if self._comparing != threading.get_ident():
+            return None
+        if record.state is RecordState.DERIVED:
+            assert record.recipe is not None
+            return view.over(_own(record.recipe.compute()), 0)
+        if record.state not in IN_MEMORY and record.state is not RecordState.RESTORED:
+            raise _NotInMemory
+        decoded = record.decoded
+        tensor = look(record, view)
+        record.decoded = decoded
+        return tensor
+
+    def end_step(self, next_number: int) -> None:
+        """Places count from here."""
+        self._first_number = next_number
+
+    def _right_for(self, record: Record, found: Recipe, alias: Tensor) -> bool:
+        lossy = any(map(_is_lossy, found.sources))
+        if lossy and (record.codec is None or record.codec.properties.exact):
+            return False
+        place, signature = record.number - self._first_number, found.signature
+        if self._right.get(place) == signature:
+            return True
+        if self._wrong.get(place) == signature:
+            return False
+        self._comparing = threading.get_ident()
+        try:
+            made = found.compute()
+        except _NotInMemory:
+            return False
+        except RuntimeError:  # an operand was edited, or its operator was run in place
+            self._wrong[place] = signature
+            return False
+        finally:
+            self._comparing = 0
+        right = made.stride() == alias.stride() and (same_bits(made, alias) or (lossy and _near(made, alias)))
+        (self._right if right else self._wrong)[place] = signature
+        return right
+
+
+def again(record: Record, view: View, *, alone: bool) -> Tensor:
+    """A saved tensor of a derived record; `alone` if whoever asks may overwrite it. Raises what its sources raise."""
+    storage = record.decoded
+    if storage is None:
+        assert record.recipe is not None
+        storage = _own(record.recipe.compute())
+        record.decoded = storage if record.asks + 1 < record.saves else None
+    elif alone:
+        storage = storage.clone()
+    record.asks += 1
+    if record.asks >= record.saves:
+        record.decoded = None
+    return view.over(storage, 0)
+
+
+def _own(made: Tensor) -> torch.UntypedStorage:
+    """Its bytes in a storage of their own, from the first on; a view of an operand shares that one's memory."""
+    if made._base is not None or made.storage_offset() or made.untyped_storage().nbytes() != made.nbytes:
+        made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device).copy_(made)
+    return made.untyped_storage()
+
+
+def _weakly(record: Record, view: View) -> Callable[[], Packed | None]:
+    reference = record.ref
+
+    def packed() -> Packed | None:
+        found = reference()
+        return None if found is None else (found, view)
+
+    return packed
+
+
+def _depth(packed: Packed) -> int:
+    return packed[0].recipe.depth if isinstance(packed[0], Record) and packed[0].recipe is not None else 0
+
+
+def _is_lossy(packed: Packed) -> bool:
+    record = packed[0]
+    if not isinstance(record, Record):
+        return False
+    if record.state is RecordState.DERIVED:
+        return record.recipe is not None and any(map(_is_lossy, record.recipe.sources))
+    return record.encoded is not None and not record.encoded.codec.properties.exact
+
+
+def _near(made: Tensor, wanted: Tensor) -> bool:
+    scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
+    return bool(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= _NEAR * scale)

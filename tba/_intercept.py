@@ -1,0 +1,206 @@
+"""Intercept: linear layers that save a projection of their input, for models that nobody converted.
+
+`CompactFunctional` is a `linear` for `SavedBy`: it runs `compact.compact_linear` in the place of
+`torch.nn.functional.linear`, so that autograd saves z = x P, [..., r], instead of x [..., n]. The output, the input
+gradient and the bias gradient are those of the plain call, bit for bit; the weight gradient is full-size and has the
+plain one as its mean, so any optimizer takes it. CompAct, arXiv 2410.15352, section 3 (whose small optimizer needs
+`compact.convert`).
+
+Guarantees:
+
+1. P depends on (seed, layer, refresh) alone. A layer is known by its parameter's name in the model, else by the order
+   in which parameters were first used.
+2. Layers that read the very same tensor, unchanged, share one projection (the first one's) and one z.
+3. Left alone: frozen weights and weights that are no parameter, integers and complex numbers, a rank that is the whole
+   width, `torch.func` transforms, and checkpointed regions, which keep nothing until backward and must save the same
+   tensors when they are run again, outside of any mode.
+4. Any thread may call. One lock guards the tables; products are made outside of it. Inputs are held weakly.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from compact import Projected, RankError, SharedInput, compact_linear, key
+
+from . import _torch
+from ._errors import ConfigError
+from ._kinds import is_float
+
+
+class CompactFunctional:
+    """What `SavedBy` calls instead of `linear`.
+
+    Args:
+        projected: rank, a number or a share of each width, and kind of projection.
+        seed: of the run. Equal seeds and layers give equal projections, on every rank and device.
+        refresh: steps (calls of `step`) between new projections; None for never. One each step averages best.
+        model: to name layers by, and to check before anything runs. Held weakly, by its parameters.
+
+    Raises:
+        ConfigError: a model without a linear layer; a refresh below 1.
+        RankError: a rank above a layer's width, naming the layer; without a model it is raised when the layer is met.
+    """
+
+    def __init__(
+        self, projected: Projected, *, seed: int = 0, refresh: int | None = 1, model: nn.Module | None = None
+    ) -> None:
+        if refresh is not None and refresh < 1:
+            raise ConfigError(f"refresh is {refresh} steps: choose 1 or more, or None for never")
+        self._projected = projected
+        self._seed = seed
+        self._period = refresh
+        self._steps = 0
+        self._lock = threading.Lock()
+        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._met = 0
+        self._inputs: dict[int, _Input] = {}
+        if model is not None:
+            self._learn(model)
+
+    @property
+    def refresh(self) -> int:
+        """The number of the projections in use, from 0."""
+        return 0 if self._period is None else self._steps // self._period
+
+    def step(self) -> None:
+        """A training step is over. Graphs made before keep their projections."""
+        with self._lock:
+            self._steps += 1
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x [..., n], weight [out, n], bias [out] or None -> [..., out]; or None where the call is left alone.
+
+        Raises:
+            RankError: a rank above n, naming the layer.
+        """
+        parameter = _trained(weight)
+        if parameter is None or not _plain(x, weight, bias) or _torch.transforming() or _in_checkpoint():
+            return None
+        width = weight.shape[1]
+        with self._lock:
+            rank = self._rank(width, self._name(parameter))
+            if rank == width:
+                return None
+            source = self._source(x, parameter)
+        return compact_linear(
+            x, weight, bias, rank=rank, key=source.key, kind=self._projected.kind, shared=source.shared
+        )
+
+    def _rank(self, width: int, name: str) -> int:
+        rank = self._projected.rank
+        if isinstance(rank, float):
+            return max(1, int(width * rank))
+        if rank > width:
+            raise RankError(
+                f"layer {name!r} was given rank {rank}, but its width is {width}: choose a rank from 1 to {width}, or "
+                "a share of the width"
+            )
+        return rank
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def _learn(self, model: nn.Module) -> None:
+        layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+        if not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no linear layer, so there is nothing whose input could be projected: "
+                "choose another preset"
+            )
+        for name, module in layers:
+            weight: Any = module.weight
+            if weight.requires_grad:
+                self._rank(weight.shape[1 if isinstance(module, nn.Linear) else 0], name)
+        for name, parameter in model.named_parameters():
+            self._note(parameter, name.removesuffix(".weight"))
+
+    def _note(self, parameter: Tensor, name: str) -> None:
+        number, owner = id(parameter), weakref.ref(self)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            functional = owner()
+            if functional is not None and (entry := functional._names.get(number)) and entry[0] is reference:
+                del functional._names[number]
+
+        self._names[number] = weakref.ref(parameter, forget), name
+
+    def _name(self, parameter: Tensor) -> str:
+        entry = self._names.get(id(parameter))
+        if entry is None or entry[0]() is not parameter:
+            self._note(parameter, f"#{self._met}")
+            self._met += 1
+            entry = self._names[id(parameter)]
+        return entry[1]
+
+    def _source(self, x: Tensor, parameter: Tensor) -> _Input:
+        """The projection of this input: that of the layer which read it first, if nothing has changed since."""
+        number, refresh = id(x), self.refresh
+        entry = self._inputs.get(number)
+        if entry is not None and entry.reference() is x and (entry.version, entry.refresh) == (x._version, refresh):
+            return entry
+        owner = weakref.ref(self)
+
+        def forget(reference: weakref.ref[Tensor]) -> None:
+            functional = owner()
+            if functional is not None and (found := functional._inputs.get(number)) and found.reference is reference:
+                del functional._inputs[number]
+
+        entry = _Input(weakref.ref(x, forget), x._version, refresh, key(self._seed, self._name(parameter), refresh))
+        self._inputs[number] = entry
+        return entry
+
+
+class _Input:
+    """A tensor that layers read, and its projection."""
+
+    __slots__ = ("key", "reference", "refresh", "shared", "version")
+
+    def __init__(self, reference: weakref.ref[Tensor], version: int, refresh: int, key: int) -> None:
+        self.reference, self.version, self.refresh, self.key = reference, version, refresh, key
+        self.shared = SharedInput()
+
+
+def _trained(weight: Any) -> Tensor | None:
+    """The parameter that a weight [out, n] is, or is the transpose of; None if it needs no gradient or is no such."""
+    parameter = weight if type(weight) is nn.Parameter else getattr(weight, "_base", None)
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad or weight.numel() != parameter.numel():
+        return None
+    return parameter
+
+
+def _plain(x: Any, weight: Tensor, bias: Any) -> bool:
+    """Whether these are tensors that fit, so that errors are torch's own."""
+    return (
+        type(x) is Tensor
+        and is_float(x)
+        and is_float(weight)
+        and not x.is_inference()
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and x.numel() > 0
+        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
+    )
+
+
+def _in_checkpoint() -> bool:
+    hooks = _torch.top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return False
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def compact_functional(
+    projected: Projected, *, seed: int = 0, refresh: int | None = 1, model: nn.Module | None = None
+) -> CompactFunctional:
+    """A `linear` for `SavedBy`: see `CompactFunctional`, whose arguments and errors these are."""
+    return CompactFunctional(projected, seed=seed, refresh=refresh, model=model)

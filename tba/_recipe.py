@@ -1,0 +1,148 @@
+"""Recipe: the operators to run, in which state, on which packed objects, to have one tensor again.
+
+Guarantees: `compute` runs each operator as it ran in forward: without autocast (its casts are operators of their own),
+under the recorded number of threads and deterministic setting. It gives the recorded dtype, shape and strides, or
+raises; it leaves the state as it found it. A recipe never changes, holds no node of the graph and takes no lock.
+
+Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which nobody can ask for. The
+deterministic setting belongs to the process: where it differs, another thread may see the recorded one for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._recipes import Operator, Output, Scalars, same_bits
+
+# Packed objects are opaque here: this hook, which they were packed for, brings them back.
+Unpack = Callable[[Any], Tensor]
+
+
+class Saved(NamedTuple):
+    """An operand that some node saved."""
+
+    packed: Any
+    key: Hashable
+
+
+class Step(NamedTuple):
+    """An operator to run. An operand is `Saved`, `Step`, a Python number, or None where the operator had none."""
+
+    operator: Operator
+    operands: tuple[Any, ...]
+    scalars: Scalars
+    output: Output
+    key: Hashable
+
+
+class State(NamedTuple):
+    """What kernels depend on besides their operands."""
+
+    threads: int
+    deterministic: bool
+    warn_only: bool
+
+
+class Recipe:
+    """How to make one tensor again.
+
+    Attributes:
+        signature: equal for two recipes that run the same operators with the same scalars in the same state, on
+            operands of the same dtypes and shapes where autograd knows them, for results of the same dtype, shape and
+            strides. Strides of operands are not part of it: the operators run on the operands as they were.
+        sources: the packed objects it asks for, each as often as it does.
+        depth: the most operators on a path to what is really kept, recipes underneath included.
+        direct: whether each operand was saved by the node that used it, so that assumption 2 is not needed.
+    """
+
+    __slots__ = ("__weakref__", "_state", "_step", "_strides", "_unpack", "depth", "direct", "signature", "sources")
+
+    def __init__(
+        self, step: Step, strides: tuple[int, ...], unpack: Unpack, sources: tuple[Any, ...], depth: int, direct: bool
+    ) -> None:
+        self._step = step
+        self._strides = strides
+        self._unpack = unpack
+        self._state = _state()
+        self.sources = sources
+        self.depth = depth
+        self.direct = direct
+        self.signature: Hashable = (step.key, strides, self._state)
+
+    def compute(self) -> Tensor:
+        """The tensor, without grad: dtype, shape, strides and device as they were; in memory of its own unless the
+        last operator is a view.
+
+        Runs on the calling thread and current stream, and calls the unpack hook for each source without any lock.
+
+        Raises:
+            RuntimeError: what an unpack hook raises; or an operator gave another dtype or shape than in forward.
+        """
+        step = self._step
+        with torch.no_grad(), _restored(self._state, step.output.device.type):
+            result = self._run(step)
+            if result.stride() != self._strides:
+                exact = torch.empty_strided(result.shape, self._strides, dtype=result.dtype, device=result.device)
+                result = exact.copy_(result)
+        return result
+
+    def matches(self, tensor: Tensor) -> bool:
+        """Whether `compute` gives `tensor` bit for bit, with the same strides; False if it cannot run."""
+        try:
+            result = self.compute()
+        except RuntimeError:
+            return False
+        return result.stride() == tensor.stride() and result.device == tensor.device and same_bits(result, tensor)
+
+    def _run(self, step: Step) -> Tensor:
+        operands: list[Any] = []
+        for operand in step.operands:
+            kind = type(operand)
+            if kind is Saved:
+                operands.append(self._unpack(operand.packed).detach())
+            else:
+                operands.append(self._run(operand) if kind is Step else operand)
+        output = step.output
+        result = step.operator.run(operands, step.scalars, output)
+        if result.dtype != output.dtype or result.shape != output.shape:
+            raise RuntimeError(
+                f"made {result.dtype} {list(result.shape)} again where forward had {output.dtype} "
+                f"{list(output.shape)}; the operator was run in place or its operands have changed: keep this tensor"
+            )
+        return result
+
+
+def _state() -> State:
+    return State(
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+@contextmanager
+def _restored(state: State, device_type: str) -> Iterator[None]:
+    """The recorded state, without autocast; touches only what differs."""
+    now = _state()
+    casting = torch.is_autocast_enabled(device_type)
+    try:
+        _switch(now, state)
+        if casting:
+            with torch.autocast(device_type, enabled=False):
+                yield
+        else:
+            yield
+    finally:
+        _switch(state, now)
+
+
+def _switch(now: State, to: State) -> None:
+    if now.threads != to.threads:
+        torch.set_num_threads(to.threads)
+    if now[1:] != to[1:]:
+        torch.use_deterministic_algorithms(to.deterministic, warn_only=to.warn_only)

@@ -1,0 +1,200 @@
+"""Recipes' table: which operators can be run again, and where each keeps its operands and its result.
+
+The names are those of autograd's nodes. `_saved_NAME` of a node has a partner `_raw_saved_NAME`, which shows what a
+pack hook made of the tensor without calling the unpack hook. Seen on torch 2.13 and held by `tests/test_derive.py`:
+
+* product and quotient save an operand only if the *other* one requires grad (the quotient's divisor always);
+* sums, casts, copies and views save no operand;
+* activations whose derivative needs the input save `self`; relu, tanh, sigmoid, exp, sqrt, rsqrt and softmax save
+  their own `result`, attention its `output`: such a tensor is in the graph already and is never made again, but what
+  follows from it can be;
+* a Python number is saved as a 0-dimensional tensor that no hook sees;
+* layer norm saves everything but `eps` (see `layer_norm`).
+
+Elementwise kernels give the same bits for the same operands with the same strides and the same number of threads;
+chunks and vector tails depend on nothing else, not on the address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+# Of the layers in use (BERT 1e-12, GPT and Llama 1e-5, T5 and ViT 1e-6, ConvNeXt 1e-6, EfficientNet 1e-3, others).
+EPSILONS: Final = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3, 1e-4, 1e-9, 1e-10, 0.0)
+
+Scalars = tuple[Any, ...]
+
+
+class Output(NamedTuple):
+    """What autograd knows of a node's output `number`: `shape`, `dtype`, `device`."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Operator(NamedTuple):
+    """How to run an operator again.
+
+    Attributes:
+        operands: in the order of the node's `next_functions`: the name each is saved under, None if it never is.
+        run: (operands and extras, scalars, output) -> the result, by the kernel that made it.
+        scalars: names of saved values that are no tensors.
+        extras: names of further saved tensors.
+        optional: operands, saved whenever the operator had them, that may be absent (a norm's weight).
+        moves: it computes nothing: views, and copies into another order.
+    """
+
+    operands: tuple[str | None, ...]
+    run: Callable[[list[Any], Scalars, Output], Tensor]
+    scalars: tuple[str, ...] = ()
+    extras: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    moves: bool = False
+
+
+def _simple(run: Callable[..., Tensor], *operands: str | None, scalars: tuple[str, ...] = ()) -> Operator:
+    """An operator that takes its operands, then its scalars."""
+    return Operator(operands, lambda tensors, values, _: run(*tensors, *values), scalars)
+
+
+def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Operator:
+    return Operator((None,), lambda tensors, values, output: run(tensors[0], values, output), scalars, moves=True)
+
+
+_last_eps: dict[Any, float] = {}  # by normalized shape: where to begin to search, no more
+
+
+def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
+    """Layer norm of `input` [..., *normalized_shape], with the `eps` that gives the saved statistics.
+
+    Every element is computed from its input, its row's mean and reciprocal deviation, weight and bias. So a run whose
+    statistics are bit-equal to the saved ones gives the same bits, whichever `eps` led there. That needs statistics as
+    wide as the kernel computes with, which a CPU rounds to bfloat16 where the weight is in bfloat16. The comparison
+    waits for the current stream.
+
+    Raises:
+        RuntimeError: no `eps` of `EPSILONS` gives the saved statistics, or they are narrower than float32.
+    """
+    x, weight, bias, mean, rstd = tensors
+    if rstd.itemsize < 4:
+        raise RuntimeError(
+            f"layer norm of {x.dtype} {list(x.shape)}: its statistics were saved as {rstd.dtype}, which does not tell "
+            "its eps; keep the tensor instead of making it again"
+        )
+    shape = list(scalars[0])
+    first = x.flatten(0, -1 - len(shape))[:1] if x.dim() > len(shape) else x
+    last = _last_eps.get(scalars[0])
+    for eps in EPSILONS if last is None else (last, *EPSILONS):
+        # One row tells in most cases which eps it was; the comparison of all rows is what counts.
+        if eps != last and not same_bits(
+            torch.native_layer_norm(first, shape, weight, bias, eps)[2].flatten()[:1], rstd.flatten()[:1]
+        ):
+            continue
+        result: Tensor
+        result, new_mean, new_rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        if same_bits(torch.cat((new_mean, new_rstd)), torch.cat((mean, rstd))):  # once: a device is waited for
+            _last_eps[scalars[0]] = eps
+            return result
+    raise RuntimeError(
+        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: none of eps = {', '.join(map(str, EPSILONS))} gives "
+        "the statistics that forward saved; keep the tensor instead of making it again"
+    )
+
+
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two real tensors have the same shape, dtype and bits: NaNs by payload, zeros by sign."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    word = _WORDS[one.itemsize]
+    return torch.equal(one.detach().view(word), other.detach().view(word))
+
+
+def signed(value: Any) -> Any:
+    """A saved scalar: dimensions are kept as size_t, so -1 comes back as 2^64 - 1."""
+    if type(value) is int and value >= 1 << 63:
+        return value - (1 << 64)
+    if isinstance(value, (tuple, list)):
+        return tuple(signed(each) for each in value)
+    return value
+
+
+_RESHAPE: Final = _view(lambda x, _, output: x.reshape(output.shape))
+
+OPERATORS: Final[Mapping[str, Operator]] = {
+    "MulBackward0": _simple(torch.mul, "self", "other"),
+    "DivBackward0": _simple(torch.div, "self", "other"),
+    "AddBackward0": Operator((None, None), lambda t, s, _: torch.add(t[0], t[1], alpha=s[0]), ("alpha",)),
+    "SubBackward0": Operator((None, None), lambda t, s, _: torch.sub(t[0], t[1], alpha=s[0]), ("alpha",)),
+    "NegBackward0": _simple(torch.neg, None),
+    "PowBackward0": _simple(torch.pow, "self", scalars=("exponent",)),
+    "AbsBackward0": _simple(torch.abs, "self"),
+    "SiluBackward0": _simple(functional.silu, "self"),
+    "GeluBackward0": Operator(
+        ("self",), lambda t, s, _: functional.gelu(t[0], approximate=s[0]), scalars=("approximate",)
+    ),
+    "SoftplusBackward0": _simple(functional.softplus, "self", scalars=("beta", "threshold")),
+    "LeakyReluBackward0": _simple(functional.leaky_relu, "self", scalars=("negative_slope",)),
+    "HardswishBackward0": _simple(functional.hardswish, "self"),
+    "MishBackward0": _simple(functional.mish, "self"),
+    "NativeLayerNormBackward0": Operator(
+        ("input", "weight", "bias"),
+        layer_norm,
+        scalars=("normalized_shape",),
+        extras=("result1", "result2"),
+        optional=("weight", "bias"),
+    ),
+    "ToCopyBackward0": Operator((None,), lambda t, _, output: t[0].to(output.dtype, copy=True)),
+    "CloneBackward0": Operator((None,), lambda t, _s, _o: t[0].clone(), moves=True),
+    "ViewBackward0": _RESHAPE,
+    "UnsafeViewBackward0": _RESHAPE,
+    "ReshapeAliasBackward0": _RESHAPE,
+    "UnsqueezeBackward0": _RESHAPE,
+    "SqueezeBackward0": _RESHAPE,
+    "SqueezeBackward1": _RESHAPE,
+    "SqueezeBackward2": _RESHAPE,
+    "ExpandBackward0": _view(lambda x, _, output: x.expand(output.shape)),
+    "TBackward0": _view(lambda x, _s, _o: x.t()),
+    "TransposeBackward0": _view(lambda x, s, _: x.transpose(*s), "dim0", "dim1"),
+    "PermuteBackward0": _view(lambda x, s, _: x.permute(s[0]), "dims"),
+    "SelectBackward0": _view(lambda x, s, _: x.select(*s), "dim", "index"),
+    "SliceBackward0": _view(
+        lambda x, s, _: torch.ops.aten.slice.Tensor(x, *s),  # the method `x[...]` takes no dimension
+        *("dim", "start", "end", "step"),
+    ),
+    "SplitBackward0": _view(lambda x, s, output: x.split(*s)[output.number], "split_size", "dim"),
+    "SplitWithSizesBackward0": _view(lambda x, s, output: x.split(*s)[output.number], "split_sizes", "dim"),
+    "UnbindBackward0": _view(lambda x, s, output: x.unbind(s[0])[output.number], "dim"),
+}
+
+# Which of its outputs a node saves itself, by number, and under which name.
+RESULTS: Final[Mapping[str, Mapping[int, str]]] = {
+    **{
+        f"{name}Backward0": {0: "result"}
+        for name in (
+            "Relu",
+            "Tanh",
+            "Sigmoid",
+            "Exp",
+            "Sqrt",
+            "Rsqrt",
+            "Reciprocal",
+            "Softmax",
+            "SafeSoftmax",
+            "LogSoftmax",
+        )
+    },
+    **{
+        f"ScaledDotProduct{name}Backward0": {0: "output"}
+        for name in ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+    },
+}

@@ -1,0 +1,162 @@
+"""Subject: the model and the batch that a command line names, from the user's own code or from a config.json."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tba._errors import ConfigError
+
+_BATCH, _SEQUENCE = 2, 128
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Heads whose labels are tokens, one each.
+_TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
+def subject(
+    name: str, *, batch: int | None = None, sequence: int | None = None, dtype: str | None = None
+) -> tuple[nn.Module, Any]:
+    """The model that `name` stands for, and a batch for it.
+
+    Args:
+        name: a config.json of transformers or a directory with one, or `module:callable`.
+        batch: sequences; this and what follows is for a config.json alone.
+        sequence: tokens of each.
+        dtype: of the weights.
+
+    Raises:
+        ConfigError: there is no such thing, or it is not what an audit needs.
+    """
+    path = Path(name)
+    if path.exists():
+        return from_config(path, batch or _BATCH, sequence, dtype)
+    if ":" not in name:
+        raise ConfigError(
+            f"MODEL {name!r} is no file or directory here, and no `module:callable`: give a config.json of "
+            "transformers, its directory, or `module:callable`; nothing is downloaded"
+        )
+    given = [option for option, value in (("batch", batch), ("sequence", sequence), ("dtype", dtype)) if value]
+    if given:
+        raise ConfigError(
+            f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config.json alone"
+        )
+    return from_callable(name)
+
+
+def from_callable(name: str) -> tuple[nn.Module, Any]:
+    """Import `module:callable` with the working directory in front, and call it."""
+    module_name, _, attribute = name.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # an import of the module itself failed
+        raise ConfigError(
+            f"MODEL {name!r}: there is no module {error.name!r} in {here} or installed; call tba audit where it is"
+        ) from None
+    except (ValueError, TypeError):  # an empty or a relative name
+        raise ConfigError(
+            f"MODEL {name!r}: {module_name!r} is no name of a module; give `package.module:callable`"
+        ) from None
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"MODEL {name!r}: {found!r} has no {part!r}; give `module:callable`")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(
+            f"MODEL {name!r}: {attribute} is a {type(found).__name__}, but it must be callable without arguments and "
+            "return a model and a batch"
+        )
+    made = found()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
+        raise ConfigError(
+            f"MODEL {name!r}: {attribute}() returned {kinds}, but an audit needs (model, batch): a torch.nn.Module, "
+            "and a tensor, a tuple of positional arguments or a mapping of keyword arguments"
+        )
+    return made
+
+
+def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None) -> tuple[nn.Module, Any]:
+    """A language model of transformers with random weights, and random tokens [batch, sequence] that are their labels.
+
+    The class is the config's first architecture, else what `AutoModelForCausalLM` makes of it.
+    """
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ConfigError(
+            f"{path} is read by transformers, which is not installed; pip install transformers, or give "
+            "`module:callable`"
+        ) from None
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(f"there is no config.json in {path}; give a directory that has one, or `module:callable`")
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
+    make = _maker(transformers, config, file)
+    length = _length(config, file, sequence)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(vocabulary, int):
+        raise ConfigError(f"{file} has no vocab_size, so it is no language model: give `module:callable` with a batch")
+    config.use_cache = False
+    kind = _dtype(config, dtype)
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(0)  # the same weights and tokens for the same command
+        model = make(config, dtype=kind)
+        tokens = torch.randint(0, vocabulary, (batch, length))
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise ConfigError(
+            f"{type(model).__name__} of {file} takes no labels: give `module:callable` with a batch and a loss"
+        )
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+def _maker(transformers: Any, config: Any, file: Path) -> Any:
+    """What makes the model, given the config and dtype."""
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if named is None:
+        if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+            raise ConfigError(
+                f"{file} names no architecture, and its type {config.model_type!r} has no causal language model: add "
+                '"architectures" to it, or give `module:callable`'
+            )
+        return transformers.AutoModelForCausalLM.from_config
+    kind = getattr(transformers, named, None)
+    if kind is None or not named.endswith(_TOKEN_HEADS):
+        known = "is not a class of this transformers" if kind is None else "has no loss over tokens"
+        raise ConfigError(
+            f"{file} names the architecture {named}, which {known}: give one that ends in {', '.join(_TOKEN_HEADS)}, "
+            "or `module:callable`"
+        )
+    return kind._from_config
+
+
+def _length(config: Any, file: Path, sequence: int | None) -> int:
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    limit = longest if isinstance(longest, int) and longest > 0 else sequence or _SEQUENCE
+    if sequence is not None and sequence > limit:
+        raise ConfigError(f"--sequence {sequence} is more than the {limit} positions of {file}: give at most that")
+    return sequence or min(_SEQUENCE, limit)
+
+
+def _dtype(config: Any, asked: str | None) -> torch.dtype:
+    if asked is not None and asked not in _DTYPES:
+        raise ConfigError(f"--dtype {asked!r} is not known: choose of {', '.join(_DTYPES)}")
+    if asked is not None:
+        return _DTYPES[asked]
+    own = getattr(config, "dtype", None)
+    return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32

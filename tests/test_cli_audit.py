@@ -1,0 +1,242 @@
+"""`tba audit`: what MODEL may be, what is printed, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compact import Saved
+from tba import ConfigError
+from tba.cli import app
+from tba.cli._subject import from_callable, from_config, subject
+
+transformers = pytest.importorskip("transformers")
+
+OURS = """
+import torch
+from torch import nn
+
+number = 3
+
+class Feed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x))).pow(2).sum()
+
+def make():
+    torch.manual_seed(0)
+    return Feed(), torch.randn(32, 16)
+
+def norm():
+    return nn.LayerNorm(8), torch.randn(4, 8)
+
+def alone():
+    return Feed()
+
+def swapped():
+    return torch.randn(4, 16), Feed()
+
+class Nested:
+    made = staticmethod(make)
+"""
+WIDTH, VOCAB, POSITIONS = 32, 61, 48
+SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def llama(**changes: Any) -> Any:
+    sizes = {"intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
+    return transformers.LlamaConfig(**SIZES, **sizes, hidden_size=WIDTH, num_hidden_layers=2, **changes)
+
+
+def gpt2(**changes: Any) -> Any:
+    return transformers.GPT2Config(**SIZES, n_positions=POSITIONS, n_embd=WIDTH, n_layer=1, n_head=2, **changes)
+
+
+def saved(config: Any, path: Path) -> Path:
+    config.save_pretrained(path)
+    return path
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["audit", *map(str, arguments)])
+
+
+def refusal(*arguments: object) -> str:
+    """What is said where the command ends with status 2."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("tba audit: ")
+    return str(result.stderr)
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the user's in the working directory, gone from the interpreter afterwards."""
+    name = "audited_by_test"
+    (tmp_path / f"{name}.py").write_text(OURS)
+    (tmp_path / "broken_by_test.py").write_text("import a_module_that_nobody_has")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return name
+
+
+# -- a callable ------------------------------------------------------------------------------------------------------
+
+
+def test_a_callable_of_the_working_directory_is_audited(ours: str) -> None:
+    result = run(f"{ours}:make", "--preset", "exact", "--preset", "safe8", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    nbytes = 32 * 16 * 4
+    assert found["before_bytes"] == {
+        "linear_input": nbytes + 2 * nbytes,
+        "activation_input": 2 * nbytes,
+        "unknown": nbytes,
+    }
+    assert list(found["presets"]) == ["exact", "safe8"]
+    assert found["presets"]["exact"]["cosine"] == 1
+    assert found["presets"]["exact"]["relative_error"] == 0
+    assert 0 < found["presets"]["safe8"]["relative_error"] < 0.02
+    assert found["unrecognised_bytes"] == {"PowBackward0": nbytes}
+
+
+def test_the_table_is_printed_without_json(ours: str) -> None:
+    result = run(f"{ours}:Nested.made")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].split()[2:] == ["plain", "exact", "safe8", "balanced", "max", "compact"]
+    assert any(line.startswith("PowBackward0") for line in lines)
+
+
+def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
+    result = run(f"{ours}:norm", "--preset", "compact", "--json")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("tba audit: preset 'compact' makes nothing smaller at a loss here")
+    assert json.loads(result.stdout)["presets"]["compact"]["relative_error"] == 0
+    assert run(f"{ours}:make", "--preset", "compact", "--json").stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobody:make", "there is no module 'nobody' in .* call tba audit where it is"),
+        ("{ours}.sub:make", "there is no module '{ours}.sub'"),
+        (":make", "'' is no name of a module"),
+        ("{ours}:other", "has no 'other'; give `module:callable`"),
+        ("{ours}:", "has no ''"),
+        ("{ours}:number", "number is a int, but it must be callable"),
+        ("{ours}:alone", r"alone\(\) returned Feed, but an audit needs \(model, batch\)"),
+        ("{ours}:swapped", r"swapped\(\) returned Tensor, Feed, but"),
+    ],
+)
+def test_what_is_no_callable_of_ours_is_refused(ours: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("{ours}", ours)):
+        from_callable(name.replace("{ours}", ours))
+    assert name.replace("{ours}", ours) in refusal(name.replace("{ours}", ours))
+
+
+def test_a_failing_import_of_the_module_itself_is_shown_as_it_is(ours: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
+        from_callable("broken_by_test:make")
+
+
+def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
+    said = refusal(f"{ours}:make", "--sequence", 8)
+    assert f"--sequence was given with '{ours}:make', which makes its own model and batch" in said
+
+
+def test_what_is_neither_is_refused() -> None:
+    assert "is no file or directory here, and no `module:callable`" in refusal("meta-llama/Llama-3.2-1B")
+
+
+# -- a config.json ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_config_gives_a_model_with_random_weights(by_file: bool, tmp_path: Path) -> None:
+    path = saved(llama(architectures=["LlamaForCausalLM"]), tmp_path)
+    model, batch = subject(str(path / "config.json" if by_file else path), batch=3, sequence=16)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert batch["input_ids"].shape == (3, 16)
+    assert batch["labels"] is batch["input_ids"]
+    again, _ = subject(str(path))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_defaults_come_from_the_config(tmp_path: Path) -> None:
+    path = saved(gpt2(dtype="bfloat16"), tmp_path)  # no architecture: its causal language model
+    state = torch.get_rng_state()
+    model, batch = from_config(path, 2, None, None)
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert batch["input_ids"].shape == (2, POSITIONS)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_config_is_audited_in_the_asked_dtype(tmp_path: Path) -> None:
+    path = saved(llama(architectures=["LlamaForCausalLM"]), tmp_path / "model")
+    arguments = (path, "--batch", 1, "--sequence", 16, "--preset", "balanced", "--json")
+    found = {dtype: json.loads(run(*arguments, "--dtype", dtype).stdout) for dtype in ("float32", "bfloat16")}
+    sizes = [found[dtype]["before_bytes"][Saved.LINEAR_INPUT.value] for dtype in ("float32", "bfloat16")]
+    assert sizes[0] == 2 * sizes[1]
+    shape = (WIDTH + WIDTH + 2 * WIDTH) * 2 + WIDTH  # of each layer q, k and v's, gate and up's, down's; the head's
+    assert sizes[0] == 16 * shape * 4
+    again = json.loads(run(*arguments, "--dtype", "float32").stdout)
+    assert again == found["float32"]
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (llama(), ["--sequence", POSITIONS + 1], f"--sequence {POSITIONS + 1} is more than the {POSITIONS} positions"),
+        (llama(), ["--dtype", "float8"], "--dtype 'float8' is not known: choose of float32, bfloat16, float16"),
+        (llama(), ["--preset", "safe16"], "no preset 'safe16': choose of exact"),
+        (llama(architectures=["LlamaForSequenceClassification"]), [], "which has no loss over tokens"),
+        (
+            llama(architectures=["OurOwnForCausalLM"]),
+            [],
+            "OurOwnForCausalLM, which is not a class of this transformers",
+        ),
+        (transformers.ViTConfig(), [], "type 'vit' has no causal language model"),
+    ],
+)
+def test_a_config_that_cannot_be_audited_is_refused(
+    config: Any, options: list[object], message: str, tmp_path: Path
+) -> None:
+    assert message in refusal(saved(config, tmp_path), *options)
+
+
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path) -> None:
+    assert f"there is no config.json in {tmp_path}" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    assert "cannot read" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot read" in refusal(tmp_path)
+
+
+# -- a picture -------------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_is_drawn_beside_the_answer(ours: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "audit.png"
+    assert run(f"{ours}:make", "--picture", path).exit_code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(ours: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert "let it end in" in refusal("nobody:make", "--picture", tmp_path / "audit.xyz")
+    assert "no directory" in refusal("nobody:make", "--picture", tmp_path / "nowhere" / "audit.png")
