@@ -1,9 +1,10 @@
-"""The command line: `python -m benchmarks step|hooks|overlap|io|faults|demo`."""
+"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|faults|demo`."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -146,6 +147,68 @@ def io(
     else:
         result = run_io(path, rounds=rounds, threads=threads)
     _finish(result, json, save, machine)
+
+
+@app.command()
+def codec(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each codec and layer.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="Of the layer and the block; codecs get one.")] = 2,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Speed, size and error of every codec; compact_linear; stored bytes of a Llama block under each preset."""
+    from .codec import run_codec
+
+    _finish(run_codec(rounds=2 if quick else rounds, threads=threads, quick=quick), json, save, machine)
+
+
+@app.command()
+def fidelity(
+    steps: Annotated[int | None, typer.Option(min=1, help="Of each run (default: 300).")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds; only from three on they show a spread.")] = 3,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of the model (default: 2).")] = None,
+    width: Annotated[int | None, typer.Option(min=16, help="Of the model (default: 128).")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of 128 bytes a step (default: 16).")] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: 1e-3, 3e-3, 1e-2).")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
+    out: Out = _OUT,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Validation loss on held-out text under every preset and CompAct rank, one tuned rate per arm (20 minutes)."""
+    from .fidelity import DEFAULT, RATES, TINY, picture_path, run_fidelity
+
+    base = TINY if quick else DEFAULT
+    base = replace(
+        base,
+        steps=steps or base.steps,
+        layers=layers or base.layers,
+        width=width or base.width,
+        batch=batch or base.batch,
+    )
+    rates, seeds = ((rate or RATES)[:1], min(seeds, 2)) if quick else (rate or RATES, seeds)
+    picture = picture_path(machine if save else None, out)
+    _finish(run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, picture=picture), json, save, machine)
+
+
+@app.command()
+def bert(
+    rounds: Annotated[int, typer.Option(min=1, help="Processes of each arm.")] = 2,
+    threads: Threads = 2,
+    rank: Annotated[int, typer.Option(min=1, help="Of CompAct's projections.")] = 8,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Peak memory of fine-tuning BERT-base: plain, CompAct, CompAct on NVMe."""
+    from .bert import run_bert
+
+    _finish(run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick), json, save, machine)
 
 
 @app.command()

@@ -244,14 +244,15 @@ class DisguisedBf16(_ExactCodec):
 
 @dataclass(frozen=True)
 class Exact(_ExactCodec):
-    """A `Codec` for any plain tensor: `Mask` for booleans, `Narrow` for integers, `DisguisedBf16` for fp32, else
-    `Verbatim`."""
+    """A `Codec` for any plain tensor: `Mask` for booleans and for floats that look like a mask (dropout's on a CPU),
+    `Narrow` for integers, `DisguisedBf16` for fp32, else `Verbatim`."""
 
     name = "exact"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
         """Queue the encoding by the codec of the dtype."""
-        return _by_dtype(tensor.dtype).begin(tensor, key)
+        codec = Mask() if _looks_like_a_mask(tensor) else _by_dtype(tensor.dtype)
+        return codec.begin(tensor, key)
 
     def packed_nbytes(self, spec: Spec) -> int:
         """At most the stored elements' own bytes; an eighth for booleans."""
@@ -259,7 +260,18 @@ class Exact(_ExactCodec):
 
     def decode(self, packed: Packed) -> Tensor:
         """The tensor, bit for bit, on the buffers' device."""
-        return _by_dtype(packed.spec.dtype).decode(packed)
+        return (Mask() if packed.form == "bits" else _by_dtype(packed.spec.dtype)).decode(packed)
+
+
+def _looks_like_a_mask(tensor: Tensor) -> bool:
+    """Whether the first elements of floats have two values: read on a CPU only, as it would stall a device."""
+    if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.dtype.itemsize not in _BITS_OF:
+        return False
+    bits = flat(tensor)[:_LOOK].view(_BITS_OF[tensor.dtype.itemsize])
+    if not bits.numel():
+        return False
+    low, high = torch.aminmax(bits)
+    return bool(((bits == low) | (bits == high)).all())
 
 
 def _by_dtype(dtype: torch.dtype) -> Codec:

@@ -156,3 +156,15 @@ def test_bytes_of_another_codec_are_refused() -> None:
     packed = Verbatim().encode(torch.zeros(2))
     with pytest.raises(PackedError, match="needs one buffer of 8 bytes"):
         Verbatim().decode(replace(packed, buffers=(packed.buffers[0][:7],)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_exact_packs_a_dropout_mask_of_floats(dtype: torch.dtype) -> None:
+    mask = torch.nn.functional.dropout(torch.ones(200, 64, dtype=dtype), 0.25)
+    packed = Exact().encode(mask)
+    assert packed.nbytes == mask.numel() // 8
+    assert torch.equal(Exact().decode(packed), mask)
+    mask[150, 3] = 0.5  # behind what was looked at: a third value
+    again = Exact().encode(mask)
+    assert again.nbytes == mask.nbytes
+    assert torch.equal(Exact().decode(again), mask)

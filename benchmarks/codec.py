@@ -1,0 +1,159 @@
+"""The codec benchmark: speed, size and error of every codec, of `compact_linear`, and of presets on a Llama block.
+
+Speeds are GB (10^9 bytes) of input per second on one core, medians over rounds in which all codecs take their turns.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ._bars import Bar
+from ._harness import MIB, Grid, Result, environment_block, median, median_ratio, progress
+from ._one_shot import ask
+from ._processes import Spec
+from ._stored import PLAIN
+from .io import Floor, spread
+
+PRESETS = ("exact", "safe8", "balanced", "max")
+# The codec that nearly all bytes of the presets pass through, and what it has to reach: (encode, decode) in GB/s.
+_SPEED_OF, _SPEED_BARS = "int8/64", {"float32": (3.5, 4.0), "bfloat16": (1.5, 2.0)}
+_STORED_BARS = {"exact": 0.55, "safe8": 0.30, "balanced": 0.24}
+_LINEAR_BAR = 1.0
+# [tokens, width] of the tensor: 64 MiB of fp32, more than caches hold.
+_TENSOR = {"tokens": 16_384, "width": 1024}
+_LAYER = {"tokens": 4096, "width": 1024, "out": 4096, "rank": 256}
+_BLOCK = {"width": 512, "heads": 8, "batch": 4, "sequence": 128}
+_TINY_TENSOR = {"tokens": 128, "width": 64}
+_TINY_LAYER = {"tokens": 64, "width": 64, "out": 128, "rank": 16}
+_TINY_BLOCK = {"width": 128, "heads": 4, "batch": 2, "sequence": 64}
+
+
+def run_codec(*, rounds: int, threads: int, quick: bool = False, presets: Sequence[str] = PRESETS) -> Result:
+    """Measure all codecs in `rounds` rounds on one core; the layer and the block on `threads`.
+
+    Args:
+        rounds: timed turns of each.
+        threads: compute threads of the layer and the block.
+        quick: tiny tensors: shows that all works, measures nothing.
+        presets: names of the presets that the block is run under.
+    """
+    tensor, layer, block = (_TINY_TENSOR, _TINY_LAYER, _TINY_BLOCK) if quick else (_TENSOR, _LAYER, _BLOCK)
+    specs = [
+        _spec("codec", 1, {**tensor, "rounds": rounds}),
+        _spec("linear", threads, {**layer, "rounds": rounds, "threads": threads}),
+        _spec("block", threads, {**block, "presets": [PLAIN, *presets], "threads": threads}),
+    ]
+    answers: dict[str, dict[str, Any]] = {}
+    allocators: dict[str, str] = {}
+    with progress("codec", 2 * (1 + rounds) + 1 + len(presets)) as bar:
+        for spec in specs:
+            answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
+            answers[spec.name], allocators[spec.name] = answer.body, answer.allocator
+    codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]
+    bars = make_bars(codecs, seconds, stored)
+    tables = [
+        _speed_table(codecs, tensor, rounds),
+        _block_table(stored, block),
+        Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars]),
+    ]
+    data = {
+        "codecs": codecs,
+        "tensor": tensor,
+        "linear": {**layer, "seconds": seconds},
+        "block": {**block, **stored},
+        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+        "rounds": rounds,
+    }
+    environment = environment_block(allocators, threads=threads)
+    return Result(theme="codec", tables=tables, data=data, environment=environment)
+
+
+def make_bars(
+    codecs: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]], stored: Mapping[str, Any]
+) -> list[Bar]:
+    """What the measurements must reach."""
+    bars: list[Bar] = []
+    for facts in codecs:
+        if facts["codec"] != _SPEED_OF:
+            continue
+        for direction, limit in zip(("encode", "decode"), _SPEED_BARS[facts["dtype"]], strict=True):
+            speeds = [speed / 1e9 for speed in facts[f"{direction}_bytes_per_s"]]
+            what = f"{facts['codec']} {direction}, {facts['dtype']}, one core"
+            bars.append(Floor(what=what, measured=median(speeds), limit=limit, unit=" GB/s", spread=spread(speeds)))
+    wrong = [f"{facts['codec']} {facts['dtype']}" for facts in codecs if not facts["as_promised"]]
+    bars.append(Bar(what="codecs of another size than promised", measured=len(wrong), limit=0, unit=""))
+    ratio = median_ratio(seconds["compact_linear"], seconds["nn.Linear"])
+    bars.append(Bar(what="compact_linear at n/4 / nn.Linear, forward and backward", measured=ratio, limit=_LINEAR_BAR))
+    for name, found in stored["presets"].items():
+        if name != PLAIN:
+            share, what = found["stored_bytes"] / stored["plain_bytes"], "stored bytes of a Llama block in bf16"
+            bars.append(Bar(what=f"{what}, {name} / plain", measured=share, limit=_STORED_BARS.get(name)))
+    if "exact" in stored["presets"]:
+        differ = 0.0 if stored["presets"]["exact"]["gradients_bit_equal"] else 1.0
+        bars.append(Bar(what="exact: gradients that differ in a bit", measured=differ, limit=0, unit=""))
+    return bars
+
+
+def _spec(role: str, threads: int, options: Mapping[str, Any]) -> Spec:
+    return Spec(name=role, role=role, options=options, allocator="auto", threads=threads)
+
+
+def _speed_table(codecs: Sequence[Mapping[str, Any]], tensor: Mapping[str, int], rounds: int) -> Grid:
+    rows = []
+    for facts in codecs:
+        data, *rest = facts["errors"].values()
+        rows.append(
+            (
+                facts["codec"],
+                facts["dtype"],
+                _speed(facts["encode_bytes_per_s"]),
+                _speed(facts["decode_bytes_per_s"]),
+                f"{facts['packed_bytes'] / facts['input_bytes']:.4f}",
+                "yes" if facts["as_promised"] else "NO",
+                _error(data),
+                _error(rest[0]) if rest else "-",
+            )
+        )
+    columns = ("codec", "of", "encode GB/s", "decode GB/s", "size", "as promised", "error", "with outliers")
+    note = (
+        f"Of a tensor of [{tensor['tokens']}, {tensor['width']}], one core, medians over {rounds} rounds ± half the "
+        "interquartile range. Size: packed / input. Error: relative error (signal to noise) of one draw, of normal "
+        "values, and of such with one channel in 100 that is 20 times larger; a projection's is that of what it "
+        "decodes, which its weight gradient is made without."
+    )
+    return Grid("Codecs", columns, rows, note)
+
+
+def _speed(bytes_per_s: Sequence[float]) -> str:
+    return f"{statistics.median(bytes_per_s) / 1e9:.2f} ± {spread(bytes_per_s) / 1e9:.2f}"
+
+
+def _error(relative: float) -> str:
+    return "none" if relative == 0.0 else f"{relative:.2e} ({-20 * math.log10(relative):.1f} dB)"
+
+
+def _block_table(stored: Mapping[str, Any], block: Mapping[str, int]) -> Grid:
+    plain = stored["plain_bytes"]
+    rows = [("autograd's own", f"{plain / MIB:.2f}", "1.000", "-", "-", "-")]
+    for name, found in stored["presets"].items():
+        equal = "yes" if found["gradients_bit_equal"] else "no"
+        rows.append(
+            (
+                "no preset" if name == PLAIN else name,
+                f"{found['stored_bytes'] / MIB:.2f}",
+                f"{found['stored_bytes'] / plain:.3f}",
+                equal,
+                f"{found['relative_error']:.2e}",
+                f"{found['cosine']:.6f}",
+            )
+        )
+    title = f"A Llama block in bf16, width {block['width']}, {block['batch']} x {block['sequence']} tokens"
+    note = (
+        "Autograd's own: the storages it saves, weights apart, each once. Presets: what the engine wrote or kept. "
+        "Error and cosine: of the gradient of all weights, against plain PyTorch's."
+    )
+    columns = ("preset", "MiB", "/ plain", "gradients bit-equal", "gradient's error", "cosine")
+    return Grid(title, columns, rows, note)
