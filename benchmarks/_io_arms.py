@@ -103,7 +103,7 @@ class StoreArm(_InPlace):
         ended_cpu_s, ended_s = time.thread_time(), time.perf_counter()
         self.submit_cpu_s = (ended_cpu_s - begun_cpu_s) / len(jobs)
         self.submit_wall_s = (ended_s - begun_s) / len(jobs)
-        for ticket in tickets:
+        for ticket in reversed(tickets):  # the last first: like the other arms it is woken once, not for each
             _await(ticket)
         return tickets
 
