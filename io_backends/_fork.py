@@ -4,13 +4,18 @@ A fork with direct I/O in flight on private memory may tear pages (open(2), O_DI
 transfers are waited for and queued ones held; the parent goes on afterwards, and in the child the workers, whose
 threads do not exist there, are told to forget them.
 
+So they do for good at the interpreter's exit: a daemon thread that comes out of native code after that is ended in the
+midst of it, which aborts the process if C++ is on its stack. Waiting for running transfers there has a limit.
+
 One fork at a time: two threads that fork at once would each hold some of the workers and wait for the others.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
 import weakref
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
@@ -25,10 +30,14 @@ class Forgetful(Protocol):
     def forget(self) -> None:
         """In the child: there are no threads."""
 
+    def freeze(self, deadline_s: float) -> None:
+        """At the interpreter's exit: nothing is begun any more; what runs may end until then (`time.monotonic()`)."""
+
 
 _known: weakref.WeakSet[Forgetful] = weakref.WeakSet()
 _known_lock = threading.Lock()  # held for moments only: a worker may register others while a fork waits for it
 _forking = threading.Lock()
+_EXIT_S = 5.0  # a transfer takes milliseconds, and a device that hangs must not keep a program from ending
 _held = ExitStack()  # of the fork under way
 
 
@@ -63,5 +72,12 @@ def _after_in_child() -> None:
     _forking.release()
 
 
+def _at_exit() -> None:
+    deadline_s = time.monotonic() + _EXIT_S
+    for workers in _all_known():
+        workers.freeze(deadline_s)
+
+
+atexit.register(_at_exit)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before, after_in_parent=_after_in_parent, after_in_child=_after_in_child)

@@ -88,6 +88,9 @@ class _Lanes:
         """In a forked child: another thread may have held the lock."""
         self._lock = threading.Lock()
 
+    def freeze(self, deadline_s: float) -> None:
+        """At the interpreter's exit: the stores freeze their own workers."""
+
 
 class StripedStore:
     """Several stores as one `Store`.

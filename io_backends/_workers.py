@@ -87,7 +87,7 @@ class Workers:
         self._open = False  # there are threads, and they take tickets
         self._stopping = False
         self._refusal = "the store is closed; make a new one"
-        self._forked = False
+        self._forked = self._frozen = False
         self._running = 0
         self._deaths = 0
         _fork.register(self)
@@ -126,6 +126,8 @@ class Workers:
 
     def join(self) -> None:
         """Wait until the threads have ended (not from one of them), unless nothing moves any more."""
+        if self._frozen:
+            return
         begun_s = time.perf_counter()
         with self._lock:
             pass  # whoever is starting threads has started them all
@@ -182,6 +184,12 @@ class Workers:
         self._running = 0
         self.on_forked()
 
+    def freeze(self, deadline_s: float) -> None:
+        """At the interpreter's exit: no ticket is begun any more; running ones may end until then."""
+        self._open, self._stopping, self._frozen = False, True, True
+        for desk in self._desks:
+            desk.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
+
     # -- for those who wait (`Watch`) ----------------------------------------------------------------------------
 
     @property
@@ -191,6 +199,8 @@ class Workers:
     def check(self, ticket: Ticket, since_s: float) -> None:
         if self._forked:
             raise StoreClosed("a transfer of the parent process cannot be waited for in a forked child")
+        if self._frozen and not ticket.done():
+            raise StoreClosed("the interpreter is exiting: nothing is transferred any more")
         if not self._has(ticket) and not ticket.done():
             raise StoreBroken(f"the worker that had the transfer of {ticket.nbytes} bytes is gone")
         stalled_s = self.stalled_s(since_s)

@@ -6,7 +6,7 @@ Guarantees:
    place in the first step, and again where another recipe comes up at it. Where all that it starts from is exact it
    must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
-3. A first comparison asks for nothing that is not in memory and changes no record: it waits for the next step instead.
+3. What is used where does not depend on timing: a first comparison reads back what it needs and has been written.
 
 Wants the engine's lock held, except `again`.
 """
@@ -31,10 +31,6 @@ from ._record import IN_MEMORY, Record, RecordState, View
 _NEAR = 0.25
 
 Packed = tuple[Any, ...]
-
-
-class _NotInMemory(RuntimeError):
-    """A comparison would have to read."""
 
 
 class Derivations:
@@ -69,14 +65,17 @@ class Derivations:
         return True
 
     def peek(self, record: Record, view: View) -> Tensor | None:
-        """In unpack: what a comparison on this thread wants, with nothing counted or moved; None if there is none."""
+        """In unpack: what a comparison on this thread wants and is in memory, with nothing counted or moved.
+
+        None where no comparison is under way, or the bytes have to be read in the usual way.
+        """
         if self._comparing != threading.get_ident():
             return None
         if record.state is RecordState.DERIVED:
             assert record.recipe is not None
             return view.over(_own(record.recipe.compute()), 0)
         if record.state not in IN_MEMORY and record.state is not RecordState.RESTORED:
-            raise _NotInMemory
+            return None
         decoded = record.decoded
         tensor = look(record, view)
         record.decoded = decoded
@@ -98,8 +97,6 @@ class Derivations:
         self._comparing = threading.get_ident()
         try:
             made = found.compute()
-        except _NotInMemory:
-            return False
         except RuntimeError:  # an operand was edited, or its operator was run in place
             self._wrong[place] = signature
             return False
@@ -152,7 +149,10 @@ def _is_lossy(packed: Packed) -> bool:
         return False
     if record.state is RecordState.DERIVED:
         return record.recipe is not None and any(map(_is_lossy, record.recipe.sources))
-    return record.encoded is not None and not record.encoded.codec.properties.exact
+    codec = record.encoded.codec if record.encoded is not None else None
+    if record.state is RecordState.PENDING:  # its codec may be waiting for the device
+        codec = record.codec
+    return codec is not None and not codec.properties.exact
 
 
 def _near(made: Tensor, wanted: Tensor) -> bool:

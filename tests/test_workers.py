@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections import deque
 
@@ -292,3 +293,40 @@ def test_a_forgotten_set_of_workers_takes_nothing_more() -> None:
     with pytest.raises(StoreClosed):
         workers.submit(ticket_of(nothing), urgent=True)
     workers.join()
+
+
+def test_at_the_interpreter_s_exit_the_running_ticket_ends_and_no_other_begins() -> None:
+    workers = Workers(1, "tba-test", never)
+    blocker = Blocker()
+    blocker.occupy(workers)
+    begun: list[Ticket] = []
+    queued = ticket_of(begun.append)
+    workers.submit(queued, urgent=False)
+    releaser = threading.Timer(0.05, blocker.release.set)
+    releaser.start()
+    workers.freeze(time.monotonic() + WAIT_S)
+    assert blocker.ticket.done()
+    releaser.join()
+    workers.join()  # waits for nobody
+    with pytest.raises(StoreClosed):
+        workers.submit(ticket_of(nothing), urgent=True)
+    with pytest.raises(StoreClosed, match="interpreter is exiting"):
+        queued.wait(WAIT_S)
+    assert begun == []
+    workers._desks[0].busy.release()  # so that this test's thread ends
+    for thread in threads_of(workers):
+        workers._tokens.put(False)
+        thread.join(WAIT_S)
+
+
+def test_freezing_does_not_wait_for_a_transfer_that_hangs() -> None:
+    workers = Workers(1, "tba-test", never)
+    blocker = Blocker()
+    blocker.occupy(workers)
+    workers.freeze(time.monotonic())
+    assert not blocker.ticket.done()
+    blocker.release.set()
+    assert blocker.ticket.wait(WAIT_S)
+    workers._tokens.put(False)
+    for thread in threads_of(workers):
+        thread.join(WAIT_S)
