@@ -258,6 +258,8 @@ class Workers:
 
     def _run_next(self, desk: _Desk) -> bool:
         # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
+        if self._frozen:
+            return False
         desk.job = _LOOKING
         while queue := self._helps or self._reads or self._writes:
             try:
