@@ -23,7 +23,7 @@ class OffloadError(RuntimeError):
 
 
 class ConfigError(OffloadError, ValueError):
-    """A setting, argument or `TBA_` variable is unknown, malformed or not available in this version."""
+    """A setting, argument or `TBA_` variable is unknown or malformed, or settings contradict."""
 
 
 class ClosedError(OffloadError):

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from compact import Preset
+
 from ._config import OffloadConfig
 from ._engine import Offloader
 from ._errors import ConfigError
@@ -23,25 +25,28 @@ def offload_context(
     model: nn.Module | None = None,
     tier: str | None = None,
     *,
-    compress: str | None = None,
+    compress: str | Preset | None = None,
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
     """The context in which what autograd saves leaves memory for `tier` until backward needs it.
 
     Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
-    same model and settings give the same `Offloader`. Gradients are bit for bit those of plain PyTorch.
+    same model and settings give the same `Offloader`. Without a lossy preset, gradients are bit
+    for bit those of plain PyTorch.
 
     Args:
         model: its parameters and buffers are recognised as weights and never moved. None: parameters are still
             recognised, buffers are not.
         tier: "nvme" (a scratch file), "cpu" (pinned host memory, for tensors of a GPU), "keep" (nothing moves) or
             "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
-        compress: a codec; not available in this version.
+        compress: a preset of `compact` by name, or a `compact.Preset`: what makes saved tensors smaller, under any
+            tier. "exact" changes no bit; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
         config: settings to start from; `overrides` are single fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: a setting is unknown, malformed or not available in this version.
+        ConfigError: a setting is unknown or malformed, or there is nothing for the preset "compact" to project.
+        RankError: a rank above the width of a layer, which it names.
         StorageError: the storage path cannot be used.
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -60,7 +65,7 @@ def attach(
     model: nn.Module,
     tier: str | None = None,
     *,
-    compress: str | None = None,
+    compress: str | Preset | None = None,
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
@@ -78,7 +83,7 @@ def attach(
 
 
 def _resolve(
-    tier: str | None, compress: str | None, config: OffloadConfig | None, overrides: dict[str, Any]
+    tier: str | None, compress: str | Preset | None, config: OffloadConfig | None, overrides: dict[str, Any]
 ) -> OffloadConfig:
     given = {name: value for name, value in (("tier", tier), ("compress", compress)) if value is not None}
     given |= overrides
