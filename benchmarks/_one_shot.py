@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
-from ._processes import ArmError, Spec, arm_environment
+from ._processes import Spec, arm_environment, failed
 
 Tell = Callable[[str], None]
 Role = Callable[[Mapping[str, Any], Tell], dict[str, Any]]
@@ -67,9 +67,7 @@ def ask(spec: Spec, *, tell: Tell = lambda note: None, timeout_s: float = TIMEOU
                 stream.close()
         if body is None:
             how = f"ended (exit status {process.returncode})" if in_time else f"gave no answer within {timeout_s:g} s"
-            errors.seek(0)
-            tail = errors.read().decode(errors="replace").strip()[-4000:]
-            raise ArmError(f"the arm {spec.name!r} {how}; its standard error:\n{tail or '(empty)'}")
+            raise failed(spec, how, errors)
     return Answer(spec, body, allocator)
 
 

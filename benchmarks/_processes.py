@@ -166,9 +166,14 @@ class ArmProcess:
             status = f"exit status {self._process.wait(2.0)}"
         except subprocess.TimeoutExpired:
             status = "still running"
-        self._errors.seek(0)
-        tail = self._errors.read().decode(errors="replace").strip()[-4000:]
-        return ArmError(f"the arm {self.spec.name!r} {how} ({status}); its standard error:\n{tail or '(empty)'}")
+        return failed(self.spec, f"{how} ({status})", self._errors)
+
+
+def failed(spec: Spec, how: str, errors: IO[bytes]) -> ArmError:
+    """The error that an arm ended in, with the end of what it wrote to its standard error."""
+    errors.seek(0)
+    tail = errors.read().decode(errors="replace").strip()[-4000:]
+    return ArmError(f"the arm {spec.name!r} {how}; its standard error:\n{tail or '(empty)'}")
 
 
 @contextmanager

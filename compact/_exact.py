@@ -26,12 +26,6 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _LOOK = 4096
 
 
-def _exact(bits: float | None) -> Properties:
-    return Properties(
-        exact=True, unbiased=True, keyed=False, bits_per_element=bits, error_of_largest=0.0, relative_error=0.0
-    )
-
-
 class _ExactCodec(abc.ABC):
     """What the exact codecs share: sizes, `encode`, and the way back of the verbatim form."""
 

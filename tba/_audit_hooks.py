@@ -20,6 +20,7 @@ from torch import Tensor
 from compact import Codec, CodecError, Exact, Packed, Preset, Saved, UnsupportedTensor, WeightGradCodec
 from compact import key as derive
 
+from ._compress import strictness
 from ._errors import ConfigError
 from ._kinds import is_weight
 from ._quiet import quiet
@@ -58,11 +59,7 @@ def cells(tensor: Tensor) -> Cells:
 def strictest(codecs: list[Codec]) -> Codec:
     """The codec that keeps most: an exact one, else more bits, else the one without noise."""
 
-    def kept(codec: Codec) -> tuple[bool, float, bool]:
-        stated = codec.properties
-        return stated.exact, stated.bits_per_element or 0.0, not stated.keyed
-
-    return max(codecs, key=kept)
+    return max(codecs, key=lambda codec: (strictness(codec), not codec.properties.keyed))
 
 
 class Piece:

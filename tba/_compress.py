@@ -30,7 +30,7 @@ from compact import Codec, CodecError, Pending, Preset, Projected, Saved, Spec, 
 from compact import preset as named
 
 from ._config import OffloadConfig
-from ._intercept import CompactFunctional, compact_functional
+from ._intercept import CompactFunctional
 from ._record import Encoded, Record, RecordState
 from ._saved_by import SavedBy, kind_of
 from ._stats import Counters
@@ -71,7 +71,7 @@ class Compressor:
             return None
         projected = self._preset[Saved.LINEAR_INPUT]
         if isinstance(projected, Projected):
-            self._linear = compact_functional(projected, seed=self._seed, model=model)
+            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
         mode = SavedBy(self._linear)
         if model is not None:
             weakref.finalize(self, mode.norms(model)).atexit = False
@@ -89,7 +89,7 @@ class Compressor:
     def also(self, record: Record, kind: Saved) -> bool:
         """One more operator saves a record's tensor; False where the record has been made too small for it."""
         needed = self._preset[kind]
-        if record.codec is None or _strictness(needed) <= _strictness(record.codec):
+        if record.codec is None or strictness(needed) <= strictness(record.codec):
             return True
         if record.encoded is not None or record.state is not RecordState.PENDING:
             return False
@@ -185,8 +185,8 @@ def is_whole(record: Record, alias: Tensor) -> bool:
     )
 
 
-def _strictness(codec: Codec) -> float:
-    """Bits an element keeps: the more, the more savers it serves."""
+def strictness(codec: Codec) -> float:
+    """Bits an element keeps, infinite for exact ones: the more, the more savers it serves."""
     properties = codec.properties
     return float("inf") if properties.exact else properties.bits_per_element or 0.0
 

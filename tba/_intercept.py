@@ -197,10 +197,3 @@ def _is_linear(module: nn.Module) -> bool:
     if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
         return False
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-
-
-def compact_functional(
-    projected: Projected, *, seed: int = 0, refresh: int | None = 1, model: nn.Module | None = None
-) -> CompactFunctional:
-    """A `linear` for `SavedBy`: see `CompactFunctional`, whose arguments and errors these are."""
-    return CompactFunctional(projected, seed=seed, refresh=refresh, model=model)

@@ -32,8 +32,8 @@ def offload_context(
     """The context in which what autograd saves leaves memory for `tier` until backward needs it.
 
     Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
-    same model and settings give the same `Offloader`. Without a lossy preset, gradients are bit
-    for bit those of plain PyTorch.
+    same model and settings give the same `Offloader`. Without a lossy preset,
+    gradients are bit for bit those of plain PyTorch.
 
     Args:
         model: its parameters and buffers are recognised as weights and never moved. None: parameters are still

@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor, nn, strided
 
+from compact import Saved
 from io_backends import Store
 
 from . import _policy, _streams
@@ -154,14 +155,14 @@ class Saver:
         begin, end = span(tensor)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
-        kind = compressor.kind(tensor) if compressor is not None else None
+        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
         for reference in mark or ():
             record = reference()
             if (
                 record is not None
                 and record.remains is self._remains
                 and record.covers(root, begin, end)
-                and (compressor is None or kind is None or compressor.also(record, kind))
+                and (compressor is None or compressor.also(record, kind))
             ):
                 counters.duplicate_bytes += nbytes
                 record.saves += 1
@@ -175,7 +176,7 @@ class Saver:
         setattr(storage, MARK, [*others, record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is Decision.SHRINK
-        if compressor is not None and kind is not None:
+        if compressor is not None:
             compressor.choose(record, kind)
         if self.derivations is not None:
             self.derivations.look_for(record, root, View.of(root))
@@ -263,14 +264,13 @@ class Saver:
                     repeated
                     and record.state is RecordState.RESTORED
                     and record.encoded is None
-                    and type(current_node()).__name__ != _COMPILED
+                    and not _for_compiled_code(task)
                 ):
                     self.residency.answered(record)
                     return look(record, view)
             tensor = None if derived else self._look(record, view, task)
         if derived:
-            alone = task != -1 and type(current_node()).__name__ == _COMPILED
-            return again(record, view, alone=alone)
+            return again(record, view, alone=_for_compiled_code(task))
         while tensor is None:
             mover.await_read(record)
             with self.lock:
@@ -305,8 +305,7 @@ class Saver:
             return None
         residency.answered(record)
         tensor = look(record, view)
-        if task != -1 and type(current_node()).__name__ == _COMPILED:
-            # Compiled code may overwrite what it is given.
+        if _for_compiled_code(task):
             if record.encoded is not None:
                 record.decoded = None  # made for this one alone
                 residency.advance(task, record, window_bytes)
@@ -382,6 +381,11 @@ class Saver:
         """In a forked child."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
+
+
+def _for_compiled_code(task: int) -> bool:
+    """Whether it is a backward's compiled code that asks: it may overwrite what it is given."""
+    return task != -1 and type(current_node()).__name__ == _COMPILED
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

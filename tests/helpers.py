@@ -69,6 +69,11 @@ def assert_bit_equal(actual: Any, expected: Any, what: str = "") -> None:
     assert not found, f"{what} {found}".strip()
 
 
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    """Whether two runs gave the same gradients, and any at all."""
+    return len(ours) == len(theirs) > 0 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def assert_adds_up(stats: OffloadStats) -> None:
     """The invariant of the counters, and no failed transfer."""
     parts = stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes

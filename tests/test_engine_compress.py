@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_tools import Gate, activation, engine, save
+from helpers import equal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -76,10 +77,6 @@ def train(
     stats = offload.stats()
     offload.close()
     return gradients, stats
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")

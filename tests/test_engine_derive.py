@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_tools import activation, engine, save
+from helpers import equal
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
@@ -33,10 +34,6 @@ def layers() -> tuple[nn.Linear, nn.Linear, nn.Linear]:
 def gradients(modules: tuple[nn.Linear, ...]) -> list[Tensor]:
     found = [parameter.grad for module in modules for parameter in module.parameters()]
     return [gradient.clone() for gradient in found if gradient is not None]
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) > 0 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def plain() -> list[Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_tools import DEVICE, gpu_only, open_device
+from helpers import equal
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -67,10 +68,6 @@ def train(tier: str | None, compress: str | Preset | None, scratch: Path) -> tup
     stats = offload.stats()
     offload.close()
     return gradients, stats
-
-
-def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
-    return len(ours) == len(theirs) > 0 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from zoo import FAMILIES
 
 from compact import Projected, RankError, key
 from tba._errors import ConfigError
-from tba._intercept import CompactFunctional, compact_functional
+from tba._intercept import CompactFunctional
 from tba._saved_by import SavedBy
 
 TOKENS, N, OUT, RANK = 24, 16, 12, 4
@@ -27,7 +27,7 @@ PROJECTED = Projected(RANK)
 
 
 def mode_of(projected: Projected = PROJECTED, **settings: Any) -> SavedBy:
-    return SavedBy(linear=compact_functional(projected, **settings))
+    return SavedBy(linear=CompactFunctional(projected, **settings))
 
 
 def run(function: Callable[..., Tensor], mode: SavedBy | None, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -106,7 +106,7 @@ def test_only_the_projection_is_saved_and_it_stays_exact() -> None:
 def test_the_weight_gradient_s_mean_is_the_exact_one() -> None:
     inputs, draws = operands(TOKENS), 400
     exact = run(linear, None, *inputs)[1][1]
-    functional = compact_functional(PROJECTED, seed=3)
+    functional = CompactFunctional(PROJECTED, seed=3)
     total, errors = torch.zeros_like(exact), []
     for _ in range(draws):
         made = run(linear, SavedBy(functional), *inputs)[1][1]
@@ -139,7 +139,7 @@ def test_projections_depend_on_seed_layer_and_refresh_alone() -> None:
 @pytest.mark.parametrize(("period", "changes"), [(1, [1, 1, 1, 1]), (2, [0, 1, 0, 1]), (None, [0, 0, 0, 0])])
 def test_a_refresh_takes_a_new_projection(period: int | None, changes: list[int]) -> None:
     inputs = operands(TOKENS)
-    functional = compact_functional(PROJECTED, refresh=period)
+    functional = CompactFunctional(PROJECTED, refresh=period)
     mode, made = SavedBy(functional), []
     for _ in range(5):
         made.append(grad_of(mode, inputs))
@@ -149,7 +149,7 @@ def test_a_refresh_takes_a_new_projection(period: int | None, changes: list[int]
 
 def test_graphs_keep_the_projection_they_were_made_with() -> None:
     inputs = operands(TOKENS)
-    functional = compact_functional(PROJECTED)
+    functional = CompactFunctional(PROJECTED)
     expected = grad_of(mode_of(), inputs)
     with SavedBy(functional):
         out = linear(*inputs)
@@ -213,7 +213,7 @@ def test_a_changed_tensor_is_projected_anew() -> None:
 
 
 def test_tables_hold_neither_inputs_nor_weights() -> None:
-    functional = compact_functional(PROJECTED)
+    functional = CompactFunctional(PROJECTED)
     inputs = operands(TOKENS)
     with SavedBy(functional):
         linear(*inputs)
@@ -316,21 +316,21 @@ def test_a_rank_above_the_width_names_the_layer() -> None:
     model = nn.Sequential(nn.Linear(32, N), nn.Sequential(nn.Linear(N, 32)))
     message = r"layer '1.0' was given rank 20, but its width is 16: choose a rank from 1 to 16"
     with pytest.raises(RankError, match=message):
-        compact_functional(Projected(20), model=model)
+        CompactFunctional(Projected(20), model=model)
     with mode_of(Projected(20)), pytest.raises(RankError, match=message.replace("1.0", "#1")):
         model(torch.randn(TOKENS, 32))
     model[1].requires_grad_(False)
-    compact_functional(Projected(20), model=model)  # frozen layers are not projected
+    CompactFunctional(Projected(20), model=model)  # frozen layers are not projected
 
 
 def test_a_model_without_linear_layers() -> None:
     with pytest.raises(ConfigError, match="Conv2d has no linear layer"):
-        compact_functional(PROJECTED, model=nn.Conv2d(1, 1, 1))
+        CompactFunctional(PROJECTED, model=nn.Conv2d(1, 1, 1))
 
 
 def test_refresh_below_one() -> None:
     with pytest.raises(ConfigError, match="refresh is 0 steps: choose 1 or more"):
-        compact_functional(PROJECTED, refresh=0)
+        CompactFunctional(PROJECTED, refresh=0)
 
 
 def test_threads_use_the_projections_of_one() -> None:
