@@ -48,7 +48,7 @@ def open_scratch(directory: str, syscalls: Syscalls) -> ScratchFile:
                     for alignment in (512, 4096):
                         if _accepts(fd, alignment, syscalls):
                             return ScratchFile(fd, alignment)
-                except OSError:  # a full disk: many may try again, and each would leave a descriptor
+                except BaseException:  # a full disk, Ctrl-C: many may try again, and each would leave a descriptor
                     syscalls.close(fd)
                     raise
                 syscalls.close(fd)

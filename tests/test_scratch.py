@@ -161,13 +161,22 @@ def test_a_directory_that_refuses_is_named(code: int, scratch: Path) -> None:
     assert os.listdir(scratch) == []
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_a_trial_that_fails_leaves_no_descriptor(code: int, scratch: Path) -> None:
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [
+        (OSError(errno.EIO, os.strerror(errno.EIO)), StoreBroken),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), StoreBroken),
+        (KeyboardInterrupt("Ctrl-C"), KeyboardInterrupt),
+    ],
+)
+def test_a_trial_that_fails_leaves_no_descriptor(
+    error: BaseException, raised: type[BaseException], scratch: Path
+) -> None:
     def fail(fd: int, pieces: Pieces, offset: int) -> int:
-        raise OSError(code, os.strerror(code))
+        raise error
 
     opens = Opens(lambda flags: 0)
-    with pytest.raises(StoreBroken, match=os.strerror(code)):
+    with pytest.raises(raised, match=str(error.args[-1])):
         open_scratch(str(scratch), dataclasses.replace(opens.syscalls(), pwritev=fail))
     assert len(opens.asked) == 1
     assert opens.open == set()
