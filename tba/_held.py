@@ -39,7 +39,7 @@ class Held:
         self._queue: deque[weakref.ref[Record]] = deque()
         self._adapts = config.tier == "auto"
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
-        self._budget_bytes = 0 if self._adapts else mover.limits.window_bytes
+        self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
 
     def add(self, record: Record) -> None:
@@ -53,8 +53,9 @@ class Held:
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self._look_at_memory()
-        if self.nbytes > self._budget_bytes:
-            self._send(self._budget_bytes - _policy.burst_bytes(self._budget_bytes))
+        budget_bytes = self._room_bytes if self._adapts else self._mover.window
+        if self.nbytes > budget_bytes:
+            self._send(budget_bytes - _policy.burst_bytes(budget_bytes))
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""
@@ -84,9 +85,9 @@ class Held:
     def _look_at_memory(self) -> None:
         self._unseen_bytes = 0
         if self._config.memory_budget is not None:
-            self._budget_bytes = int(self._config.memory_budget)
+            self._room_bytes = int(self._config.memory_budget)
             return
-        self._budget_bytes = min(
+        self._room_bytes = min(
             _policy.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(device)) for device in self._devices
         )
 

@@ -13,6 +13,7 @@ from tba._policy import (
     limits,
     range_to_store,
     read_ahead_bytes,
+    window_bytes,
 )
 
 MIB = 1 << 20
@@ -90,6 +91,15 @@ def test_a_device_gets_a_larger_window(device_gib: int, window_mib: int) -> None
 )
 def test_reading_ahead_fills_half_of_the_window_or_two_tensors(window: int, largest: int, read_ahead: int) -> None:
     assert read_ahead_bytes(window, largest) == read_ahead
+
+
+@pytest.mark.parametrize(("largest", "window"), [(0, 24), (4, 24), (8, 24), (10, 30), (16, 40), (100, 40)])
+def test_the_window_holds_three_of_the_largest_tensors_within_bounds(largest: int, window: int) -> None:
+    by_default = limits(None, None, 60.0, 1024 * MIB)
+    assert window_bytes(by_default, largest * MIB) == window * MIB
+    assert window_bytes(limits(None, 7 * MIB, 60.0, 1024 * MIB), largest * MIB) == 7 * MIB  # as it was set
+    assert window_bytes(limits(None, None, 60.0, 64 * MIB), largest * MIB) == 4 * MIB  # little memory
+    assert window_bytes(limits(None, None, 60.0, 1 << 40, 80 << 30), largest * MIB) == 1024 * MIB  # a device's
 
 
 def test_limits_by_default() -> None:
