@@ -32,7 +32,7 @@ def look(record: Record, view: View) -> Tensor:
             f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
             "autograd saved it; whoever emptied it must fill it again before backward"
         )
-    return view.over(storage, 0)
+    return view.on(record.alias)
 
 
 def look_in_child(record: Record, view: View) -> Tensor:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 # A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
 # (q, k, v side by side) are then found there instead of being written again.
@@ -46,6 +48,14 @@ def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision,
     if tier == "cpu" and not on_device:
         return Decision.KEEP, IN_HOST
     return (Decision.HOLD, FITS) if tier == "auto" else (Decision.SEND, "")
+
+
+def decisions(tier: str) -> Mapping[tuple[bool, bool], tuple[Decision, str]]:
+    """Every answer of `decide`, by (on_device, used_at_once): it is asked for every saved tensor."""
+    return {
+        (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once)
+        for on_device, used_at_once in product((False, True), repeat=2)
+    }
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import enum
 import weakref
 from collections import deque
 from functools import cache
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,12 @@ class View(NamedTuple):
             View, (dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), conj, tensor.is_neg())
         )
 
+    def on(self, whole: Tensor) -> Tensor:
+        """The same over the storage of `whole`, which lies as the original did."""
+        if self.dtype is whole.dtype and not (self.conj or self.neg or whole.is_neg() or whole.is_conj()):
+            return whole.as_strided(self.size, self.stride, self.offset)  # half the price
+        return self.over(whole.untyped_storage(), 0)
+
     def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
         """A new tensor that looks the same way at `storage`, whose first byte is byte `begin_bytes` of the original."""
         offset = self.offset
@@ -84,7 +90,7 @@ class View(NamedTuple):
 def span(tensor: Tensor) -> tuple[int, int]:
     """The bytes of its storage that a non-empty strided tensor touches: [first, behind the last)."""
     itemsize = tensor.itemsize
-    begin = cast(int, tensor.storage_offset()) * itemsize
+    begin: int = tensor.storage_offset() * itemsize  # type: ignore[assignment]  # no symbols here
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -223,6 +229,18 @@ class Record:
             and end <= has.end
             and self.root() is root
             and self.state is not RecordState.POISONED
+        )
+
+    def shows(self) -> bool:
+        """Whether its bytes can be looked at where they are, now, as they were saved."""
+        if self.state is RecordState.RESTORED:
+            return self.encoded is None
+        alias = self.alias
+        return (
+            self.state is RecordState.HELD
+            and self.encoded is None
+            and alias is not None
+            and alias._version == self.version
         )
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:

@@ -8,7 +8,7 @@ Guarantees:
 2. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
    compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
    look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
-   the next hook on any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
+   a later hook of any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
 3. If the storage's address or size changed under the writer, the copy is worthless and the record becomes an alias
    again, which is what plain PyTorch has.
 4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
