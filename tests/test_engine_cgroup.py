@@ -82,7 +82,6 @@ def _train(
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else {"stderr": done.stderr}
 
 
-@pytest.mark.serial
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_the_same_training_finishes_where_plain_is_killed(cgroup: Path, scratch: Path) -> None:
     blocks = 30  # 720 MiB saved
@@ -102,7 +101,6 @@ def test_the_same_training_finishes_where_plain_is_killed(cgroup: Path, scratch:
     assert fits["losses"] == plain["losses"][:2]  # type: ignore[index]
 
 
-@pytest.mark.serial
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_step_that_saves_four_times_the_limit_finishes(cgroup: Path, scratch: Path) -> None:
     blocks = 90

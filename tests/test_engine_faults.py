@@ -174,7 +174,6 @@ def _mount(image: Path, point: Path, megabytes: int) -> None:
             pytest.skip(f"{' '.join(command)} is not allowed here: {done.stderr.strip()}")
 
 
-@pytest.mark.serial
 def test_6_a_disk_that_really_runs_full(scratch: Path) -> None:
     image, point = scratch / "image", scratch / "mounted"
     _mount(image, point, 32)

@@ -64,7 +64,6 @@ def assert_exact(outcome: Outcome) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
     outcomes = list(run_campaign(range(CASES), scratch))
     bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
@@ -249,7 +248,6 @@ def _no_disk(directory: Path, nbytes: int) -> Any:
     raise NotAllowed("not in this test")
 
 
-@pytest.mark.serial
 def test_a_small_disk_is_small_and_gone_afterwards(scratch: Path) -> None:
     try:
         with small_disk(scratch, 16 << 20) as point:
