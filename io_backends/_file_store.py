@@ -119,14 +119,20 @@ class FileStore(abc.ABC, Generic[File]):
 
     def trim(self) -> None:
         """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
-        file = self._file
-        if file is not None and not self._closed and self._space.begin_trim(file.fd):
+        allocated_bytes = self.allocated_bytes()
+        if allocated_bytes and self._space.begin_trim(allocated_bytes):
             with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
                 self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
 
     def allocated_bytes(self) -> int:
         file = self._file
-        return 0 if file is None or self._closed else os.fstat(file.fd).st_blocks * 512
+        if file is None or self._closed:
+            return 0
+        try:
+            blocks = os.fstat(file.fd).st_blocks
+        except OSError:  # the last worker has died, and closed it, since
+            return 0
+        return blocks * 512 if file is self._file else 0  # the number may be another file's by now
 
     @property
     def used_bytes(self) -> int:

@@ -14,7 +14,6 @@ allocation needs.
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -96,8 +95,11 @@ class Space:
                         raise StoreFull(f"no space left in {self._directory!r}: {error}") from error
             self._laid_out_bytes = stop
 
-    def begin_trim(self, fd: int) -> bool:
-        """Once a step: whether free blocks lie beyond what the step before reached; `punch` then gives them back."""
+    def begin_trim(self, allocated_bytes: int) -> bool:
+        """Once a step: whether free blocks lie beyond what the step before reached; `punch` then gives them back.
+
+        `allocated_bytes`: of the file's blocks now.
+        """
         with self._lock:
             self._reclaim()
             extents = self._extents
@@ -107,7 +109,7 @@ class Space:
                 return False
             ranges = extents.free_ranges(keep, self._laid_out_bytes)
             held = self._laid_out_bytes - sum(length for _, length in ranges)
-            if os.fstat(fd).st_blocks * 512 - held < GROWTH_BYTES:  # too little, or given back before
+            if allocated_bytes - held < GROWTH_BYTES:  # too little, or given back before
                 return False
             for offset, length in ranges:
                 extents.take(offset, length)

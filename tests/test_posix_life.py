@@ -308,3 +308,32 @@ def test_two_threads_that_fork_at_once_and_stores_that_come_and_go(scratch: Path
     assert answers == ["ended"] * 10
     for store in stores:
         store.close()
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_asking_for_blocks_while_the_last_worker_dies(
+    reused: bool, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks has the file in hand when that worker closes it, and its number may be another file's at once."""
+    (scratch / "other").write_bytes(bytes(1 << 20))
+    store = PosixStore(scratch)
+    write(store, pattern_at(0, 100_000))
+    fd, fstat, others = store.open().fd, os.fstat, []
+    assert store.allocated_bytes() >= 100_000
+
+    def close_first(asked: int) -> os.stat_result:
+        if asked == fd and not others:
+            store._close_file()
+            if reused:
+                others.append(os.open(scratch / "other", os.O_RDONLY))
+                assert others == [fd]
+        return fstat(asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", close_first)
+        assert store.allocated_bytes() == 0
+        store.trim()
+    assert store._file is None
+    store.close()
+    for other in others:
+        os.close(other)
