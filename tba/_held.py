@@ -53,7 +53,7 @@ class Held:
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self._look_at_memory()
-        budget_bytes = self._room_bytes if self._adapts else self._mover.window
+        budget_bytes = self._room_bytes if self._adapts else self._mover.window_bytes
         if self.nbytes > budget_bytes:
             self._send(budget_bytes - _policy.burst_bytes(budget_bytes))
 

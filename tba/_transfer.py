@@ -75,7 +75,6 @@ class Mover:
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._sending = False
         self.largest_bytes = 0  # of what was sent
-        self.window = _policy.window_bytes(limits, 0)  # bytes to hold back from writing and read ahead
         self._warned = False
         self._reads_ended = 0
 
@@ -118,9 +117,7 @@ class Mover:
         record.write = ticket
         record.state = RecordState.WRITING
         self._in_flight[ticket] = record.ref
-        if nbytes > self.largest_bytes:
-            self.largest_bytes = nbytes
-            self.window = _policy.window_bytes(self.limits, nbytes)
+        self.largest_bytes = max(self.largest_bytes, nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
         return None
@@ -227,9 +224,15 @@ class Mover:
 
     # -- back ----------------------------------------------------------------------------------------------------
 
-    def window_bytes(self, held_bytes: int) -> int:
+    @property
+    def window_bytes(self) -> int:
+        """What may be held back from writing and read ahead, by what was sent so far."""
+        return _policy.window_bytes(self.limits, self.largest_bytes)
+
+    def read_ahead_bytes(self, held_bytes: int) -> int:
         """What may be read back and ahead now, while so much is held: that is wanted before what was written."""
-        return min(self.window - held_bytes, _policy.read_ahead_bytes(self.window, self.largest_bytes))
+        window_bytes = self.window_bytes
+        return min(window_bytes - held_bytes, _policy.read_ahead_bytes(window_bytes, self.largest_bytes))
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""
