@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tba import OffloadStats
+from tba import Offloader, OffloadStats
 
 Context = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -223,3 +223,24 @@ class Observer:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def gradients_of(
+    model: nn.Module, ids: Tensor, offload: Offloader | None, *, steps: int, flush: bool
+) -> tuple[list[Tensor], OffloadStats | None]:
+    """The gradients of some steps of a model that returns its loss, and the statistics of `offload`: it is closed."""
+    gradients: list[Tensor] = []
+    for _ in range(steps):
+        model.zero_grad()
+        with offload if offload is not None else nullcontext():
+            loss = model(ids)
+        if offload is not None and flush:
+            offload.flush()
+        loss.backward()
+        del loss
+        gradients += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    if offload is None:
+        return gradients, None
+    stats = offload.stats()
+    offload.close()
+    return gradients, stats

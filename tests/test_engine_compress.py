@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_tools import Gate, activation, engine, save
-from helpers import equal
+from helpers import equal, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -56,27 +56,10 @@ def train(
     torch.manual_seed(0)
     model = make()
     ids = torch.randint(0, 50, (8, 32))
-    gradients: list[Tensor] = []
     offload = (
         Offloader(model, OffloadConfig(tier=tier, compress=compress, min_tensor_bytes=0, **settings)) if tier else None
     )
-    for _ in range(2):
-        model.zero_grad()
-        if offload is None:
-            model(ids).backward()
-        else:
-            with offload:
-                loss = model(ids)
-            if flush:
-                offload.flush()
-            loss.backward()
-        gradients += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-    if offload is None:
-        return gradients, None
-    del loss
-    stats = offload.stats()
-    offload.close()
-    return gradients, stats
+    return gradients_of(model, ids, offload, steps=2, flush=flush)
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")

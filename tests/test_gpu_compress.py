@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu_tools import DEVICE, gpu_only, open_device
-from helpers import equal
+from helpers import equal, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,24 +50,7 @@ def train(tier: str | None, compress: str | Preset | None, scratch: Path) -> tup
     if tier is not None:
         config = OffloadConfig(tier=tier, compress=compress, min_tensor_bytes=0, storage_paths=scratch)
         offload = Offloader(model, config)
-    gradients: list[Tensor] = []
-    for _ in range(3):
-        model.zero_grad()
-        if offload is None:
-            model(ids).backward()
-        else:
-            with offload:
-                loss = model(ids)
-            if tier in ("nvme", "cpu"):
-                offload.flush()
-            loss.backward()
-            del loss
-        gradients += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    if offload is None:
-        return gradients, None
-    stats = offload.stats()
-    offload.close()
-    return gradients, stats
+    return gradients_of(model, ids, offload, steps=3, flush=tier in ("nvme", "cpu"))
 
 
 @pytest.fixture(autouse=True)
