@@ -24,6 +24,8 @@ _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # A first look at so few elements tells most fp32 tensors from bf16 in disguise without reading them.
 _LOOK = 4096
+# Elements handled at a time, so that no second fp32-sized tensor is made on the way.
+_BLOCK = 1 << 20
 
 
 class _ExactCodec(abc.ABC):
@@ -208,19 +210,13 @@ class DisguisedBf16(_ExactCodec):
     takes = "float32"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the upper halves and the flag: the largest lower half, 0 where the upper halves are all there is."""
+        """Queue the flag: the largest lower half, 0 where the upper halves are all there is. `finish` queues those."""
         spec, values = self._open(tensor)
         bits = values.view(torch.int32)
         if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
             return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
-        upper = bits.new_empty(bits.numel(), dtype=torch.int16)
-        # In blocks, so that no second fp32-sized tensor is made on the way.
-        rest = []
-        for source, half in zip(bits.split(1 << 20), upper.split(1 << 20), strict=True):
-            half.copy_(source >> 16)
-            rest.append((source & 0xFFFF).amax())
-        packed = Packed(spec, "upper", (bytes_of(upper),))
-        return Pending(torch.stack(rest).amax(), lambda flag: verbatim(values, spec) if flag else packed)
+        flag = torch.stack([(block & 0xFFFF).amax() for block in bits.split(_BLOCK)]).amax()
+        return Pending(flag, lambda rest: verbatim(values, spec) if rest else Packed(spec, "upper", (_upper(bits),)))
 
     def _takes(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float32
@@ -234,6 +230,14 @@ class DisguisedBf16(_ExactCodec):
         bits = out.view(torch.int32)
         bits.copy_(view_as(buffer, torch.int16))
         bits.bitwise_left_shift_(16)
+
+
+def _upper(bits: Tensor) -> Tensor:
+    """The upper 16 bits of each int32, as bytes."""
+    upper = bits.new_empty(bits.numel(), dtype=torch.int16)
+    for source, half in zip(bits.split(_BLOCK), upper.split(_BLOCK), strict=True):
+        half.copy_(source >> 16)
+    return bytes_of(upper)
 
 
 @dataclass(frozen=True)

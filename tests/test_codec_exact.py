@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers import assert_bit_equal
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compact import DisguisedBf16, Exact, Mask, Narrow, PackedError, Quantized, Spec, UnsupportedTensor, Verbatim
 
@@ -40,6 +42,31 @@ def test_the_flag_decides_on_disguise_without_looking_at_the_tensor() -> None:
     assert pending.flag is not None
     assert pending.flag.tolist() == 0
     assert pending.finish(torch.tensor(1, dtype=torch.int32)).form == "verbatim"
+
+
+def test_looking_for_a_disguise_copies_nothing() -> None:
+    """Most fp32 tensors are none: on a device, where all are looked at, their halves must not be made in forward."""
+    values = torch.zeros(3 << 20)
+    with _Largest() as made:
+        pending = DisguisedBf16().begin(values)
+    assert 0 < made.nbytes <= values.nbytes // 3
+    with made:
+        pending.finish()
+    assert made.nbytes == values.nbytes // 2
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest storage that an operator has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and all(arg is not out for arg in args) and not function.is_view:
+            self.nbytes = max(self.nbytes, out.untyped_storage().nbytes())
+        return out
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000, 4096])
