@@ -72,7 +72,11 @@ def _open_nameless(directory: str, extra: int, syscalls: Syscalls) -> int:
         with suppress(OSError):  # direct I/O is refused only after the file has been made
             os.unlink(path)
         raise
-    os.unlink(path)
+    try:
+        os.unlink(path)
+    except BaseException:
+        syscalls.close(fd)
+        raise
     return fd
 
 

@@ -182,6 +182,17 @@ def test_a_trial_that_fails_leaves_no_descriptor(
     assert opens.open == set()
 
 
+def test_a_name_that_cannot_be_removed_leaves_no_descriptor(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    opens = Opens(no_tmpfile(errno.EOPNOTSUPP))
+    with pytest.raises(StoreBroken, match=os.strerror(errno.EROFS)):
+        open_scratch(str(scratch), opens.syscalls())
+    assert opens.open == set()
+
+
 def test_a_directory_that_is_missing_or_a_file(scratch: Path) -> None:
     (scratch / "file").touch()
     for name in ("missing", "file"):
