@@ -128,7 +128,8 @@ class TrainArm:
     def _prepare_torch(self) -> None:
         if self.device.type == "cuda":
             # Some CUDA kernels add in any order; the hash of gradients needs those that do not. Every arm runs them.
-            torch.use_deterministic_algorithms(True, warn_only=True)
+            # (Not `warn_only`: with it the backward of flash attention still adds in any order.)
+            torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))

@@ -70,6 +70,10 @@ class HostStore:
             raise
         return ticket
 
+    def keeps(self, buffer: Buffer) -> bool:
+        """Whether what is stored of `buffer` stays as it is, whatever the caller does with that memory later."""
+        return self._arena is not None or buffer.given
+
     def read(
         self,
         location: Buffer | None,

@@ -12,6 +12,8 @@ Guarantees beyond those of `Store`:
 3. A read takes the bytes from where they are when it is submitted. While they are being spilled that is host memory,
    which a reader keeps alive whatever becomes of the spill.
 4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
+5. Memory that the caller edits, uses again or frees is copied: into host memory where the upper level has an arena,
+   else to the file.
 
 Assumptions: nobody else writes to the two stores, which are closed with this one; the file store never waits for this
 one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
@@ -160,7 +162,7 @@ class TwoLevelStore:
         buffer = ticket.buffer
         assert buffer is not None
         try:
-            if stored.nbytes > self.budget_bytes:
+            if stored.nbytes > self.budget_bytes or not self._host.keeps(buffer):
                 self._store_in_file(stored, buffer)
             else:
                 self._make_room(stored)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, Spec, key
 from compact import preset as named
 
+from . import _streams
 from ._config import OffloadConfig
 from ._intercept import CompactFunctional
 from ._record import Encoded, Record, RecordState
@@ -144,6 +145,8 @@ class Compressor:
         self._counters.encoded_bytes += record.nbytes
         self._counters.packed_bytes += payload.numel()
         sizes = tuple(buffer.numel() for buffer in buffers)
+        if record.stream is not None and record.alias is not None:
+            _streams.goes_early(record.alias, record.stream)
         record.become(payload, Encoded(codec, replace(packed, buffers=()), sizes, record.begin, record.end))
 
 
@@ -192,7 +195,11 @@ def strictness(codec: Codec) -> float:
 
 
 def _on(record: Record) -> AbstractContextManager[Any]:
-    """The stream that made the tensor: an encode is queued behind its kernel."""
+    """The stream that made the tensor: an encode is queued behind its kernel, and the memory is free again behind that.
+
+    On a side stream the original would stay until the device is done with it there: a program that launches ahead of
+    the device would then hold a step's worth of originals, which is what compression is to avoid.
+    """
     return nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
 
 

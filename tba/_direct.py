@@ -57,7 +57,9 @@ def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer
     return Buffer(raw.data_ptr(), nbytes, raw), Reached(producer)
 
 
-def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Buffer, Reached]:
-    """Memory of `device` to transfer into: its bytes (uint8 [nbytes]), the buffer, and what to call before."""
+def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Present, Buffer, Reached]:
+    """Memory of `device` to transfer into: its bytes (uint8 [nbytes]), what `_streams.use` takes for them once they are
+    there, the buffer, and what to call before."""
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return target, Buffer(target.data_ptr(), nbytes, target), Reached(torch.cuda.current_stream(device))
+    consumer = torch.cuda.current_stream(device)
+    return target, Present(consumer), Buffer(target.data_ptr(), nbytes, target), Reached(consumer)

@@ -7,6 +7,7 @@ from segments of exact sizes, registered with CUDA and taken from the device's m
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -55,11 +56,22 @@ class HostMemory:
 
 def _pin(address: int, nbytes: int) -> None:
     """Raises RuntimeError where CUDA cannot."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+    _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
 def _unpin(address: int) -> None:
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    _check(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _check(status: Any) -> None:
+    try:
+        torch.cuda.check_error(status)
+    except RuntimeError:
+        # CUDA keeps the error until this thread asks for it, which torch does when it has launched a kernel: that one
+        # would be said to have failed. So launch one that takes the blame.
+        with suppress(RuntimeError):
+            torch.cuda._sleep(0)
+        raise
 
 
 def _node_of(device: torch.device) -> int | None:

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from io_backends import Buffer, BufferPool
 
-from ._direct import Present
-
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
 
 
@@ -45,6 +43,16 @@ def also_used(tensor: Tensor, producer: Any) -> None:
     current = torch.cuda.current_stream(tensor.device)
     if current != producer:
         tensor.record_stream(current)
+
+
+def goes_early(tensor: Tensor, producer: Any) -> None:
+    """Its memory goes earlier than the graph would let it go: kernels queued on `producer` may still read it.
+
+    Costs nothing where the memory was allocated on that stream.
+    """
+    # Other allocators object where it is the stream of the allocation.
+    if tensor.is_cuda and torch.cuda.get_allocator_backend() == "native":
+        tensor.record_stream(producer)
 
 
 def capturing(tensor: Tensor) -> bool:
@@ -118,9 +126,7 @@ def out(
     host = host_bytes(view)
     raw = torch.empty(0, dtype=torch.uint8, device=device)
     raw.set_(storage, begin, (nbytes,), (1,))
-    if torch.cuda.get_allocator_backend() == "native":  # others object where it is the stream of the allocation
-        # The memory goes earlier than the graph would let it go; this costs nothing on the stream of the allocation.
-        raw.record_stream(producer)
+    goes_early(raw, producer)
     copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
     departure = Departure(raw, side, copied)
     with torch.cuda.stream(side):
@@ -130,18 +136,14 @@ def out(
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(
-    host: Tensor, device: torch.device, memory: BufferPool | None
-) -> tuple[torch.UntypedStorage, Arrival | Present | None]:
+def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[torch.UntypedStorage, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`: the storage to build on, and what `use` waits for.
 
-    A CPU's are there; `memory` may be None then.
+    A CPU's are there, and what the store has put into device memory itself; `memory` may be None then.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or host.is_cuda:
         return host.untyped_storage(), None
     consumer = torch.cuda.current_stream(device)
-    if host.is_cuda:  # the store has put them there
-        return host.untyped_storage(), Present(consumer)
     side = _side_stream(device, "in")
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     side.wait_stream(consumer)
@@ -156,7 +158,7 @@ def into(
 
 
 def use(tensor: Tensor, ready: Any) -> None:
-    """Make the current stream wait until the bytes beneath `tensor` have arrived. `ready` is what `into` gave."""
+    """Make the current stream wait until the bytes beneath `tensor` have arrived. `ready`: of `into`, or `_direct`."""
     if ready is not None:
         ready.wait(tensor)
 

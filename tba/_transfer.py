@@ -250,14 +250,14 @@ class Mover:
         try:
             before = None
             if record.stream is not None and self._direct(record.nbytes):
-                record.view, buffer, before = _direct.borrow(record.nbytes, record.device)
+                record.view, record.ready, buffer, before = _direct.borrow(record.nbytes, record.device)
             else:
                 memory = self.memory.of(record.device, self.store.alignment)
                 skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
                 record.view, buffer = memory.lease(record.nbytes, skew)
             record.read = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
-            record.view = None
+            record.view = record.ready = None
             raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
         record.state = RecordState.READING
 
@@ -313,7 +313,8 @@ class Mover:
 
     def _restore(self, record: Record, host: Tensor) -> None:
         memory = None if record.stream is None else self.memory.of(record.device)
-        record.restored, record.ready = _streams.into(host, record.device, memory)
+        record.restored, arrival = _streams.into(host, record.device, memory)
+        record.ready = arrival or record.ready  # read into device memory, it has been ready since `fetch`
         record.state = RecordState.RESTORED
 
     # -- both ----------------------------------------------------------------------------------------------------

@@ -93,6 +93,18 @@ def test_big_transfers_go_straight_from_and_to_device_memory(elements: int, dire
     assert Reached.waits == len(store.direct)
 
 
+def test_memory_read_into_is_known_to_be_of_the_stream_it_was_asked_for_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, told = ["a"], list[str]()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(stream))
+    monkeypatch.setattr(_direct, "Reached", Reached)
+    target, ready, buffer, _ = _direct.borrow(16, torch.device("cpu"))
+    assert buffer.address == target.data_ptr()
+    for current[0] in ("b", "a"):  # the read may end, and be noticed, while another stream is current
+        _streams.use(target, ready)
+    assert told == ["b"], "the allocator must know of every other stream that uses the memory"
+
+
 def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     tensor = torch.arange(8.0)
     assert _streams.producer_stream(tensor) is None

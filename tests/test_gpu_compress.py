@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -87,6 +88,45 @@ def test_projected_linear_layers(scratch: Path) -> None:
     assert stats is not None
     assert stats.errors == 0
     assert len(ours) == len(plain)
+
+
+class Masked(torch.autograd.Function):
+    """x where the mask, whose kernel starts late; saves the mask alone, which its backward puts into `back`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, back: list[Tensor]) -> Tensor:
+        torch.cuda._sleep(100_000_000)  # a twentieth of a second
+        ctx.save_for_backward(mask)
+        ctx.back = back
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        ctx.back.append(mask)
+        return gradients[0] * mask, None, None
+
+
+def test_memory_of_another_stream_outlives_the_codec_that_reads_it(scratch: Path) -> None:
+    here, other, back = torch.cuda.current_stream(), torch.cuda.Stream(), list[Tensor]()
+    x = torch.ones(1 << 20, device=DEVICE, requires_grad=True)
+    mask = torch.rand(1 << 20, device=DEVICE) > 0.5
+    expected = mask.clone()
+    config = OffloadConfig(tier="keep", compress="exact", min_tensor_bytes=0, storage_paths=scratch)
+    offload = Offloader(None, config)
+    other.wait_stream(here)
+    with torch.cuda.stream(other), offload:
+        y = Masked.apply(x, mask, back)
+    assert isinstance(y, Tensor)
+    del mask  # packed, and only the graph had it
+    taken = [torch.zeros_like(expected) for _ in range(8)]  # the mask's memory among it, if it were free
+    with torch.cuda.stream(other):
+        y.sum().backward()
+    torch.cuda.synchronize()
+    del taken
+    assert torch.equal(back[0], expected)
+    assert offload.stats().packed_bytes == expected.numel() // 8
+    offload.close()
 
 
 def test_forward_does_not_wait_for_the_device(scratch: Path) -> None:

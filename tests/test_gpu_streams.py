@@ -257,20 +257,20 @@ def test_no_hook_waits_for_the_device(tier: str, scratch: Path, monkeypatch: pyt
     with offloader(tier, scratch, prefetch_bytes=3 * NBYTES) as offload:
         leaf = leaf_of()
         for number in range(2):
-            if number:  # the first step makes streams, pinned memory and the file
-                monkeypatch.setattr(torch.cuda, "synchronize", forbidden)
-                monkeypatch.setattr(torch.cuda.Stream, "synchronize", forbidden)
-                monkeypatch.setattr(torch.cuda.Event, "synchronize", on_workers_only)
-                torch.cuda.set_sync_debug_mode("error")
-            try:
-                leaf.grad = None
-                with offload:
-                    y = late_net(leaf * 1, LAYERS)
-                y.sum().backward()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
+            with monkeypatch.context() as patched:  # `close` may wait
+                if number:  # the first step makes streams, pinned memory and the file
+                    patched.setattr(torch.cuda, "synchronize", forbidden)
+                    patched.setattr(torch.cuda.Stream, "synchronize", forbidden)
+                    patched.setattr(torch.cuda.Event, "synchronize", on_workers_only)
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    leaf.grad = None
+                    with offload:
+                        y = late_net(leaf * 1, LAYERS)
+                    y.sum().backward()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
         assert offload.stats().read_bytes > 0
-    monkeypatch.undo()
     assert_bit_equal(leaf.grad, expected)
 
 

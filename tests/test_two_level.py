@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -194,6 +195,18 @@ def test_what_makes_no_sense_is_refused(make: Make) -> None:
         store.read(ticket.location, buffer_of(empty_at(0, 10)))
     with pytest.raises(ValueError, match="cannot be negative, got -1"):
         TwoLevelStore(HostStore(), HostStore(), -1)
+
+
+def test_without_an_arena_only_what_is_given_stays_in_host_memory(scratch: Path) -> None:
+    with closing(TwoLevelStore(HostStore(), PosixStore(scratch), BUDGET)) as store:
+        array = pattern_at(64, 25 * KIB)
+        expected = array.copy()
+        ours, theirs = store.write(buffer_of(array)._replace(given=True)), store.write(buffer_of(array))
+        assert ours.wait(WAIT_S)
+        assert theirs.wait(WAIT_S)
+        assert places(ours, theirs) == ["HOST", "FILE"]
+        array.fill(0)  # they may do so
+        assert np.array_equal(read(store, theirs), expected)
 
 
 @pytest.mark.parametrize("budget", [1 << 28, 1 << 20, 0], ids=["in host memory", "in both", "in the file"])
