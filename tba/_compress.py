@@ -18,8 +18,8 @@ Wants the engine's lock held, except `unpacked`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -194,13 +194,17 @@ def strictness(codec: Codec) -> float:
     return float("inf") if properties.exact else properties.bits_per_element or 0.0
 
 
-def _on(record: Record) -> AbstractContextManager[Any]:
+@contextmanager
+def _on(record: Record) -> Iterator[None]:
     """The stream that made the tensor: an encode is queued behind its kernel, and the memory is free again behind that.
 
-    On a side stream the original would stay until the device is done with it there: a program that launches ahead of
-    the device would then hold a step's worth of originals, which is what compression is to avoid.
+    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
+    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
+    which is what compression is to avoid.
     """
-    return nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
+    stream: Any = nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
+    with torch.inference_mode(False), stream:
+        yield
 
 
 def _later(record: Record, codec: Codec, pending: Pending, flag: Tensor) -> _Waiting:

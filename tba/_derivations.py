@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _streams
 from ._compress import is_whole
 from ._derive import recipe, remember
 from ._look import look
@@ -60,6 +61,8 @@ class Derivations:
         for packed in found.sources:
             if isinstance(packed[0], Record):
                 packed[0].saves += 1  # this asks for it too
+        if record.stream is not None:
+            _streams.goes_early(alias, record.stream)
         record.alias = None
         record.state = RecordState.DERIVED
         return True
@@ -113,7 +116,7 @@ def again(record: Record, view: View, *, alone: bool) -> Tensor:
     if storage is None:
         assert record.recipe is not None
         storage = _own(record.recipe.compute())
-        record.decoded = storage if record.asks + 1 < record.saves else None
+        record.decoded = storage if record.asks + 1 < record.saves and not alone else None
     elif alone:
         storage = storage.clone()
     record.asks += 1

@@ -1,18 +1,35 @@
 """Look: the tensor that autograd gets back, rebuilt over wherever a record's bytes are in memory.
 
-Guarantee: bit for bit what was saved, but for records that a lossy codec has packed; those come back the same each
-time.
-Wants the engine's lock held, except `look_in_child`.
+Guarantees:
+
+1. Bit for bit what was saved, but for records that a lossy codec has packed; those come back the same each time.
+2. What goes to a program's own code has memory that nobody else looks at. PyTorch's operators only read what they
+   saved; a custom Function may edit it, keep it, or return it as a gradient. In plain PyTorch it is told of an edit by
+   the version counter, and a gradient that somebody else has too is copied by whoever accumulates it, who counts the
+   references to the tensor; a view that was made for unpack has neither.
+
+Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `owned`.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, strided
+from torch.autograd.function import BackwardCFunction
 
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
-from ._record import IN_MEMORY, Encoded, Record, RecordState, View
+from ._record import IN_MEMORY, Encoded, Record, RecordState, View, apart
+from ._torch import current_graph_task_id, current_node, graph_is_kept, storage_use_count
+
+# A storage's wrapper, which is looked at, and one tensor refer to it.
+_ALONE = 2
+
+
+class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
+    """What pack gives for a tensor that stays, where it is not the very one that was saved: an alias, its version."""
+
+    __slots__ = ()
 
 
 def look(record: Record, view: View) -> Tensor:
@@ -33,6 +50,50 @@ def look(record: Record, view: View) -> Tensor:
             "autograd saved it; whoever emptied it must fill it again before backward"
         )
     return view.on(record.alias)
+
+
+def goes_to_code(task: int) -> bool:
+    """Whether a program's own code asks, in backward (graph task `task`) or outside of it (-1).
+
+    That is a custom Function's backward, compiled code's among them, or somebody who looks at `y.grad_fn._saved_self`.
+    """
+    if task == -1:
+        return True
+    node = current_node()
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"  # the latter written in C++
+
+
+def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
+    """The same in memory of its own, and whether that is what the record had, which must let go of it then."""
+    if record.encoded is not None:
+        record.decoded = None  # made for this one alone
+        tensor = look(record, view)
+        record.decoded = None
+        return tensor, False
+    tensor = look(record, view)
+    restored = record.state is RecordState.RESTORED
+    # Who comes last may have it: of a graph that is kept, only what can be read again.
+    if record.asks >= record.saves and (restored or (task != -1 and not graph_is_kept())):
+        others = 0 if restored else 1  # the alias
+        if _owners(tensor) <= _ALONE + others:
+            return tensor, restored
+    return apart(tensor), False
+
+
+def owned(tensor: Tensor) -> Tensor:
+    """A tensor that was kept, for a program's own code."""
+    if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested or not tensor.numel():
+        return tensor
+    try:
+        owners = _owners(tensor)
+    except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors: no storage
+        return tensor
+    alone = owners <= _ALONE and current_graph_task_id() != -1 and not graph_is_kept()
+    return tensor if alone else apart(tensor)
+
+
+def _owners(tensor: Tensor) -> int:
+    return storage_use_count(tensor.untyped_storage()._cdata)
 
 
 def look_in_child(record: Record, view: View) -> Tensor:

@@ -84,7 +84,7 @@ class Recipe:
             RuntimeError: what an unpack hook raises; or an operator gave another dtype or shape than in forward.
         """
         step = self._step
-        with torch.no_grad(), _restored(self._state, step.output.device.type):
+        with torch.inference_mode(False), torch.no_grad(), _restored(self._state, step.output.device.type):
             result = self._run(step)
             if result.stride() != self._strides:
                 exact = torch.empty_strided(result.shape, self._strides, dtype=result.dtype, device=result.device)

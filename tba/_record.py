@@ -45,7 +45,8 @@ IN_MEMORY = (RecordState.HELD, RecordState.WRITING, RecordState.PENDING)
 @cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     """One for all: nobody can write to a tensor without elements."""
-    return torch.empty(0, dtype=dtype, device=device)
+    with torch.inference_mode(False):  # the first to ask may be in it, and its tensors cannot be used outside
+        return torch.empty(0, dtype=dtype, device=device)
 
 
 class View(NamedTuple):
@@ -95,6 +96,16 @@ def span(tensor: Tensor) -> tuple[int, int]:
         return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return begin, begin + (last + 1) * itemsize
+
+
+def apart(tensor: Tensor) -> Tensor:
+    """The same as a strided, non-empty tensor in memory of its own, offset and all: a copy of the bytes it spans."""
+    begin, end = span(tensor)
+    theirs = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    theirs.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
+    ours = torch.empty(end, dtype=torch.uint8, device=tensor.device)
+    ours[begin:].copy_(theirs)
+    return View.of(tensor).over(ours.untyped_storage(), 0)
 
 
 class Encoded(NamedTuple):
@@ -181,8 +192,13 @@ class Record:
     def __init__(
         self, number: int, tensor: Tensor, root: Tensor, begin: int, end: int, remains: deque[Remains]
     ) -> None:
-        storage = root.untyped_storage()
+        # What `__del__` needs comes first: all else may raise.
         self.number = number
+        self.remains = remains
+        self.write: Ticket | None = None
+        self.resident_bytes = 0
+        self.held_bytes = 0
+        storage = root.untyped_storage()
         self.begin = begin
         self.end = end
         self.nbytes = end - begin
@@ -194,7 +210,6 @@ class Record:
         self.address = storage.data_ptr()
         self.storage_bytes = storage.nbytes()
         self.state = RecordState.PENDING
-        self.write: Ticket | None = None
         self.read: Ticket | None = None
         self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
         self.restored: torch.UntypedStorage | None = None
@@ -210,9 +225,6 @@ class Record:
         self.saves = 1
         self.logical_bytes = 0
         self.offloaded = False
-        self.resident_bytes = 0
-        self.held_bytes = 0
-        self.remains = remains
         self.ref = weakref.ref(self)
 
     def name(self) -> str:

@@ -37,7 +37,7 @@ from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
 from ._held import Held
-from ._look import look, look_in_child
+from ._look import Detached, goes_to_code, look, look_for_code, look_in_child, owned
 from ._open import make_mover
 from ._policy import Decision
 from ._quiet import quiet
@@ -47,7 +47,6 @@ from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import (
     current_graph_task_id,
-    current_node,
     dispatch_mode_count,
     function_mode_count,
     graph_is_kept,
@@ -55,9 +54,7 @@ from ._torch import (
 )
 from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
 
-_COMPILED = "CompiledFunctionBackward"  # the name of the type of the nodes that run compiled code
-
-# What pack gives to autograd: a record and how to look at it, or a detached tensor and its version.
+# What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
 Packed = tuple[Record, View] | tuple[Tensor, int]
 
 
@@ -121,11 +118,22 @@ class Saver:
         return packed
 
     def _pass_weight(self, tensor: Tensor) -> Packed:
-        self.counters.weight_bytes += tensor.nbytes
-        return tensor, tensor._version  # as it is: no operator saves a view of a weight as its output
+        try:
+            self.counters.weight_bytes += tensor.nbytes
+        except RuntimeError:  # a sparse one has no such count
+            self.counters.weight_bytes += tensor.numel() * tensor.itemsize
+        # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
+        if tensor.is_leaf or leads_to_parameter(tensor.grad_fn):
+            return tensor, tensor._version
+        return Detached((tensor.detach(), tensor._version))
 
     def _pack_activation(self, tensor: Tensor, in_backward: bool) -> Packed:
-        if type(tensor) is not Tensor or tensor.layout is not strided or not (tensor.is_cpu or tensor.is_cuda):
+        if (
+            type(tensor) is not Tensor
+            or tensor.layout is not strided
+            or tensor.is_nested
+            or not (tensor.is_cpu or tensor.is_cuda)
+        ):
             return self._pack_odd(tensor)
         try:
             storage = tensor.untyped_storage()
@@ -194,7 +202,9 @@ class Saver:
             return self._pass_weight(tensor)
         reason = type(tensor).__name__
         if type(tensor) is Tensor:
-            reason = str(tensor.layout) if tensor.layout is not strided else tensor.device.type
+            reason = tensor.device.type
+            if tensor.is_nested or tensor.layout is not strided:
+                reason = "nested" if tensor.is_nested else str(tensor.layout)
         try:
             nbytes = tensor.numel() * tensor.itemsize
         except RuntimeError:  # an opaque tensor may have no count of elements
@@ -203,8 +213,10 @@ class Saver:
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         self.counters.kept_by_reason[reason] += nbytes
+        if tensor.grad_fn is None:
+            return tensor, tensor._version
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
-        return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
+        return Detached((tensor.detach(), tensor._version))
 
     def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
         record = Record(self._numbers, tensor, root, begin, end, self._remains)
@@ -232,6 +244,8 @@ class Saver:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+            if type(packed) is Detached and goes_to_code(current_graph_task_id()):
+                return owned(first)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         if dispatch_mode_count() or function_mode_count():
             with quiet():
@@ -242,6 +256,7 @@ class Saver:
         if self.dead:
             return look_in_child(record, view)
         task, mover, compressor = current_graph_task_id(), self.mover, self.compressor
+        to_code = goes_to_code(task)
         self.lock.acquire()
         try:
             if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
@@ -258,23 +273,23 @@ class Saver:
                 self.finished.wanted(record)
             derived = record.state is RecordState.DERIVED
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
-            if again_asked and record.shows() and not _for_compiled_code(task):
+            if again_asked and not to_code and record.shows():
                 self.residency.answered(record)
                 return look(record, view)
-            tensor = None if derived else self._look(record, view, task)
+            tensor = None if derived else self._look(record, view, task, to_code)
         finally:
             self.lock.release()
         if derived:
-            return again(record, view, alone=_for_compiled_code(task))
+            return again(record, view, alone=to_code)
         while tensor is None:
             mover.await_read(record)
             with self.lock:
-                tensor = self._look(record, view, task)
+                tensor = self._look(record, view, task, to_code)
         if mover.ended:
             mover.catch_up()
         return tensor
 
-    def _look(self, record: Record, view: View, task: int) -> Tensor | None:
+    def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
         mover, residency, alias = self.mover, self.residency, record.alias
         if record.state is RecordState.READING:
@@ -299,16 +314,12 @@ class Saver:
             residency.advance(task, record, window_bytes)
             return None
         residency.answered(record)
-        tensor = look(record, view)
-        if _for_compiled_code(task):
-            if record.encoded is not None:
-                record.decoded = None  # made for this one alone
-                residency.advance(task, record, window_bytes)
-                return tensor
-            if record.state is not RecordState.RESTORED or record.saves > 1:  # and others look at this memory too
-                begin = record.begin if record.state is RecordState.RESTORED else 0
-                tensor = view.over(tensor.untyped_storage().clone(), begin)
-            residency.hand_over(record)
+        if to_code:
+            tensor, gone = look_for_code(record, view, task)
+            if gone:
+                residency.hand_over(record)
+        else:
+            tensor = look(record, view)
         residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
         return tensor
 
@@ -376,11 +387,6 @@ class Saver:
         """In a forked child."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-
-
-def _for_compiled_code(task: int) -> bool:
-    """Whether it is a backward's compiled code that asks: it may overwrite what it is given."""
-    return task != -1 and type(current_node()).__name__ == _COMPILED
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

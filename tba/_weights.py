@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
 # name, so a mark can never be taken for that of another tensor at a reused address.
@@ -59,5 +60,7 @@ def mark_weights(model: nn.Module) -> None:
     """Mark the storages of the model's parameters and buffers. Cheap enough to repeat every step (storages change)."""
     for tensors in (model.parameters(), model.buffers()):
         for tensor in tensors:
+            if is_lazy(tensor):  # it has no memory yet, and another storage once it has
+                continue
             if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
                 setattr(tensor.untyped_storage(), MARK, WEIGHT)
