@@ -1,6 +1,6 @@
 """The hook-cost arm: what saving one tensor costs the calling thread, by kind, above an empty pair of hooks.
 
-A chain of autograd functions saves one prepared tensor each and computes next to nothing. The chain is run under the
+A chain of products by one prepared tensor each saves just that tensor. The chain is run under the
 empty pair and under the engine, in turns within one process, and the difference is divided by the number of tensors.
 What is counted is the calling thread: pack in the forward, unpack in the backward (of CPU tensors that is the calling
 thread too) and letting the graph go. In training, compute goes on between one tensor and the next, and the transfers
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# 64 KiB: no work on the calling thread depends on the size.
-_WIDTH = 128
+# Small, as the products cost what they cost under both pairs; no work of the hooks depends on the size.
+_WIDTH = 64
 _RECORD_BYTES = 4 * _WIDTH * _WIDTH
 # The engine reads ahead, and holds back from writing, as many tensors as this. So many are saved before the counted
 # ones: then each counted pack sends one tensor off, and each counted unpack asks for one, as in a long graph.
@@ -28,7 +28,6 @@ _WINDOW_TENSORS = 32
 _PAUSE_EVERY = 16
 _PAUSE_S = 0.004
 
-_Call = Callable[[], None] | None
 KINDS = ("weight", "below minimum size", "further view", "new record")
 
 
@@ -68,27 +67,18 @@ class _Clock:
         self._begun = None
 
 
-class _Save(torch.autograd.Function):
-    """Passes a scalar through and saves one tensor, as the operators of a model do.
-
-    `before` and `after` are called in backward, around the unpack.
-    """
+class _Then(torch.autograd.Function):
+    """Passes a tensor through; in backward, `call` is called when its turn comes."""
 
     @staticmethod
-    def forward(ctx: Any, scalar: Tensor, held: list[Tensor], before: _Call = None, after: _Call = None) -> Tensor:
-        # Taken out of the list: from here on the graph alone holds the tensor, as with an activation.
-        ctx.save_for_backward(held.pop())
-        ctx.before, ctx.after = before, after
-        return scalar.view_as(scalar)
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        if ctx.before is not None:
-            ctx.before()
-        ctx.saved_tensors  # noqa: B018 - this is the unpack
-        if ctx.after is not None:
-            ctx.after()
-        return gradients[0], None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradients[0], None
 
 
 class HookArm:
@@ -98,7 +88,8 @@ class HookArm:
         from tba import offload_context
 
         self.options = options
-        self.model = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(options.tensors))
+        self.model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(options.tensors))
+        self.model.requires_grad_(False)  # else each product would save its other factor too
         # Kinds differ by what is saved and by the minimum size that lets it in or not.
         window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
         self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
@@ -131,32 +122,37 @@ class HookArm:
         offload = self.passes if kind == "below minimum size" else self.moves
         under: Callable[[], AbstractContextManager[Any]]
         under = _empty_pair if pair == "empty" else lambda: offload
-        scalar = torch.zeros((), requires_grad=True)
         held = self._tensors(kind)
-        clock = _Clock()
-        with under():
-            out = scalar
-            for number in range(_WINDOW_TENSORS + 1):
-                # Of views, the first makes the record. In backward the clock stops when the turn comes to these.
-                out = _Save.apply(out, held, clock.stop if number == _WINDOW_TENSORS else None)
+        out = torch.zeros(held[0].shape, requires_grad=True) * 1
+        clock, before_s = _Clock(), 0.0
+
+        def behind_the_last() -> None:
+            nonlocal before_s
             before_s = offload.stats().wait_s
+            clock.pause()
+
+        with under():
+            for _ in range(_WINDOW_TENSORS + 1):  # of views, the first makes the record
+                out = out * held.pop()  # taken out: from here on the graph alone holds the tensor, as an activation
+            out = _Then.apply(out, clock.stop)  # in backward, when the turn comes to these
             clock.pause()
             for number in range(count):
                 pausing = kind == "new record" and number % _PAUSE_EVERY == 0
-                out = _Save.apply(out, held, None, clock.pause if pausing else None)
                 if pausing:
                     clock.pause()
+                out = out * held.pop()
+                if pausing:
+                    out = _Then.apply(out, clock.pause)
             clock.stop()
             pack_s = clock.cpu_s
             # The last one is unpacked first: it asks for a window full of reads, and the clock starts behind it.
-            out = _Save.apply(out, held, None, clock.pause)
+            out = _Then.apply(out, behind_the_last) * held.pop()
             offload.flush()
-            out.backward()
-            waited_s = offload.stats().wait_s - before_s
+            out.backward(torch.zeros_like(out))
         return {
             "cpu_us": 1e6 * clock.cpu_s / count,
             "pack_us": 1e6 * pack_s / count,
-            "wall_us": 1e6 * (clock.wall_s - waited_s) / count,
+            "wall_us": 1e6 * (clock.wall_s - (offload.stats().wait_s - before_s)) / count,
         }
 
     def _tensors(self, kind: str) -> list[Tensor]:
@@ -168,7 +164,7 @@ class HookArm:
             return [torch.zeros(16) for _ in range(count)]
         if kind == "further view":
             base = torch.zeros(_WIDTH, _WIDTH)
-            return [base.view(-1) for _ in range(count)]
+            return [base.view(-1)[:16] for _ in range(count)]
         return [torch.zeros(_WIDTH, _WIDTH) for _ in range(count)]
 
 

@@ -88,14 +88,11 @@ class Saver:
         """Called by autograd with each tensor it saves."""
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self._pack(tensor)
-        return self._pack(tensor)
-
-    def _pack(self, tensor: Tensor) -> Packed:
+                return self.pack(tensor)
         if self.dead:
             return tensor.detach(), tensor._version
         mover, lock = self.mover, self.lock
-        lock.acquire()  # here and in `_unpack` without `with`, which takes a fifth of the time that a weight does
+        lock.acquire()  # here and in `unpack` without `with`, which takes a fifth of the time that a weight does
         try:
             if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
@@ -128,17 +125,12 @@ class Saver:
         return Detached((tensor.detach(), tensor._version))
 
     def _pack_activation(self, tensor: Tensor, in_backward: bool) -> Packed:
-        if (
-            type(tensor) is not Tensor
-            or tensor.layout is not strided
-            or tensor.is_nested
-            or not (tensor.is_cpu or tensor.is_cuda)
-        ):
+        if type(tensor) is not Tensor or not (tensor.is_cpu or tensor.is_cuda) or tensor.is_nested:
             return self._pack_odd(tensor)
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors: plain by type, no storage
-            return self._keep(tensor, tensor.nbytes, "no storage")
+        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, zero tensors: plain by type
+            return self._pack_odd(tensor)
         mark = getattr(storage, MARK, None)
         if mark is WEIGHT:
             return self._pass_weight(tensor)
@@ -197,12 +189,12 @@ class Saver:
         return record, View.of(tensor)
 
     def _pack_odd(self, tensor: Tensor) -> Packed:
-        """What is no plain strided tensor on a known device: subclasses, sparse, meta, ..."""
+        """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self._pass_weight(tensor)
         reason = type(tensor).__name__
         if type(tensor) is Tensor:
-            reason = tensor.device.type
+            reason = "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
             if tensor.is_nested or tensor.layout is not strided:
                 reason = "nested" if tensor.is_nested else str(tensor.layout)
         try:
@@ -247,12 +239,11 @@ class Saver:
             if type(packed) is Detached and goes_to_code(current_graph_task_id()):
                 return owned(first)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
+        record: Record = first
+        view: View = second
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self._unpack(first, second)
-        return self._unpack(first, second)
-
-    def _unpack(self, record: Record, view: View) -> Tensor:
+                return self.unpack(packed)
         if self.dead:
             return look_in_child(record, view)
         task, mover, compressor = current_graph_task_id(), self.mover, self.compressor
