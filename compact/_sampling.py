@@ -106,7 +106,8 @@ def _winner_take_all(weights: Tensor, count: int, key: int, dtype: torch.dtype) 
     worth = remains[:count].double() / slots
     # The first least value, counted without asking the device: all before it are larger.
     kept = (worth > worth.amin()).long().cumprod(0).sum()
-    rest, drawn = remains[kept], slots[kept]
+    # Not `remains[kept]`, which asks the device for the number.
+    rest, drawn = (values.index_select(0, kept.view(1)).view(()) for values in (remains, slots))
     position = torch.arange(len(weights), device=weights.device)
     picks = _draw(torch.where(position < kept, 0, sorted_weights), key, count, rest)
     slot = position[:count]

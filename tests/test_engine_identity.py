@@ -146,7 +146,7 @@ def test_2_equal_views_at_different_offsets_are_different(scratch: Path) -> None
 def test_2_a_reused_address_is_another_storage(scratch: Path) -> None:
     results, addresses = [], set()
     with engine(scratch) as offload:
-        leaves = [activation(64, 64, seed=seed)[0] for seed in range(20)]
+        leaves = [activation(64, 64, seed=seed)[0] for seed in range(400)]
         for leaf in leaves:
             with offload:
                 y = leaf * 1
@@ -154,7 +154,9 @@ def test_2_a_reused_address_is_another_storage(scratch: Path) -> None:
                 results.append((leaf, save(y).sum()))
             del y
             offload.flush()
-        assert len(addresses) < 20, "the allocator reused no address; the test proves nothing"
+            if len(addresses) <= len(results) - 10:
+                break
+        assert len(addresses) < len(results), "the allocator reused no address; the test proves nothing"
         for leaf, result in results:
             result.backward()
             assert_bit_equal(leaf.grad, 2 * leaf.detach())

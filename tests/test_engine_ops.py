@@ -42,7 +42,7 @@ _HASTY_SAMPLES = 2
 _MAX_ELEMENTS = 20_000
 _GRADIENT_SEED = 11
 _RETRIES = 200  # plain runs that what differs is held against, before it counts as the engine's fault
-_SAVING = 200  # operators that save something in their first two samples: 367 in torch 2.13; looking stops at so many
+_SAVING = 200  # operators that save something in their first sample: some 360 in torch 2.13; looking stops at so many
 _DTYPES = (torch.float32, torch.complex64, torch.float64, torch.complex128, torch.bfloat16, torch.float16)
 
 # Why tensors stay in memory: the reasons the engine gives, for each operator where it happens. Everything else moves.
@@ -269,7 +269,7 @@ def test_most_operators_save_something_to_move() -> None:
         if case.in_place or case.name in names:
             continue
         seen = Observer()
-        for sample in itertools.islice(case.samples(), 2):
+        for sample in itertools.islice(case.samples(), 1):
             # What plain PyTorch cannot do counts as nothing saved.
             with seen, suppress(Exception):
                 _forward(case, sample, _as_it_is)
