@@ -101,6 +101,13 @@ def test_even_weights_make_winner_takes_all_the_same_as_crs() -> None:
 
 
 @pytest.mark.parametrize("kind", ["crs", "wta-crs"])
+def test_no_value_is_asked_for(kind: SamplingKind) -> None:
+    """On a device that would stall the host; the meta device has no values to ask for."""
+    sample = sample_rows(kind, 64, 8, 3, "meta", torch.ones(64, device="meta"))
+    assert (sample.indices.shape, sample.scales.shape) == ((8,), (8,))
+
+
+@pytest.mark.parametrize("kind", ["crs", "wta-crs"])
 def test_odd_importance(kind: SamplingKind) -> None:
     nothing = _sample(kind, torch.zeros(8), 0, count=8)
     assert torch.isfinite(nothing.scales).all()
