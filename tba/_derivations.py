@@ -112,13 +112,13 @@ class Derivations:
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
     """A saved tensor of a derived record; `alone` if whoever asks may overwrite it. Raises what its sources raise."""
-    storage = record.decoded
-    if storage is None:
+    stream = _streams.current(record.device)
+    if record.decoded is not None and record.decoded[1] == stream:
+        storage = record.decoded[0].clone() if alone else record.decoded[0]
+    else:
         assert record.recipe is not None
         storage = _own(record.recipe.compute())
-        record.decoded = storage if record.asks + 1 < record.saves and not alone else None
-    elif alone:
-        storage = storage.clone()
+        record.decoded = (storage, stream) if record.asks + 1 < record.saves and not alone else None
     record.asks += 1
     if record.asks >= record.saves:
         record.decoded = None

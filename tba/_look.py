@@ -113,15 +113,17 @@ def look_in_child(record: Record, view: View) -> Tensor:
 
 
 def _decoded(record: Record, encoded: Encoded) -> UntypedStorage:
-    """The bytes of an encoded record, unpacked once for all that saved it."""
-    decoded = record.decoded
-    if decoded is None:
+    """The bytes of an encoded record, unpacked once for all that saved it and are asked for on the same stream."""
+    stream = _streams.current(record.device)
+    if record.decoded is not None and record.decoded[1] == stream:
+        storage = record.decoded[0]
+    else:
         payload = payload_of(encoded, _storage(record))
         if record.ready is not None:
             _streams.use(payload, record.ready)
-        decoded = unpacked(encoded, payload)
-    record.decoded = decoded if record.asks < record.saves else None
-    return decoded
+        storage = unpacked(encoded, payload)
+    record.decoded = (storage, stream) if record.asks < record.saves else None
+    return storage
 
 
 def _storage(record: Record) -> UntypedStorage:

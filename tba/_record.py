@@ -140,9 +140,9 @@ class Record:
         version: of that alias; another value later means it was edited in place.
         saved_version: of the tensor at pack, which is what a later save is recognised by.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
-        codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked while further saved
-            tensors of this record are still to be asked for (`_compress`). Once encoded, all fields about memory are
-            those of the packed bytes.
+        codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
+            further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
+            about memory are those of the packed bytes.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
@@ -217,7 +217,7 @@ class Record:
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None
         self.encoded: Encoded | None = None
-        self.decoded: torch.UntypedStorage | None = None
+        self.decoded: tuple[torch.UntypedStorage, object] | None = None
         self.recipe: Recipe | None = None
         self.stays = False
         self.wanted = False

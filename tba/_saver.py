@@ -88,11 +88,14 @@ class Saver:
         """Called by autograd with each tensor it saves."""
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self.pack(tensor)
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return tensor.detach(), tensor._version
         mover, lock = self.mover, self.lock
-        lock.acquire()  # here and in `unpack` without `with`, which takes a fifth of the time that a weight does
+        lock.acquire()  # here and in `_unpack` without `with`, which takes a fifth of the time that a weight does
         try:
             if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
@@ -239,11 +242,12 @@ class Saver:
             if type(packed) is Detached and goes_to_code(current_graph_task_id()):
                 return owned(first)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
-        record: Record = first
-        view: View = second
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self.unpack(packed)
+                return self._unpack(first, second)
+        return self._unpack(first, second)
+
+    def _unpack(self, record: Record, view: View) -> Tensor:
         if self.dead:
             return look_in_child(record, view)
         task, mover, compressor = current_graph_task_id(), self.mover, self.compressor

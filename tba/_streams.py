@@ -38,6 +38,11 @@ def producer_stream(tensor: Tensor) -> Any:
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
+def current(device: torch.device) -> Any:
+    """The stream that kernels launched here and now run on; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
 def also_used(tensor: Tensor, producer: Any) -> None:
     """An operator on another stream than `producer` saves `tensor` too: its memory must outlive that one's kernel."""
     current = torch.cuda.current_stream(tensor.device)
