@@ -45,7 +45,8 @@ def step(
     model: Annotated[
         list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 16x1024, 24x2048.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 10,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 12,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 3; on cuda 1).")] = None,
     threads: Threads = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
     floor: Annotated[bool, typer.Option(help="Also an arm under hooks that do nothing.")] = False,
@@ -55,7 +56,7 @@ def step(
     machine: Machine = _MACHINE,
 ) -> None:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    from .step import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS, run_step
+    from .step import CPU_MODELS, CUDA_MODELS, STARTS, TINY, TINY_SETTINGS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
     names = model or (["16x1024"] if device == "cuda" else list(known))
@@ -64,7 +65,8 @@ def step(
     if quick:
         result = run_step([TINY], device=device, rounds=2, threads=threads, floor=floor, settings=TINY_SETTINGS)
     else:
-        result = run_step([known[name] for name in names], device=device, rounds=rounds, threads=threads, floor=floor)
+        models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
+        result = run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
     _finish(result, json, save, machine)
 
 
