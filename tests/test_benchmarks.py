@@ -18,6 +18,7 @@ from benchmarks._processes import ArmError, Spec, in_turns, plain_environment, r
 from benchmarks._trace import away_bytes, busy_s, chrome_trace, hidden_share, lanes
 from benchmarks.gpt import GPT, GPTConfig
 from benchmarks.overlap import needed_rate, parse_rate
+from benchmarks.step import measure, same_gradients
 from benchmarks.text import Text, sources, standard_library
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,6 +63,17 @@ def test_step_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
     assert moved["read_bytes"] > 0
     assert {bar["what"] for bar in model["bars"]} >= {"peak over idle / plain, same allocator", "backward's waiting"}
     assert found["environment"]["torch"] == torch.__version__
+
+
+def test_step_pools_the_rounds_of_several_sets_of_processes() -> None:
+    specs = [Spec(name=name, role="train", options=TINY, threads=1) for name in ("plain", "again")]
+    found = measure(specs, rounds=3, title="step", warm_up=1, starts=2)
+    assert list(found) == ["plain", "again"]
+    for arm in found.values():
+        assert len(arm.wall_s) == len(arm.cpu_s) == 2 * 2  # at least 3, as many from each set
+        assert sorted(arm.losses) == sorted(arm.gradients) == list(range(2 * 3))
+        assert arm.gradients[0] != arm.gradients[3]  # another batch
+    assert same_gradients(list(found.values()))
 
 
 @pytest.mark.slow
