@@ -72,16 +72,16 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         return tensor, False
     tensor = look(record, view)
     restored = record.state is RecordState.RESTORED
-    # Who comes last may have it: of a graph that is kept, only what can be read again.
-    if record.asks >= record.saves and (restored or (task != -1 and not graph_is_kept())):
-        others = 0 if restored else 1  # the alias
-        if _owners(tensor) <= _ALONE + others:
-            return tensor, restored
+    # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
+    only_once = record.saves == 1 and task != -1 and not graph_is_kept()
+    may_go = record.asks >= record.saves if restored else only_once
+    if may_go and _owners(tensor) <= _ALONE + (0 if restored else 1):  # the alias
+        return tensor, restored
     return apart(tensor), False
 
 
-def owned(tensor: Tensor) -> Tensor:
-    """A tensor that was kept, for a program's own code."""
+def owned(tensor: Tensor, *, shared: bool) -> Tensor:
+    """A tensor that was kept, for a program's own code; `shared` if others may be derived from it."""
     if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested or not tensor.numel():
         return tensor
     try:
@@ -89,7 +89,7 @@ def owned(tensor: Tensor) -> Tensor:
     except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors: no storage
         return tensor
     alone = owners <= _ALONE and current_graph_task_id() != -1 and not graph_is_kept()
-    return tensor if alone else apart(tensor)
+    return tensor if alone and not shared else apart(tensor)
 
 
 def _owners(tensor: Tensor) -> int:

@@ -240,7 +240,7 @@ class Saver:
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             if type(packed) is Detached and goes_to_code(current_graph_task_id()):
-                return owned(first)
+                return owned(first, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         if dispatch_mode_count() or function_mode_count():
             with quiet():

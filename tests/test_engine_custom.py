@@ -149,6 +149,7 @@ def test_an_edit_of_what_was_unpacked_shows_to_nobody_else(arm: str, scratch: Pa
         w = leaf(0)
         x = w * 1.5
         loss = (x.sin() + Edit.apply(x)).sum()  # the latter's backward runs first
+        del x
         flush()
         loss.backward(retain_graph=True)
         first = w.grad.clone()
