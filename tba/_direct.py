@@ -17,6 +17,8 @@ from torch import Tensor
 
 from io_backends import Buffer
 
+from . import _streams
+
 
 class Reached:
     """Called, on any thread, it waits until a stream has run what had been queued on it."""
@@ -49,11 +51,8 @@ class Present:
 
 def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Reached]:
     """Bytes `[begin, begin + nbytes)` of the storage of `source`, and what to call before touching them."""
-    raw = torch.empty(0, dtype=torch.uint8, device=source.device)
-    raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
-    if raw.is_cuda and torch.cuda.get_allocator_backend() == "native":
-        # The memory goes earlier than the graph would let it go; kernels queued on this stream may still read it.
-        raw.record_stream(producer)
+    raw = _streams.raw_bytes(source, begin, nbytes)
+    _streams.goes_early(raw, producer)
     return Buffer(raw.data_ptr(), nbytes, raw), Reached(producer)
 
 

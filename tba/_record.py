@@ -23,6 +23,7 @@ from compact import Codec, Packed
 from io_backends import Ticket
 
 from ._recipe import Recipe
+from ._streams import raw_bytes
 
 
 class RecordState(enum.Enum):
@@ -101,10 +102,8 @@ def span(tensor: Tensor) -> tuple[int, int]:
 def apart(tensor: Tensor) -> Tensor:
     """The same as a strided, non-empty tensor in memory of its own, offset and all: a copy of the bytes it spans."""
     begin, end = span(tensor)
-    theirs = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    theirs.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
     ours = torch.empty(end, dtype=torch.uint8, device=tensor.device)
-    ours[begin:].copy_(theirs)
+    ours[begin:].copy_(raw_bytes(tensor, begin, end - begin))
     return View.of(tensor).over(ours.untyped_storage(), 0)
 
 

@@ -197,9 +197,12 @@ class Saver:
             return self._pass_weight(tensor)
         reason = type(tensor).__name__
         if type(tensor) is Tensor:
-            reason = "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
-            if tensor.is_nested or tensor.layout is not strided:
-                reason = "nested" if tensor.is_nested else str(tensor.layout)
+            if tensor.is_nested:
+                reason = "nested"
+            elif tensor.layout is not strided:
+                reason = str(tensor.layout)
+            else:
+                reason = "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
         try:
             nbytes = tensor.numel() * tensor.itemsize
         except RuntimeError:  # an opaque tensor may have no count of elements

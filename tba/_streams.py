@@ -35,7 +35,7 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 def producer_stream(tensor: Tensor) -> Any:
     """The stream that the operator saving `tensor` runs on; None on a CPU."""
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    return current(tensor.device)
 
 
 def current(device: torch.device) -> Any:
@@ -129,8 +129,7 @@ def out(
     assert memory is not None
     view, buffer = memory.lease(nbytes)
     host = host_bytes(view)
-    raw = torch.empty(0, dtype=torch.uint8, device=device)
-    raw.set_(storage, begin, (nbytes,), (1,))
+    raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
     copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
     departure = Departure(raw, side, copied)
@@ -166,6 +165,12 @@ def use(tensor: Tensor, ready: Any) -> None:
     """Make the current stream wait until the bytes beneath `tensor` have arrived. `ready`: of `into`, or `_direct`."""
     if ready is not None:
         ready.wait(tensor)
+
+
+def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
+    """Bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes], sharing its memory."""
+    raw = torch.empty(0, dtype=torch.uint8, device=source.device)
+    return raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
 
 
 def host_bytes(leased: Any) -> Tensor:
