@@ -13,7 +13,7 @@ Groups are `group` numbers that share a scale, 32 bits: with 64, int8 is 8.5 bit
 from __future__ import annotations
 
 import functools
-import importlib.util
+import importlib
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -190,16 +190,16 @@ class Quantized:
 
 
 @functools.cache
-def _triton() -> ModuleType | None:
-    """The Triton kernels, or None where triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
+def _fused(library: str) -> ModuleType | None:
+    """The kernels written for triton or numba, or None where that is not installed or does not work with the rest."""
+    try:
+        return importlib.import_module(f"._{library}", __package__)
+    except ImportError:
         return None
-    from . import _triton as kernels
-
-    return kernels
 
 
 def _kernels(values: Tensor, scheme: Scheme) -> ModuleType:
     """The module whose `encode` and `decode` to use."""
-    triton = _triton() if values.is_cuda else None
-    return triton if triton is not None and triton.supports(scheme) else _grouped
+    library = {"cuda": "triton", "cpu": "numba"}.get(values.device.type)
+    fused = _fused(library) if library else None
+    return fused if fused is not None and fused.supports(scheme, values.dtype) else _grouped

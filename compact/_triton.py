@@ -29,8 +29,8 @@ _TINY_BITS = int(torch.tensor(TINY, dtype=torch.float32).view(torch.int32))
 _ROUND = 1.5 * 2.0**23
 
 
-def supports(scheme: Scheme) -> bool:
-    """Whether these kernels do it: integers, groups of neighbours, a power of two a group that fits one program."""
+def supports(scheme: Scheme, dtype: torch.dtype) -> bool:
+    """Whether these kernels do it: integers, groups of neighbours, a power of two that fits one program; any dtype."""
     group = scheme.group
     return scheme.levels.floating is None and scheme.columns == 1 and group & (group - 1) == 0 and group <= _TILE
 

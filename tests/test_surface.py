@@ -20,7 +20,7 @@ PUBLIC_PACKAGES = [
 # What each package may import beside the standard library and itself.
 MAY_IMPORT = {
     "io_backends": {"torch", "numpy", "psutil", "xxhash"},
-    "compact": {"torch", "numpy", "triton"},
+    "compact": {"torch", "numpy", "numba", "triton"},
     "tba": {"torch", "numpy", "psutil", "pydantic", "pydantic_settings", "matplotlib", "io_backends", "compact"},
     "tba.cli": {"typer", "rich", "torch", "tba"},
 }
