@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -71,8 +72,11 @@ def measure(
         if fio is not None:
             turns[FIO] = _turn_of_fio(fio, size)
         found = {name: Series() for name in turns}
+        # By lot, not in a fixed order or every other round in reverse: what a disk's host does every few seconds would
+        # meet the same arm each time.
+        order = random.Random(size)
         for number in range(WARM_UP_ROUNDS + rounds):
-            for name in turns if number % 2 == 0 else reversed(turns):
+            for name in order.sample(list(turns), len(turns)):
                 turns[name](found[name] if number >= WARM_UP_ROUNDS else Series())
             tell(f"buffers of {size >> 20} MiB, round {number + 1} of {WARM_UP_ROUNDS + rounds}")
     return found, missing

@@ -1,7 +1,7 @@
 """The io benchmark: the stores against the bare disk: bandwidth, CPU seconds and the cost of submitting.
 
 Cold (direct I/O, so that no cache answers) and verified: every byte read is compared, outside of the clock. The arms
-take turns, every other round in reverse, and are compared by medians of ratios within a round.
+take turns in an order drawn by lot for each round, and are compared by medians of ratios within a round.
 """
 
 from __future__ import annotations
