@@ -120,19 +120,18 @@ class _Flow:
         self.tickets: list[Ticket] = []
         self._depth = depth
         self._left = iter(jobs)
-        self._count = len(jobs)
+        self._unended = len(jobs)
         self._lock = threading.Lock()
-        self._ended = threading.Semaphore(0)
+        self._all_ended = threading.Event()
 
     def begin(self) -> None:
         for _ in range(self._depth):
             self._next()
 
     def wait(self) -> None:
-        """Until all have ended. Raises the first error."""
-        for _ in range(self._count):
-            if not self._ended.acquire(timeout=_TIMEOUT_S):
-                raise TimeoutError(f"no transfer has ended for {_TIMEOUT_S:g} s")
+        """Until all have ended. Raises the first error. Woken once, as whoever waits for the other arms is."""
+        if not self._all_ended.wait(_TIMEOUT_S):
+            raise TimeoutError(f"{self._unended} transfers have not ended within {_TIMEOUT_S:g} s")
         for ticket in self.tickets:
             _await(ticket)
 
@@ -146,7 +145,10 @@ class _Flow:
         try:
             self._next()
         finally:
-            self._ended.release()
+            with self._lock:
+                self._unended -= 1
+                if not self._unended:
+                    self._all_ended.set()
 
 
 class BareArm(_InPlace):
