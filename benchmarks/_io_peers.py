@@ -51,7 +51,7 @@ class DeepSpeedArm:
             tensor.zero_()
 
     def both(self, sources: Memory, targets: Memory) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("not among its modes")
 
     def close(self) -> None:
         for index, tensor in enumerate(self._tensors):
@@ -98,7 +98,7 @@ class KvikioArm:
         """It keeps nothing."""
 
     def both(self, sources: Memory, targets: Memory) -> None:
-        raise NotImplementedError
+        raise NotImplementedError("not among its modes")
 
     def close(self) -> None:
         self._file.close()

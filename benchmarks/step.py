@@ -97,6 +97,7 @@ def run_step(
     settings: Mapping[str, Any] | None = None,
 ) -> Result:
     """Measure every model; at least `rounds` pairs each, spread over `starts` sets of processes."""
+    starts = min(starts, rounds)
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     allocators: dict[str, str] = {}
@@ -105,7 +106,7 @@ def run_step(
             specs, memory_only = cuda_arms(model, settings or {}), ()
         else:
             specs, memory_only = cpu_arms(model, threads, settings or {}, floor=floor)
-        arms = measure(specs, rounds=rounds, title=f"step {model.name}", starts=min(starts, rounds))
+        arms = measure(specs, rounds=rounds, title=f"step {model.name}", starts=starts)
         if memory_only:
             arms |= measure(memory_only, rounds=0, title=f"memory {model.name}", warm_up=min(rounds, MEMORY_ROUNDS))
         bars = cuda_bars(arms) if device == "cuda" else cpu_bars(model.name, arms)

@@ -32,6 +32,7 @@ DEVICE_BLOCK = 1 << 24
 # Groups below are scaled as if this was their largest magnitude: 1 / TINY is finite, and so is its product with any
 # code. What they hold is off by at most TINY / top.
 TINY = 2.0**-100
+TINY_BITS = int(torch.tensor(TINY, dtype=torch.float32).view(torch.int32))  # kernels compare magnitudes as integers
 
 
 class Levels(NamedTuple):

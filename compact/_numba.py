@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._grouped import TINY, Scheme
+from ._grouped import TINY_BITS, Scheme
 from ._hadamard import weights
 from ._noise import PERIOD, UNIT, Noise
 
-_TINY_BITS = int(np.float32(TINY).view(np.int32))
 _UNIT = np.float32(UNIT)
 _NOTHING = np.zeros(0, np.float32)  # stands for arrays that are not used
 
@@ -114,7 +113,7 @@ def _encoder(scheme: Scheme, noisy: bool, halves: bool) -> Any:
                 for i in range(group):
                     x[i] *= weight[i]
                 _butterflies(x, y)
-            magnitude = np.int32(_TINY_BITS)
+            magnitude = np.int32(TINY_BITS)
             for i in range(group):
                 magnitude = max(magnitude, pattern[i] & np.int32(0x7FFFFFFF))
             largest = np.int32(magnitude).view(np.float32)

@@ -193,9 +193,10 @@ class Quantized:
 def _fused(library: str) -> ModuleType | None:
     """The kernels written for triton or numba, or None where that is not installed or does not work with the rest."""
     try:
-        return importlib.import_module(f"._{library}", __package__)
+        importlib.import_module(library)
     except ImportError:
         return None
+    return importlib.import_module(f"._{library}", __package__)  # outside: what is wrong with ours is not passed over
 
 
 def _kernels(values: Tensor, scheme: Scheme) -> ModuleType:

@@ -18,13 +18,12 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor
 
-from ._grouped import TINY, Scheme
+from ._grouped import TINY_BITS, Scheme
 from ._hadamard import weights
 from ._noise import PERIOD, UNIT, Noise
 
 # Numbers a program holds: 16 a thread of 128.
 _TILE = 2048
-_TINY_BITS = int(torch.tensor(TINY, dtype=torch.float32).view(torch.int32))
 # Added and taken away again, this rounds a number below 2**22 to the nearest integer, halves to even.
 _ROUND = 1.5 * 2.0**23
 
@@ -61,7 +60,7 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
             ROTATED=scheme.rotated,
             PERIOD=PERIOD,
             UNIT=UNIT,
-            TINY_BITS=_TINY_BITS,
+            TINY_BITS=TINY_BITS,
             ROUND=_ROUND,
             enable_fp_fusion=False,
         )

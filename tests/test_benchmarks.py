@@ -67,14 +67,14 @@ def test_step_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
 
 
 def test_step_pools_the_rounds_of_several_sets_of_processes() -> None:
-    found = measure(
-        [Spec(name="plain", role="train", options=TINY, threads=1)], rounds=3, title="step", warm_up=1, starts=2
-    )
-    arm = found["plain"]
-    assert len(arm.wall_s) == len(arm.cpu_s) == 2 * 2  # at least 3, as many from each set
-    assert sorted(arm.losses) == sorted(arm.gradients) == list(range(2 * 3))
-    assert arm.gradients[0] != arm.gradients[3]  # another batch
-    assert same_gradients([arm, arm])
+    specs = [Spec(name=name, role="train", options=TINY, threads=1) for name in ("plain", "again")]
+    found = measure(specs, rounds=3, title="step", warm_up=1, starts=2)
+    assert list(found) == ["plain", "again"]
+    for arm in found.values():
+        assert len(arm.wall_s) == len(arm.cpu_s) == 2 * 2  # at least 3, as many from each set
+        assert sorted(arm.losses) == sorted(arm.gradients) == list(range(2 * 3))
+        assert arm.gradients[0] != arm.gradients[3]  # another batch
+    assert same_gradients(list(found.values()))
     other = replace(arm, gradients={**arm.gradients, 3: arm.gradients[0]})
     assert not same_gradients([arm, other])
 

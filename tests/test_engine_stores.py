@@ -11,8 +11,6 @@ import pytest
 from engine_tools import STORES
 
 TESTS = Path(__file__).parent
-# One of them fills a disk of its own, one never comes to a store.
-_WITH_A_STORE = "not really_runs_full and not gathered_weights"
 # The rest compare operators and models, to which the store makes no difference.
 FILES = ("identity", "inplace", "lifecycle", "bounds", "faults")
 
@@ -21,7 +19,7 @@ FILES = ("identity", "inplace", "lifecycle", "bounds", "faults")
 @pytest.mark.parametrize("kind", [kind for kind in STORES if kind != "posix"])  # posix is what they run over anyway
 def test_the_engine_over(kind: str, tmp_path: Path) -> None:
     files = [str(TESTS / f"test_engine_{name}.py") for name in FILES]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", _WITH_A_STORE, *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not really_runs_full", *files]
     environment = {**os.environ, "ENGINE_TEST_STORE": kind}
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_CURRENT_TEST"):
         environment.pop(name, None)
