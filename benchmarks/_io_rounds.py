@@ -65,7 +65,7 @@ def measure(
         if fio is not None:
             stack.callback(fio.clear)
             fio.lay_out()
-        rig = _Rig(sources, targets)
+        rig = _Rig(sources, targets, targets.in_turn(2 * threads))
         turns: dict[str, Callable[[Series], None]] = {}
         for name, arm in (arms | peers).items():
             turns[name] = _turn_of(rig, name, arm)
@@ -85,8 +85,8 @@ def measure(
 class _Rig:
     """The buffers, and the numbers that make each round's bytes its own."""
 
-    def __init__(self, sources: Memory, targets: Memory) -> None:
-        self.sources, self.targets = sources, targets
+    def __init__(self, sources: Memory, targets: Memory, few: Memory) -> None:
+        self.sources, self.targets, self.few = sources, targets, few
         self._next = 1
 
     def renew(self) -> int:
@@ -95,18 +95,18 @@ class _Rig:
         self._next = self.sources.number(first)
         return first
 
-    def read(self, name: str, arm: Arm, call: Callable[[], None]) -> tuple[float, float]:
-        """Time a call that fills the targets, and verify them against the sources as they are."""
+    def read(self, name: str, arm: Arm, targets: Memory) -> tuple[float, float]:
+        """Time a read, and verify what it brought against the sources as they are."""
         self.targets.wipe()
         arm.wipe()
-        spent = _timed(call)
-        arm.unload(self.targets)
-        verify(self.targets, self.sources.words, name)
+        spent = _timed(lambda: arm.read(targets))
+        arm.unload(targets)
+        verify(targets, self.sources.words, name)
         return spent
 
 
 def _turn_of(rig: _Rig, name: str, arm: Arm) -> Callable[[Series], None]:
-    sources, targets = rig.sources, rig.targets
+    sources, few = rig.sources, rig.few
 
     def turn(series: Series) -> None:
         first = rig.renew()
@@ -117,19 +117,19 @@ def _turn_of(rig: _Rig, name: str, arm: Arm) -> Callable[[Series], None]:
         if isinstance(arm, StoreArm):
             series.submit_cpu_s.append(arm.submit_cpu_s)
             series.submit_wall_s.append(arm.submit_wall_s)
-        arm.read(targets)
-        wall_s, cpu_s = rig.read(name, arm, lambda: arm.read(targets))
-        series.take("read", targets.nbytes, targets.nbytes / wall_s, cpu_s)
+        rig.read(name, arm, rig.targets)
+        wall_s, cpu_s = rig.read(name, arm, few)
+        series.take("read", few.nbytes, few.nbytes / wall_s, cpu_s)
         if "both" not in arm.modes:
             return
         later = rig.renew()  # what is written now is not what is read
-        arm.read(targets)
-        targets.wipe()
-        wall_s, cpu_s = _timed(lambda: arm.both(sources, targets))
+        arm.read(few)
+        rig.targets.wipe()
+        wall_s, cpu_s = _timed(lambda: arm.both(sources, few))
         sources.number(first)
-        verify(targets, sources.words, name)
+        verify(few, sources.words, name)
         sources.number(later)
-        rig.read(name, arm, lambda: arm.read(targets))
+        rig.read(name, arm, rig.targets)
         series.take("both", 2 * sources.nbytes, 2 * sources.nbytes / wall_s, cpu_s)
 
     return turn

@@ -155,7 +155,8 @@ def _speed_table(
         f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, both: of both directions together. Store: "
         "PosixStore. Bare: os.pwrite and os.preadv on threads, the same memory. Two paths: a StripedStore of two. fio: "
         "psync, direct, as many jobs as workers, for 0.4 s after 0.1 s that do not count; of the others, one pass over "
-        "all buffers does not count before each that does. Every byte that the others read was verified."
+        "all buffers does not count before each that does. Reads that count go into a few buffers in turn, as fio's do "
+        "(DeepSpeed's into its own); what those hold in the end was verified, and, not counted, all that was written."
     )
     note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
     return Grid("Bandwidth", ("what", *columns), rows, note)

@@ -37,7 +37,8 @@ class Extents:
         """Offset of a free range of at least `length` bytes (rounded up), or None when `capacity` has no room."""
         if length <= 0:
             raise ValueError(f"length must be positive, got {length}")
-        length = align_up(length, self.alignment)
+        if length % self.alignment:
+            length = align_up(length, self.alignment)
         for index, free in enumerate(self._lengths):
             if free >= length:
                 offset = self._offsets[index]
@@ -53,7 +54,8 @@ class Extents:
                 return None
             self.end += length
         self.used_bytes += length
-        self.high_water = max(self.high_water, offset + length)
+        if offset + length > self.high_water:
+            self.high_water = offset + length
         return offset
 
     def free_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -89,7 +91,8 @@ class Extents:
         """Give a range back. Raises ValueError if it is not wholly in use: a double free would corrupt data."""
         if length <= 0:
             raise ValueError(f"length must be positive, got {length}")
-        length = align_up(length, self.alignment)
+        if length % self.alignment:
+            length = align_up(length, self.alignment)
         index = bisect_left(self._offsets, offset)
         before = self._offsets[index - 1] + self._lengths[index - 1] if index else 0
         after = self._offsets[index] if index < len(self._offsets) else self.end

@@ -11,8 +11,6 @@ through two blocks of the worker's own, in the same system call:
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ._extents import align_up
 
 # The unit of cutting and of checksums.
@@ -26,11 +24,8 @@ Part = tuple[int, int]  # begin and end within an extent
 Edge = tuple[int, int, int]  # address in the bounce blocks, address in the buffer, nbytes
 
 
-class Vector(NamedTuple):
-    """What one part of a transfer hands to the system, and what is to be copied besides."""
-
-    pieces: list[Piece]
-    edges: list[Edge]
+# What one part of a transfer hands to the system, and what is to be copied besides.
+Vector = tuple[list[Piece], list[Edge]]
 
 
 def chunks(length: int, block: int) -> int:
@@ -87,7 +82,7 @@ def vector(address: int, skew: int, nbytes: int, block: int, part: Part, bounce:
     if end > body_end:
         pieces.append((bounce + block, block))
         edges.append((bounce + block, address + body_end - skew, skew + nbytes - body_end))
-    return Vector(pieces, edges)
+    return pieces, edges
 
 
 def first(pieces: list[Piece], most_bytes: int) -> list[Piece]:

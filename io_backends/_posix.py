@@ -122,9 +122,11 @@ class PosixStore(FileStore[ScratchFile]):
             ticket.location = Location(0, 0, 0, skew)
             return
         length = align_up(skew + nbytes, EXTENT_ALIGNMENT)
-        offset = self._space.take(length)
+        space = self._space
+        offset = space.take(length)
         location = ticket.location = Location(offset, length, nbytes, skew)
-        self._space.reserve(file.fd, offset + length)
+        if offset + length > space.laid_out_bytes:
+            space.reserve(file.fd, offset + length)
         ticket.moved_bytes, sums = self._in_parts(self._write_part, file, buffer, location)
         if sums:
             ticket.location = location._replace(sums=tuple(sums[index] for index in range(len(sums))))
@@ -142,9 +144,8 @@ class PosixStore(FileStore[ScratchFile]):
         assert buffer is not None
         if location.nbytes:
             ticket.moved_bytes, sums = self._in_parts(self._read_part, file, buffer, location)
-            for index, found in sums.items():
-                if found != location.sums[index]:
-                    raise self._corrupted(location, file.alignment, index, found)
+            if sums:
+                self._compare(file, location, sums)
 
     def _read_part(self, file: ScratchFile, buffer: Buffer, location: Location, sums: Sums, part: Part) -> None:
         call, block, skew, limit = self._syscalls.preadv, file.alignment, location.skew, self._read_limit
@@ -173,7 +174,7 @@ class PosixStore(FileStore[ScratchFile]):
     def _vector(self, file: ScratchFile, buffer: Buffer, location: Location, part: Part) -> Vector:
         block = file.alignment
         if not location.skew and not location.nbytes % block:
-            return Vector([(buffer.address + part[0], part[1] - part[0])], [])
+            return [(buffer.address + part[0], part[1] - part[0])], []
         return _layout.vector(buffer.address, location.skew, location.nbytes, block, part, self._memory.of(2 * block))
 
     def _in_parts(
@@ -206,8 +207,7 @@ class PosixStore(FileStore[ScratchFile]):
         offset, left = location.offset + part[0], part[1] - part[0]
         most = _CALL_BYTES if limit is None else limit.piece_bytes
         while left:
-            batch = pieces if left <= most else _layout.first(pieces, most)
-            asked = min(left, most)
+            batch, asked = (pieces, left) if left <= most else (_layout.first(pieces, most), most)
             if limit is not None:
                 limit.pace(asked)
             try:
@@ -226,13 +226,15 @@ class PosixStore(FileStore[ScratchFile]):
             if left:
                 pieces = _layout.rest(pieces, moved)
 
-    def _corrupted(self, location: Location, block: int, index: int, found: int) -> Corrupted:
-        first, last = _layout.chunk_payload(index, location.skew, location.nbytes, block)
-        return Corrupted(
-            f"bytes {first} to {last} of {location.nbytes}, read at offset {location.offset} of a file in "
-            f"{str(self.directory)!r}, have checksum {found:016x}; they were written with "
-            f"{location.sums[index]:016x}: do not use them, and check memory and disk"
-        )
+    def _compare(self, file: ScratchFile, location: Location, sums: Sums) -> None:
+        for index, found in sums.items():
+            if found != location.sums[index]:
+                first, last = _layout.chunk_payload(index, location.skew, location.nbytes, file.alignment)
+                raise Corrupted(
+                    f"bytes {first} to {last} of {location.nbytes}, read at offset {location.offset} of a file in "
+                    f"{str(self.directory)!r}, have checksum {found:016x}; they were written with "
+                    f"{location.sums[index]:016x}: do not use them, and check memory and disk"
+                )
 
     # -- the file ------------------------------------------------------------------------------------------------
 

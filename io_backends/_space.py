@@ -41,17 +41,21 @@ class Space:
         whole = None if capacity_bytes is None else capacity_bytes // EXTENT_ALIGNMENT * EXTENT_ALIGNMENT
         self._extents = Extents(EXTENT_ALIGNMENT, whole)
         self._discarded: deque[Ticket] = deque()
-        self._laid_out_bytes = 0  # up to here the file has had its blocks; punched holes apart
+        self.laid_out_bytes = 0  # up to here the file has had its blocks; punched holes apart
         self._punching: list[tuple[int, int]] = []
         self._can_punch = True
 
     def take(self, length: int) -> int:
         """The offset of `length` bytes that are nobody else's. Raises StoreFull."""
-        offset = self._allocate(length)
+        with self._lock:
+            if self._discarded:
+                self._reclaim()
+            offset = self._extents.allocate(length)
         if offset is None and self._punching:  # of a file at its capacity, all that is free may be about to be punched
             with self._layout:
                 self._end_punching()
-            offset = self._allocate(length)
+            with self._lock:
+                offset = self._extents.allocate(length)
         if offset is None:
             raise StoreFull(
                 f"{length} bytes do not fit into a scratch file in {self._directory!r} that may have "
@@ -72,10 +76,10 @@ class Space:
 
     def reserve(self, fd: int, end: int) -> None:
         """Lay out the file up to `end`. Raises StoreFull, StoreBroken."""
-        if end <= self._laid_out_bytes:
+        if end <= self.laid_out_bytes:
             return
         with self._layout:
-            start = self._laid_out_bytes
+            start = self.laid_out_bytes
             if end <= start:
                 return
             target = align_up(end, GROWTH_BYTES)
@@ -93,7 +97,7 @@ class Space:
                         raise StoreBroken(f"cannot lay out a file in {self._directory!r}: {error}") from error
                     if stop == end:
                         raise StoreFull(f"no space left in {self._directory!r}: {error}") from error
-            self._laid_out_bytes = stop
+            self.laid_out_bytes = stop
 
     def begin_trim(self, allocated_bytes: int) -> bool:
         """Once a step: whether free blocks lie beyond what the step before reached; `punch` then gives them back.
@@ -105,10 +109,10 @@ class Space:
             extents = self._extents
             keep = align_up(extents.high_water, GROWTH_BYTES)
             extents.high_water = 0
-            if not self._can_punch or self._punching or self._laid_out_bytes <= keep:
+            if not self._can_punch or self._punching or self.laid_out_bytes <= keep:
                 return False
-            ranges = extents.free_ranges(keep, self._laid_out_bytes)
-            held = self._laid_out_bytes - sum(length for _, length in ranges)
+            ranges = extents.free_ranges(keep, self.laid_out_bytes)
+            held = self.laid_out_bytes - sum(length for _, length in ranges)
             if allocated_bytes - held < GROWTH_BYTES:  # too little, or given back before
                 return False
             for offset, length in ranges:
@@ -130,19 +134,14 @@ class Space:
         """In a forked child: locks may be held by threads that do not exist here."""
         self._lock, self._layout = threading.Lock(), threading.Lock()
 
-    def _allocate(self, length: int) -> int | None:
-        with self._lock:
-            self._reclaim()
-            return self._extents.allocate(length)
-
     def _end_punching(self) -> None:
         """With the layout's lock: the ranges to be punched, whether they have been or not, are free again."""
         with self._lock:
             ranges, self._punching = self._punching, []
             for offset, length in ranges:
                 self._extents.free(offset, length)
-            if ranges and sum(ranges[-1]) == self._laid_out_bytes:
-                self._laid_out_bytes = ranges[-1][0]
+            if ranges and sum(ranges[-1]) == self.laid_out_bytes:
+                self.laid_out_bytes = ranges[-1][0]
 
     def _reclaim(self) -> None:
         """With the lock: free what discarded writes had that have ended."""

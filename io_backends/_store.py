@@ -156,29 +156,24 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Take the transfer back; True if it had not started (its buffer is released then), else False."""
-        if self.state is not TicketState.QUEUED or not self._claim(TicketState.CANCELLED):
+        mine: list[None] = []
+        if self.state is not TicketState.QUEUED or self.__dict__.setdefault("_claimed", mine) is not mine:
             return False
         self.buffer = self._work = self._on_done = self._before = None
-        self._end(TicketState.CANCELLED)
+        self.state = TicketState.CANCELLED
+        if self._event is not None:
+            self._event.set()
         return True
 
     def start(self) -> bool:
         """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        if not self._claim(TicketState.RUNNING):
+        mine: list[None] = []
+        if (
+            self.__dict__.setdefault("_claimed", mine) is not mine
+        ):  # as in `cancel`: one of several callers gets its own
             return False
         self.state = TicketState.RUNNING
         return True
-
-    def _claim(self, state: TicketState) -> bool:
-        """Leave QUEUED for `state`; False if somebody has done so already. One of several callers gets True."""
-        mine = [state]
-        return self.__dict__.setdefault("_claimed", mine) is mine
-
-    def _end(self, state: TicketState) -> None:
-        self.state = state
-        event = self._event
-        if event is not None:
-            event.set()
 
     def run(self, clock: Callable[[], float]) -> None:
         """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
@@ -204,7 +199,9 @@ class Ticket:
             except BaseException as error:
                 self.error = self.error or _broken(error)
         self.buffer = None
-        self._end(TicketState.DONE if self.error is None else TicketState.FAILED)
+        self.state = TicketState.DONE if self.error is None else TicketState.FAILED
+        if self._event is not None:
+            self._event.set()
 
     def abort(self, error: StoreError) -> None:
         """For stores: whoever had the ticket is gone, wherever it was; end it with `error` if it has not ended."""
@@ -213,7 +210,8 @@ class Ticket:
             self.finish()
 
 
-_ENDED = frozenset({TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED})
+# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
+_ENDED = (TicketState.DONE, TicketState.FAILED, TicketState.CANCELLED)
 
 
 def _broken(cause: BaseException) -> StoreBroken:

@@ -35,24 +35,23 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 Pieces = Sequence[tuple[int, int]]  # (address, nbytes), in file order
 
 
-def _vectored(one: Callable[..., int], many: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
-    if len(pieces) == 1:  # most transfers; a vector costs several microseconds
-        moved = one(fd, *pieces[0], offset)
-    else:
-        vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
-        moved = many(fd, vector, len(pieces), offset)
-    if moved < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    return moved
+def _vectored(one: Callable[..., int], many: Callable[..., int]) -> Callable[[int, Pieces, int], int]:
+    def move(fd: int, pieces: Pieces, offset: int) -> int:
+        if len(pieces) == 1:  # most transfers; a vector costs several microseconds
+            moved = one(fd, *pieces[0], offset)
+        else:
+            vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
+            moved = many(fd, vector, len(pieces), offset)
+        if moved < 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        return moved
+
+    return move
 
 
-def _pwritev(fd: int, pieces: Pieces, offset: int) -> int:
-    return _vectored(_libc.pwrite, _libc.pwritev, fd, pieces, offset)
-
-
-def _preadv(fd: int, pieces: Pieces, offset: int) -> int:
-    return _vectored(_libc.pread, _libc.preadv, fd, pieces, offset)
+_pwritev = _vectored(_libc.pwrite, _libc.pwritev)
+_preadv = _vectored(_libc.pread, _libc.preadv)
 
 
 def _fallocate(fd: int, offset: int, length: int, mode: int = 0) -> None:

@@ -124,6 +124,26 @@ def test_an_arm_brings_back_what_it_wrote(arm: Arm) -> None:
         verify(targets, sources.words, "arm")
 
 
+def test_reads_into_few_buffers_leave_the_last_to_be_verified(arm: Arm) -> None:
+    with memories(16) as (sources, targets):
+        sources.number(1)
+        arm.write(sources)
+        targets.wipe()
+        few = targets.in_turn(3)
+        assert few.nbytes == sources.nbytes
+        arm.read(few)
+        verify(few, sources.words, "arm")
+        for index, words in enumerate(targets.words[:6]):
+            numbers = {int(source[0]) for source in (sources.words[13:] if index >= 3 else sources.words[index:13:3])}
+            assert int(words[0]) in numbers
+        assert not any(words[0] for words in targets.words[6:])  # nothing went elsewhere
+        few.words[14][700] ^= np.uint64(1)
+        with pytest.raises(WrongBytes, match=r"arm: buffer 14 of 16 differs from byte 5600 on"):
+            verify(few, sources.words, "arm")
+        arm.both(sources, few)
+        verify(few, sources.words, "arm")
+
+
 def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
     """Submitted together, all reads would go ahead of the writes."""
     under_way, seen, lock, real = {"read": 0, "write": 0}, set[tuple[int, int]](), threading.Lock(), Syscalls()
@@ -164,17 +184,18 @@ def test_an_arm_gives_the_space_of_earlier_rounds_back(scratch: Path) -> None:
         arm.close()
 
 
-@pytest.mark.parametrize("spoil", ["stale", "one bit"])
+@pytest.mark.parametrize("spoil", ["stale", "one bit", "one bit of a read that counts"])
 def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with memories() as (sources, targets):
-        read = arm.read
+        read, few = arm.read, targets.in_turn(2)
 
         def spoiled(memory: Memory) -> None:
-            if spoil == "one bit":
+            if spoil != "stale":
                 read(memory)
+            if spoil == "one bit" or (spoil != "stale" and memory is few):
                 memory.words[2][700] ^= np.uint64(1)
 
-        turn = _turn_of(_Rig(sources, targets), "spoiled", arm)
+        turn = _turn_of(_Rig(sources, targets, few), "spoiled", arm)
         turn(Series())
         monkeypatch.setattr(arm, "read", spoiled)
         with pytest.raises(WrongBytes, match=r"spoiled: buffer [02] of 4 differs from byte"):
