@@ -116,11 +116,13 @@ class BufferPool:
         if not 0 <= skew < self.alignment:
             raise ValueError(f"a skew lies within the alignment of {self.alignment} bytes, got {skew}")
         length = align_up(max(1, skew + nbytes), self.alignment)
-        self._let_go()
+        if self._retained:
+            self._let_go()
         with self._lock:
             if self._closed:
                 raise StoreClosed("the pool is closed; make a new one")
-            self._reclaim()
+            if self._ended:
+                self._reclaim()
             segment, offset = self._place(length)
             segment.used_since_trim = True
             start = offset + skew

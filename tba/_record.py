@@ -268,4 +268,5 @@ class Record:
         alias.data = _empty(alias.dtype, alias.device)
 
     def __del__(self) -> None:
-        self.remains.append(Remains(self.number, self.write, self.resident_bytes, self.held_bytes))
+        remains = (self.number, self.write, self.resident_bytes, self.held_bytes)
+        self.remains.append(tuple.__new__(Remains, remains))  # as in `View.of`

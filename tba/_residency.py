@@ -53,7 +53,8 @@ class Residency:
         if walk is None or not self.records:
             return
         burst_bytes = _policy.burst_bytes(budget_bytes)
-        if self._members and self._counters.resident_bytes + burst_bytes > budget_bytes and not self._used_up:
+        full = self._members and self._counters.resident_bytes + burst_bytes > budget_bytes
+        if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
             return
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:

@@ -174,9 +174,10 @@ class Saver:
                 return record, View.of(tensor)
         if tensor.is_quantized:
             return self._keep(tensor, nbytes, "quantized")
-        record = self._new_record(tensor, root, *_policy.range_to_store(begin, end, storage_bytes))
-        others = [reference for reference in mark or () if reference() is not None]
-        setattr(storage, MARK, [*others, record.ref])
+        if nbytes < storage_bytes:
+            begin, end = _policy.range_to_store(begin, end, storage_bytes)
+        record = self._new_record(tensor, root, begin, end)
+        setattr(storage, MARK, [*(other for other in mark or () if other() is not None), record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is Decision.SHRINK
         if compressor is not None:
@@ -218,7 +219,8 @@ class Saver:
 
     def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
         record = Record(self._numbers, tensor, root, begin, end, self._remains)
-        record.stream = _streams.producer_stream(tensor)
+        if tensor.is_cuda:
+            record.stream = _streams.producer_stream(tensor) if tensor.is_cuda else None
         self.residency.records[self._numbers] = record.ref
         self._numbers += 1
         self.counters.live_records += 1
@@ -363,8 +365,7 @@ class Saver:
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew: they may have been replaced."""
-        model = self._model()
-        if model is not None:
+        if (model := self._model()) is not None:
             mark_weights(model)
 
     def stats(self) -> OffloadStats:

@@ -66,7 +66,8 @@ class Staging:
         self.count -= 1
         self.bytes -= nbytes
         self._landings += 1
-        self._condition.notify_all()
+        if self.waiters:
+            self._condition.notify_all()
 
     def _wait(self, satisfied: Callable[[], bool]) -> bool:
         if satisfied():

@@ -74,7 +74,7 @@ class Mover:
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._sending = False
-        self.largest_bytes = 0  # of what was sent
+        self._learn_size(0)
         self._warned = False
         self._reads_ended = 0
 
@@ -117,7 +117,8 @@ class Mover:
         record.write = ticket
         record.state = RecordState.WRITING
         self._in_flight[ticket] = record.ref
-        self.largest_bytes = max(self.largest_bytes, nbytes)
+        if nbytes > self._largest_bytes:
+            self._learn_size(nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
         return None
@@ -224,15 +225,9 @@ class Mover:
 
     # -- back ----------------------------------------------------------------------------------------------------
 
-    @property
-    def window_bytes(self) -> int:
-        """What may be held back from writing and read ahead, by what was sent so far."""
-        return _policy.window_bytes(self.limits, self.largest_bytes)
-
     def read_ahead_bytes(self, held_bytes: int) -> int:
         """What may be read back and ahead now, while so much is held: that is wanted before what was written."""
-        window_bytes = self.window_bytes
-        return min(window_bytes - held_bytes, _policy.read_ahead_bytes(window_bytes, self.largest_bytes))
+        return min(self.window_bytes - held_bytes, self._read_ahead_bytes)
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""
@@ -325,6 +320,12 @@ class Mover:
         trim = getattr(self.store, "trim", None)  # not every store has it
         if trim is not None and not self.closed:
             trim()
+
+    def _learn_size(self, largest_bytes: int) -> None:
+        """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
+        self._largest_bytes = largest_bytes
+        self.window_bytes = _policy.window_bytes(self.limits, largest_bytes)
+        self._read_ahead_bytes = _policy.read_ahead_bytes(self.window_bytes, largest_bytes)
 
     def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
         """What to write, and what to wait for before."""

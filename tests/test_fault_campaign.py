@@ -28,7 +28,7 @@ from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 
 ROOT = Path(__file__).resolve().parent.parent
-CASES = 300
+CASES = 250
 
 
 def case_of(kind: str, **changes: Any) -> Case:
