@@ -65,10 +65,11 @@ def measure(
         if fio is not None:
             stack.callback(fio.clear)
             fio.lay_out()
-        rig = _Rig(sources, targets, targets.in_turn(2 * threads))
+        rig = _Rig(sources, targets)
         turns: dict[str, Callable[[Series], None]] = {}
         for name, arm in (arms | peers).items():
-            turns[name] = _turn_of(rig, name, arm)
+            at_once = 2 * threads if name == TWO_PATHS else threads
+            turns[name] = _turn_of(rig, name, arm, targets.in_turn(at_once))
         if fio is not None:
             turns[FIO] = _turn_of_fio(fio, size)
         found = {name: Series() for name in turns}
@@ -85,8 +86,8 @@ def measure(
 class _Rig:
     """The buffers, and the numbers that make each round's bytes its own."""
 
-    def __init__(self, sources: Memory, targets: Memory, few: Memory) -> None:
-        self.sources, self.targets, self.few = sources, targets, few
+    def __init__(self, sources: Memory, targets: Memory) -> None:
+        self.sources, self.targets = sources, targets
         self._next = 1
 
     def renew(self) -> int:
@@ -105,8 +106,9 @@ class _Rig:
         return spent
 
 
-def _turn_of(rig: _Rig, name: str, arm: Arm) -> Callable[[Series], None]:
-    sources, few = rig.sources, rig.few
+def _turn_of(rig: _Rig, name: str, arm: Arm, few: Memory) -> Callable[[Series], None]:
+    """`few`: the targets of reads that count."""
+    sources = rig.sources
 
     def turn(series: Series) -> None:
         first = rig.renew()

@@ -195,7 +195,7 @@ def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest
             if spoil == "one bit" or (spoil != "stale" and memory is few):
                 memory.words[2][700] ^= np.uint64(1)
 
-        turn = _turn_of(_Rig(sources, targets, few), "spoiled", arm)
+        turn = _turn_of(_Rig(sources, targets), "spoiled", arm, few)
         turn(Series())
         monkeypatch.setattr(arm, "read", spoiled)
         with pytest.raises(WrongBytes, match=r"spoiled: buffer [02] of 4 differs from byte"):
