@@ -69,7 +69,8 @@ def measure(
         turns: dict[str, Callable[[Series], None]] = {}
         for name, arm in (arms | peers).items():
             at_once = 2 * threads if name == TWO_PATHS else threads
-            turns[name] = _turn_of(rig, name, arm, targets.in_turn(at_once))
+            few, others = (targets, None) if name in peers else (targets.in_turn(at_once), rig.others(at_once))
+            turns[name] = _turn_of(rig, name, arm, few, others)
         if fio is not None:
             turns[FIO] = _turn_of_fio(fio, size)
         found = {name: Series() for name in turns}
@@ -96,37 +97,48 @@ class _Rig:
         self._next = self.sources.number(first)
         return first
 
-    def read(self, name: str, arm: Arm, targets: Memory) -> tuple[float, float]:
-        """Time a read, and verify what it brought against the sources as they are."""
+    def others(self, count: int) -> Memory | None:
+        """Targets in turn that `targets.in_turn(count)` does not use; None if there are too few for that."""
+        return self.targets.in_turn(count, 2 * count) if len(self.targets.views) >= 4 * count else None
+
+    def read(self, name: str, arm: Arm, targets: Memory, others: Memory | None = None) -> tuple[float, float]:
+        """Time a read, and verify what it brought against the sources as they are.
+
+        Right ahead of it, not counted, all is read into `others`: after a pause the disk, and threads that have slept,
+        take some time to be fast again. fio has a ramp for that.
+        """
         self.targets.wipe()
         arm.wipe()
+        if others is not None:
+            arm.read(others)
         spent = _timed(lambda: arm.read(targets))
         arm.unload(targets)
         verify(targets, self.sources.words, name)
         return spent
 
 
-def _turn_of(rig: _Rig, name: str, arm: Arm, few: Memory) -> Callable[[Series], None]:
-    """`few`: the targets of reads that count."""
+def _turn_of(rig: _Rig, name: str, arm: Arm, few: Memory, others: Memory | None) -> Callable[[Series], None]:
+    """`few`: the targets of reads that count; `others`: of those right ahead of them."""
     sources = rig.sources
 
     def turn(series: Series) -> None:
         first = rig.renew()
         arm.load(sources)
-        arm.write(sources)  # not counted, here and below: fio has a ramp too, and a disk at rest takes time to wake
+        arm.write(sources)  # not counted, see `_Rig.read`
         wall_s, cpu_s = _timed(lambda: arm.write(sources))
         series.take("write", sources.nbytes, sources.nbytes / wall_s, cpu_s)
         if isinstance(arm, StoreArm):
             series.submit_cpu_s.append(arm.submit_cpu_s)
             series.submit_wall_s.append(arm.submit_wall_s)
         rig.read(name, arm, rig.targets)
-        wall_s, cpu_s = rig.read(name, arm, few)
+        wall_s, cpu_s = rig.read(name, arm, few, others)
         series.take("read", few.nbytes, few.nbytes / wall_s, cpu_s)
         if "both" not in arm.modes:
             return
         later = rig.renew()  # what is written now is not what is read
-        arm.read(few)
         rig.targets.wipe()
+        if others is not None:
+            arm.read(others)
         wall_s, cpu_s = _timed(lambda: arm.both(sources, few))
         sources.number(first)
         verify(few, sources.words, name)

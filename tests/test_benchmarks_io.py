@@ -142,6 +142,9 @@ def test_reads_into_few_buffers_leave_the_last_to_be_verified(arm: Arm) -> None:
             verify(few, sources.words, "arm")
         arm.both(sources, few)
         verify(few, sources.words, "arm")
+        targets.wipe()
+        arm.read(targets.in_turn(3, 6))
+        assert [bool(words[0]) for words in targets.words] == [6 <= index < 12 for index in range(16)]
 
 
 def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
@@ -195,7 +198,7 @@ def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest
             if spoil == "one bit" or (spoil != "stale" and memory is few):
                 memory.words[2][700] ^= np.uint64(1)
 
-        turn = _turn_of(_Rig(sources, targets), "spoiled", arm, few)
+        turn = _turn_of(_Rig(sources, targets), "spoiled", arm, few, None)
         turn(Series())
         monkeypatch.setattr(arm, "read", spoiled)
         with pytest.raises(WrongBytes, match=r"spoiled: buffer [02] of 4 differs from byte"):
