@@ -55,6 +55,7 @@ class Space:
             with self._layout:
                 self._end_punching()
             with self._lock:
+                self._reclaim()
                 offset = self._extents.allocate(length)
         if offset is None:
             raise StoreFull(
