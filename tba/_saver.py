@@ -219,8 +219,7 @@ class Saver:
 
     def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
         record = Record(self._numbers, tensor, root, begin, end, self._remains)
-        if tensor.is_cuda:
-            record.stream = _streams.producer_stream(tensor)
+        record.stream = _streams.producer_stream(tensor)
         self.residency.records[self._numbers] = record.ref
         self._numbers += 1
         self.counters.live_records += 1
