@@ -167,10 +167,8 @@ class Ticket:
 
     def start(self) -> bool:
         """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        mine: list[None] = []
-        if (
-            self.__dict__.setdefault("_claimed", mine) is not mine
-        ):  # as in `cancel`: one of several callers gets its own
+        mine: list[None] = []  # of several callers, here and in `cancel`, one gets its own list back
+        if self.__dict__.setdefault("_claimed", mine) is not mine:
             return False
         self.state = TicketState.RUNNING
         return True
