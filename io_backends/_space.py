@@ -108,7 +108,7 @@ class Space:
         with self._lock:
             self._reclaim()
             extents = self._extents
-            keep = align_up(extents.high_water, GROWTH_BYTES)
+            keep = max(GROWTH_BYTES, align_up(extents.high_water, GROWTH_BYTES))
             extents.high_water = 0
             if not self._can_punch or self._punching or self.laid_out_bytes <= keep:
                 return False

@@ -81,7 +81,7 @@ class Offloader:
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
-        if not self._saver.steps.open:
+        if not self.entered:
             self._saver.mark_weights()
         self._per_thread.entries.append(_hooks.push(self._saver.pack, self._saver.unpack))
         if self._saved_by is not None:
@@ -92,7 +92,7 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
-        if kind is None and not self._saver.dead and not self._saver.counters.saved_bytes:
+        if kind is None and not (self.entered or self._saver.dead or self._saver.steps.told):
             self._saver.steps.tell_if_idle(self.stats())
 
     def leave(self) -> None:
@@ -105,13 +105,18 @@ class Offloader:
         if not saver.dead:
             with saver.locked(), quiet():
                 saver.finished.pass_on(None)
-                if not self.entered and saver.steps.open:
+                if not self.entered and saver.steps.over:
                     saver.end_step()
 
     def stats(self) -> OffloadStats:
         """A snapshot of what was moved since the start."""
-        with self._saver.locked():
-            return self._saver.stats()
+        saver = self._saver
+        with saver.locked(), quiet():
+            if saver.steps.over and not self.entered:
+                saver.settle()
+                if not saver.counters.live_records:
+                    saver.end_step()
+            return saver.stats()
 
     def flush(self) -> None:
         """Wait until all that this thread's graphs saved, and whatever else is queued, is written and its memory given

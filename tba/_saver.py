@@ -353,6 +353,9 @@ class Saver:
 
     def end_step(self) -> None:
         """A training step is over."""
+        if not self.steps.open:  # backward went on after its step's context had been left
+            self.steps.backward_seen = False
+            return
         self.settle()
         self.residency.end_walks()
         if self.compressor is not None and self.derivations is not None:

@@ -1,7 +1,8 @@
 """Steps: where one training step ends and the next begins, and what each has moved.
 
-A step begins with the first pack made outside backward after a backward has run, and ends where the next begins or
-the context is left.
+A step begins with the first pack made outside backward after a backward has run, and ends where the next begins, or
+where the context is left or the numbers are asked for once its backward has run. Around the forward alone, then, the
+context is left in the middle of a step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ class Steps:
         self._tier = tier
         self._counters = counters
         self._at_start = counters.snapshot()
-        self._told = tier in ("keep", "auto")  # tiers that may rightly move nothing
+        self.told = tier in ("keep", "auto")  # tiers that may rightly move nothing
+
+    @property
+    def over(self) -> bool:
+        """Whether the open step's backward has run, or begun."""
+        return self.open and self.backward_seen
 
     def end(self, file_bytes: int) -> None:
         """The open step has ended."""
@@ -37,9 +43,9 @@ class Steps:
 
     def tell_if_idle(self, step: OffloadStats) -> None:
         """Once: a tier that was asked for and moved nothing says why."""
-        if self._told or (not step.saved_bytes and _inside_checkpoint()):
+        if self.told or (not step.saved_bytes and _inside_checkpoint()):
             return
-        self._told = True
+        self.told = True
         if step.offloaded_bytes or step.errors:
             return
         if not step.saved_bytes:

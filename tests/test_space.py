@@ -93,6 +93,15 @@ def test_steps_of_about_one_size_punch_nothing(store: PosixStore, punching: Punc
     assert punching.seen == []
 
 
+def test_a_step_that_stores_nothing_leaves_the_file_its_first_blocks(store: PosixStore, punching: Punching) -> None:
+    step(store, 1)
+    for _ in range(3):
+        store.trim()  # its writes may be late, or all have gone to another of several stores
+    settle(store)
+    assert punching.seen == []
+    assert store.allocated_bytes() >= GROWTH_BYTES
+
+
 def test_what_is_still_stored_survives_wherever_it_lies(store: PosixStore, punching: Punching) -> None:
     tickets = [store.write(buffer_of(BLOCK)) for _ in range(20)]
     for ticket in tickets:

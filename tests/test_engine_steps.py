@@ -1,0 +1,127 @@
+"""Where a step begins and ends, however much of it the context is around, and that it ends once."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from engine_tools import activation, chain, engine
+from torch import Tensor, nn
+
+from io_backends import PosixStore, Syscalls
+from tba import OffloadConfig, Offloader, OffloadStats, OffloadWarning, attach
+
+BATCH, WIDTH, LAYERS = 2048, 64, 4
+STEPS = 5
+
+
+def small_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)])
+
+
+def train(
+    model: nn.Module,
+    around: Callable[[str], AbstractContextManager[object]],
+    flush: Callable[[], None],
+    seen: Callable[[], None] = lambda: None,
+) -> None:
+    """`around` what is called "training", "step" and "forward"; the saved tensors go through the store."""
+    with around("training"):
+        for step in range(STEPS):
+            with around("step"):
+                with around("forward"):
+                    loss = model(torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)))
+                flush()
+                loss.square().mean().backward()
+            seen()
+
+
+def assert_whole(step: OffloadStats | None) -> None:
+    """A whole step: its forward and its backward."""
+    assert step is not None
+    assert step.offloaded_bytes >= LAYERS * BATCH * WIDTH * 4
+    assert step.read_bytes + step.forwarded_bytes >= step.offloaded_bytes
+
+
+@pytest.mark.parametrize("around", ["training", "step", "forward"])
+def test_a_step_is_counted_once_and_whole(around: str, scratch: Path) -> None:
+    with engine(scratch, model=(model := small_model())) as offload:
+        train(model, lambda what: offload if what == around else nullcontext(), offload.flush)
+        stats = offload.stats()
+    assert stats.steps == STEPS
+    assert_whole(stats.last_step)
+    assert stats.last_step is not None
+    assert stats.last_step.saved_bytes == stats.saved_bytes // STEPS
+
+
+def test_with_attach_too(scratch: Path) -> None:
+    model = small_model()
+    tied = attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
+    try:
+        train(model, lambda _: nullcontext(), tied.flush)
+        assert tied.stats().steps == STEPS
+        assert_whole(tied.stats().last_step)
+    finally:
+        tied.close()
+
+
+def test_the_numbers_may_be_asked_for_after_each_step_and_in_its_middle(scratch: Path) -> None:
+    steps = list[OffloadStats | None]()
+    with engine(scratch, model=(model := small_model())) as offload:
+        forward = lambda what: offload if what == "forward" else nullcontext()  # noqa: E731
+
+        def middle() -> None:
+            offload.flush()
+            assert offload.stats().live_records > 0  # no backward has run: the step goes on
+
+        train(model, forward, middle, lambda: steps.append(offload.stats().last_step))
+        assert offload.stats().steps == STEPS
+    for step in steps:
+        assert_whole(step)
+
+
+def test_a_second_backward_outside_ends_no_step_of_its_own(scratch: Path) -> None:
+    with engine(scratch, model=(model := small_model())) as offload:
+        x = torch.randn(BATCH, WIDTH)
+        losses = list[Tensor]()
+        for _ in range(2):
+            with offload:
+                first, second = (model(x).square().mean() for _ in range(2))
+                first.backward()
+            losses.append(second)
+            second.backward()  # the step has ended with its context
+        assert offload.stats().steps == 2
+
+
+def test_around_the_forward_alone_steps_of_one_size_give_no_blocks_back(scratch: Path) -> None:
+    """Ended twice a step, the second time with nothing written since, the file would be laid out anew each time."""
+    punched = list[tuple[int, int]]()
+    store = PosixStore(scratch, syscalls=Syscalls(punch=lambda _, offset, length: punched.append((offset, length))))
+    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=store)
+    try:
+        for _ in range(3):
+            leaf, x = activation(5 << 20)  # 20 MiB
+            with offload:
+                y = chain(x, 4)
+            offload.flush()
+            y.sum().backward()
+            del leaf, x, y
+            assert offload.stats().file_bytes > 64 << 20  # a file's first blocks are never given back
+        assert not punched
+    finally:
+        offload.close()
+
+
+def test_a_tier_that_moved_nothing_says_so_where_its_context_is_left(scratch: Path) -> None:
+    model = small_model()
+    with engine(scratch, model=model, min_tensor_bytes=1 << 30) as offload:
+        with pytest.warns(OffloadWarning, match="moved nothing"), offload:  # noqa: PT031  # leaving is what warns
+            model(torch.randn(BATCH, WIDTH))
+            with warnings.catch_warnings(action="error"), offload:  # leaves nothing: the outer one is still there
+                loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+        loss.backward()
