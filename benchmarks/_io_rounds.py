@@ -18,7 +18,7 @@ from ._io_peers import make_peers
 from ._processes import ArmError
 
 MODES: tuple[Mode, ...] = ("write", "read", "both")
-STORE, FIO, BARE, TWO_PATHS = "store", "fio", "bare", "two paths"
+STORE, FIO, BARE, TWO_PATHS, MORE_WORKERS = "store", "fio", "bare", "two paths", "as many workers"
 GIB = 1 << 30
 WARM_UP_ROUNDS = 1  # files are laid out, memory is touched
 
@@ -58,6 +58,8 @@ def measure(
         stack.callback(arms[BARE].close)
         arms[TWO_PATHS] = StoreArm(StripedStore([_open(directory, threads) for _ in range(2)]), 2 * threads)
         stack.callback(arms[TWO_PATHS].close)
+        arms[MORE_WORKERS] = StoreArm(_open(directory, 2 * threads), 2 * threads)
+        stack.callback(arms[MORE_WORKERS].close)
         peers, missing = make_peers(directory, sources, threads)
         for arm in peers.values():
             stack.callback(arm.close)
@@ -68,7 +70,7 @@ def measure(
         rig = _Rig(sources, targets)
         turns: dict[str, Callable[[Series], None]] = {}
         for name, arm in (arms | peers).items():
-            at_once = 2 * threads if name == TWO_PATHS else threads
+            at_once = 2 * threads if name in (TWO_PATHS, MORE_WORKERS) else threads
             few, others = (targets, None) if name in peers else (targets.in_turn(at_once), rig.others(at_once))
             turns[name] = _turn_of(rig, name, arm, few, others)
         if fio is not None:

@@ -21,7 +21,7 @@ from benchmarks._fio import Fio, FioError, arguments, parse
 from benchmarks._io_arms import Arm, BareArm, StoreArm
 from benchmarks._io_memory import Memory, WrongBytes, verify
 from benchmarks._io_peers import make_peers
-from benchmarks._io_rounds import BARE, FIO, STORE, TWO_PATHS, Series, _Rig, _turn_of, measure
+from benchmarks._io_rounds import BARE, FIO, MORE_WORKERS, STORE, TWO_PATHS, Series, _Rig, _turn_of, measure
 from benchmarks._processes import ArmError
 from benchmarks.io import Floor, make_bars, run_io, spread
 from io_backends import PosixStore, Syscalls
@@ -58,7 +58,7 @@ def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["sizes"]) == [str(1 << 20), str(4 << 20)]
-    arms = {STORE, BARE, TWO_PATHS} | ({FIO} - set(found["missing"]))
+    arms = {STORE, BARE, TWO_PATHS, MORE_WORKERS} | ({FIO} - set(found["missing"]))
     for series in found["sizes"].values():
         assert arms <= set(series)
         for name in arms:
@@ -68,7 +68,7 @@ def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
         assert min(series[STORE]["submit_cpu_s"]) > 0
     assert set(found["missing"]) | set(found["sizes"][str(1 << 20)]) >= {FIO, "deepspeed", "kvikio"}
     assert all(reason for reason in found["missing"].values())
-    assert len(found["bars"]) == 2 * 3 + 2 * 3 + 2 * 2 + 2
+    assert len(found["bars"]) == 2 * 3 + 2 * 2 * 3 + 2 * 2 + 2
     assert list(scratch.iterdir()) == []
 
 
@@ -305,11 +305,13 @@ def test_bars_compare_within_a_round() -> None:
             STORE: series([2.0, 6.0], 0.045),
             FIO: series([1.0, 3.0], 0.0),
             TWO_PATHS: series([1.0, 3.0], 0.0),
+            MORE_WORKERS: series([2.0, 6.0], 0.0),
         }
     }
     bars = {bar.what: bar for bar in make_bars(found)}
     assert bars["read, 4 MiB: store / fio"].measured == 2.0
-    assert bars["read, 4 MiB: two paths on this disk / one"].met is False
+    assert bars["read, 4 MiB: two paths on this disk / one with as many workers"].met is False
+    assert bars["read, 4 MiB: two paths on this disk / one with half of them"].met is None
     assert bars["CPU seconds per GiB, write, 4 MiB"].met is False
     assert bars["CPU seconds per GiB, read, 4 MiB"].met is True
     assert bars["submitting a transfer, 4 MiB, CPU"].measured == pytest.approx(10.0)
