@@ -92,8 +92,9 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
-        if kind is None and not (self.entered or self._saver.dead or self._saver.steps.told):
-            self._saver.steps.tell_if_idle(self.stats())
+        steps = self._saver.steps
+        if kind is None and not (steps.told or self.entered or self._saver.dead):
+            steps.tell_if_idle(self.stats(), forward_seen=steps.open)
 
     def leave(self) -> None:
         """`__exit__` without its first-step check: a forward that `attach` follows may well be an evaluation."""

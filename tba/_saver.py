@@ -45,13 +45,7 @@ from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
-from ._torch import (
-    current_graph_task_id,
-    dispatch_mode_count,
-    function_mode_count,
-    graph_is_kept,
-    sequence_nr,
-)
+from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
 from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.

@@ -39,11 +39,11 @@ class Steps:
         self._counters.steps += 1
         now = self._counters.snapshot(file_bytes=file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
-        self.tell_if_idle(self.last)
+        self.tell_if_idle(self.last, forward_seen=True)
 
-    def tell_if_idle(self, step: OffloadStats) -> None:
-        """Once: a tier that was asked for and moved nothing says why."""
-        if self.told or (not step.saved_bytes and _inside_checkpoint()):
+    def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
+        """Once: a tier that was asked for and moved nothing says why. What backward packs is nothing to judge by."""
+        if self.told or (not forward_seen if step.saved_bytes else _inside_checkpoint()):
             return
         self.told = True
         if step.offloaded_bytes or step.errors:
