@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from io_backends import Store, Ticket
 
@@ -22,8 +22,28 @@ from ._io_memory import Memory
 _TIMEOUT_S = 120.0
 
 
+class Span(NamedTuple):
+    """One transfer, by `time.perf_counter()`."""
+
+    started_s: float
+    ended_s: float
+    nbytes: int
+
+
+def together(begun_s: float, flows: Sequence[Sequence[Span]]) -> float:
+    """Bytes per second of all flows from `begun_s` until the first of them ended: what is left of the others then has
+    the disk for itself. Of a transfer under way at that moment, the share that its time has."""
+    until_s = min(max(span.ended_s for span in flow) for flow in flows)
+    spans = [span for flow in flows for span in flow if span.started_s < until_s]
+    moved = sum(
+        nbytes * min(1.0, (until_s - started_s) / (ended_s - started_s)) for started_s, ended_s, nbytes in spans
+    )
+    return moved / (until_s - begun_s)
+
+
 class Arm(Protocol):
-    """What is measured: `write`, `read` and, where it is among `modes`, `both`. The others run outside of the clock."""
+    """What is measured: `write`, `read` and, where it is among `modes`, `both`, which answers with the bytes per second
+    while both were under way. The others run outside of the clock."""
 
     @property
     def modes(self) -> Sequence[Mode]: ...
@@ -38,7 +58,7 @@ class Arm(Protocol):
 
     def read(self, targets: Memory) -> None: ...
 
-    def both(self, sources: Memory, targets: Memory) -> None: ...
+    def both(self, sources: Memory, targets: Memory) -> float: ...
 
     def close(self) -> None: ...
 
@@ -79,19 +99,22 @@ class StoreArm(_InPlace):
         pairs = zip(self._written, targets.buffers, strict=True)
         self._submit([partial(self._store.read, ticket.location, buffer) for ticket, buffer in pairs])
 
-    def both(self, sources: Memory, targets: Memory) -> None:
+    def both(self, sources: Memory, targets: Memory) -> float:
         """Half of the workers' number of each under way, always: queued together, all reads would go first."""
         store, written = self._store, self._written
         pairs = zip(written, targets.buffers, strict=True)
         reads = [partial(store.read, ticket.location, buffer) for ticket, buffer in pairs]
         share = max(1, self._threads // 2)
         flows = [_Flow(reads, share), _Flow([partial(store.write, buffer) for buffer in sources.buffers], share)]
+        begun_s = time.perf_counter()
         for flow in flows:
             flow.begin()
         for flow in flows:
             flow.wait()
         self._discard(written)
         self._written = flows[1].tickets
+        spans = [[Span(ticket.started_s, ticket.ended_s, ticket.nbytes) for ticket in flow.tickets] for flow in flows]
+        return together(begun_s, spans)
 
     def close(self) -> None:
         self._discard(self._written)
@@ -167,24 +190,30 @@ class BareArm(_InPlace):
     def read(self, targets: Memory) -> None:
         self._run([(_pread, targets, self._half, self._threads)])
 
-    def both(self, sources: Memory, targets: Memory) -> None:
+    def both(self, sources: Memory, targets: Memory) -> float:
         share = max(1, self._threads // 2)
         other = sources.nbytes if not self._half else 0
-        self._run([(_pread, targets, self._half, share), (os.pwrite, sources, other, share)])
+        begun_s = time.perf_counter()
+        spans = self._run([(_pread, targets, self._half, share), (os.pwrite, sources, other, share)])
         self._half = other
+        return together(begun_s, spans)
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def _run(self, works: Sequence[tuple[Callable[[int, memoryview, int], int], Memory, int, int]]) -> None:
+    def _run(self, works: Sequence[tuple[Callable[[int, memoryview, int], int], Memory, int, int]]) -> list[list[Span]]:
         failed: list[BaseException] = []
 
-        def move(call: Callable[[int, memoryview, int], int], memory: Memory, start: int, jobs: list[int]) -> None:
+        def move(
+            call: Callable[[int, memoryview, int], int], memory: Memory, start: int, jobs: list[int], spans: list[Span]
+        ) -> None:
             try:
                 while jobs:
                     index = jobs.pop()
                     view = memory.views[index]
+                    started_s = time.perf_counter()
                     moved = call(self._fd, view, start + index * view.nbytes)
+                    spans.append(Span(started_s, time.perf_counter(), moved))
                     if moved != view.nbytes:
                         raise OSError(f"{moved} of {view.nbytes} bytes moved")
             except IndexError:  # another thread took the last
@@ -192,16 +221,19 @@ class BareArm(_InPlace):
             except BaseException as error:
                 failed.append(error)
 
-        threads = []
+        threads, seen = list[threading.Thread](), list[list[Span]]()
         for call, memory, start, count in works:
             jobs = list(reversed(range(len(memory.views))))
-            threads += [threading.Thread(target=move, args=(call, memory, start, jobs)) for _ in range(count)]
+            seen.append([])
+            arguments = (call, memory, start, jobs, seen[-1])
+            threads += [threading.Thread(target=move, args=arguments) for _ in range(count)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if failed:
             raise failed[0]
+        return seen
 
 
 def _pread(fd: int, view: memoryview, offset: int) -> int:

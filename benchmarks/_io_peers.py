@@ -50,7 +50,7 @@ class DeepSpeedArm:
         for tensor in self._tensors:
             tensor.zero_()
 
-    def both(self, sources: Memory, targets: Memory) -> None:
+    def both(self, sources: Memory, targets: Memory) -> float:
         raise NotImplementedError("not among its modes")
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class KvikioArm:
     def wipe(self) -> None:
         """It keeps nothing."""
 
-    def both(self, sources: Memory, targets: Memory) -> None:
+    def both(self, sources: Memory, targets: Memory) -> float:
         raise NotImplementedError("not among its modes")
 
     def close(self) -> None:

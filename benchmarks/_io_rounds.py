@@ -68,20 +68,25 @@ def measure(
             stack.callback(fio.clear)
             fio.lay_out()
         rig = _Rig(sources, targets)
-        turns: dict[str, Callable[[Series], None]] = {}
+        turns: dict[str, _ArmTurns | _FioTurns] = {}
         for name, arm in (arms | peers).items():
             at_once = 2 * threads if name in (TWO_PATHS, MORE_WORKERS) else threads
-            few, others = (targets, None) if name in peers else (targets.in_turn(at_once), rig.others(at_once))
-            turns[name] = _turn_of(rig, name, arm, few, others)
+            turns[name] = _ArmTurns(rig, name, arm, at_once if name not in peers else 0)
         if fio is not None:
-            turns[FIO] = _turn_of_fio(fio, size)
+            turns[FIO] = _FioTurns(fio, size)
         found = {name: Series() for name in turns}
         # By lot, not in a fixed order or every other round in reverse: what a disk's host does every few seconds would
         # meet the same arm each time.
         order = random.Random(size)
         for number in range(WARM_UP_ROUNDS + rounds):
-            for name in order.sample(list(turns), len(turns)):
-                turns[name](found[name] if number >= WARM_UP_ROUNDS else Series())
+            for mode in MODES:
+                # One mode of all arms, and only then what was written is verified: a disk's speed drifts by a fifth
+                # within seconds, and nearer turns are more alike.
+                rig.begin(mode)
+                for name in order.sample(list(turns), len(turns)):
+                    turns[name].take(mode, found[name] if number >= WARM_UP_ROUNDS else Series())
+                for one in turns.values():
+                    one.check(mode)
             tell(f"buffers of {size >> 20} MiB, round {number + 1} of {WARM_UP_ROUNDS + rounds}")
     return found, missing
 
@@ -91,73 +96,102 @@ class _Rig:
 
     def __init__(self, sources: Memory, targets: Memory) -> None:
         self.sources, self.targets = sources, targets
-        self._next = 1
+        self._before, self._now, self._next = 0, 0, 1  # numbers that the bytes of the sources begin with
 
-    def renew(self) -> int:
-        """Give the sources bytes they never had; the first of their numbers."""
-        first = self._next
-        self._next = self.sources.number(first)
-        return first
+    def begin(self, mode: Mode) -> None:
+        """Where `mode` writes, give the sources bytes they never had."""
+        if mode != "read":
+            self._before, self._now = self._now, self._next
+            self._next = self.sources.number(self._now)
 
-    def others(self, count: int) -> Memory | None:
-        """Targets in turn that `targets.in_turn(count)` does not use; None if there are too few for that."""
-        return self.targets.in_turn(count, 2 * count) if len(self.targets.views) >= 4 * count else None
-
-    def read(self, name: str, arm: Arm, targets: Memory, others: Memory | None = None) -> tuple[float, float]:
-        """Time a read, and verify what it brought against the sources as they are.
-
-        Right ahead of it, not counted, all is read into `others`: after a pause the disk, and threads that have slept,
-        take some time to be fast again. fio has a ramp for that.
-        """
+    def wipe(self, arm: Arm) -> None:
+        """What is not read from here on shows."""
         self.targets.wipe()
         arm.wipe()
-        if others is not None:
-            arm.read(others)
-        spent = _timed(lambda: arm.read(targets))
-        arm.unload(targets)
+
+    def verify(self, name: str, targets: Memory) -> None:
+        """What was read is what was written."""
         verify(targets, self.sources.words, name)
-        return spent
+
+    def verify_before(self, name: str, targets: Memory) -> None:
+        """What was read is what had been written before this mode began."""
+        self.sources.number(self._before)
+        verify(targets, self.sources.words, name)
+        self.sources.number(self._now)
 
 
-def _turn_of(rig: _Rig, name: str, arm: Arm, few: Memory, others: Memory | None) -> Callable[[Series], None]:
-    """`few`: the targets of reads that count; `others`: of those right ahead of them."""
-    sources = rig.sources
+class _ArmTurns:
+    """An arm's turns. `at_once`: so many transfers are under way at a time, and into as many targets in turn go the
+    reads that count; 0 for an arm that reads into memory of its own.
 
-    def turn(series: Series) -> None:
-        first = rig.renew()
+    Right ahead of what counts all is written once, or read into other targets: after a pause the disk, and threads that
+    have slept, take some time to be fast again. fio has a ramp for that.
+    """
+
+    def __init__(self, rig: _Rig, name: str, arm: Arm, at_once: int) -> None:
+        self._rig, self._name, self._arm = rig, name, arm
+        targets, count = rig.targets, len(rig.targets.views)
+        self._few, self._few_of_both = targets, targets
+        if at_once:
+            self._few, self._few_of_both = targets.in_turn(at_once), targets.in_turn(max(1, at_once // 2))
+        self._others = targets.in_turn(at_once, 2 * at_once) if at_once and count >= 4 * at_once else None
+
+    def take(self, mode: Mode, series: Series) -> None:
+        """Measure one mode, where the arm has it."""
+        if mode in self._arm.modes:
+            {"write": self._write, "read": self._read, "both": self._both}[mode](series)
+
+    def check(self, mode: Mode) -> None:
+        """Read all that was written in this mode, and verify it."""
+        if mode != "read" and mode in self._arm.modes:
+            self._rig.wipe(self._arm)
+            self._arm.read(self._rig.targets)
+            self._arm.unload(self._rig.targets)
+            self._rig.verify(self._name, self._rig.targets)
+
+    def _write(self, series: Series) -> None:
+        arm, sources = self._arm, self._rig.sources
         arm.load(sources)
-        arm.write(sources)  # not counted, see `_Rig.read`
+        arm.write(sources)
         wall_s, cpu_s = _timed(lambda: arm.write(sources))
         series.take("write", sources.nbytes, sources.nbytes / wall_s, cpu_s)
         if isinstance(arm, StoreArm):
             series.submit_cpu_s.append(arm.submit_cpu_s)
             series.submit_wall_s.append(arm.submit_wall_s)
-        rig.read(name, arm, rig.targets)
-        wall_s, cpu_s = rig.read(name, arm, few, others)
+
+    def _read(self, series: Series) -> None:
+        arm, few = self._arm, self._few
+        self._ramp()
+        wall_s, cpu_s = _timed(lambda: arm.read(few))
+        arm.unload(few)
+        self._rig.verify(self._name, few)
         series.take("read", few.nbytes, few.nbytes / wall_s, cpu_s)
-        if "both" not in arm.modes:
-            return
-        later = rig.renew()  # what is written now is not what is read
-        rig.targets.wipe()
-        if others is not None:
-            arm.read(others)
-        wall_s, cpu_s = _timed(lambda: arm.both(sources, few))
-        sources.number(first)
-        verify(few, sources.words, name)
-        sources.number(later)
-        rig.read(name, arm, rig.targets)
-        series.take("both", 2 * sources.nbytes, 2 * sources.nbytes / wall_s, cpu_s)
 
-    return turn
+    def _both(self, series: Series) -> None:
+        arm, few, sources = self._arm, self._few_of_both, self._rig.sources
+        self._ramp()
+        begun_cpu_s = time.process_time()
+        bytes_per_s = arm.both(sources, few)
+        cpu_s = time.process_time() - begun_cpu_s
+        self._rig.verify_before(self._name, few)
+        series.take("both", 2 * sources.nbytes, bytes_per_s, cpu_s)
+
+    def _ramp(self) -> None:
+        self._rig.wipe(self._arm)
+        if self._others is not None:
+            self._arm.read(self._others)
 
 
-def _turn_of_fio(fio: Fio, size: int) -> Callable[[Series], None]:
-    def turn(series: Series) -> None:
-        for mode in MODES:
-            run = fio.run(mode, size)
-            series.take(mode, run.nbytes, run.bytes_per_s, run.cpu_s)
+class _FioTurns:
+    def __init__(self, fio: Fio, size: int) -> None:
+        self._fio, self._size = fio, size
 
-    return turn
+    def take(self, mode: Mode, series: Series) -> None:
+        run = self._fio.run(mode, self._size)
+        series.take(mode, run.nbytes, run.bytes_per_s, run.cpu_s)
+
+    def check(self, mode: Mode) -> None:
+        """What fio moves is its own."""
 
 
 def _timed(call: Callable[[], None]) -> tuple[float, float]:

@@ -18,10 +18,10 @@ import pytest
 
 from benchmarks import io
 from benchmarks._fio import Fio, FioError, arguments, parse
-from benchmarks._io_arms import Arm, BareArm, StoreArm
+from benchmarks._io_arms import Arm, BareArm, Span, StoreArm, together
 from benchmarks._io_memory import Memory, WrongBytes, verify
 from benchmarks._io_peers import make_peers
-from benchmarks._io_rounds import BARE, FIO, MORE_WORKERS, STORE, TWO_PATHS, Series, _Rig, _turn_of, measure
+from benchmarks._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, _ArmTurns, _Rig, measure
 from benchmarks._processes import ArmError
 from benchmarks.io import Floor, make_bars, run_io, spread
 from io_backends import PosixStore, Syscalls
@@ -190,19 +190,27 @@ def test_an_arm_gives_the_space_of_earlier_rounds_back(scratch: Path) -> None:
 @pytest.mark.parametrize("spoil", ["stale", "one bit", "one bit of a read that counts"])
 def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with memories() as (sources, targets):
-        read, few = arm.read, targets.in_turn(2)
+        read = arm.read
 
         def spoiled(memory: Memory) -> None:
             if spoil != "stale":
                 read(memory)
-            if spoil == "one bit" or (spoil != "stale" and memory is few):
+            if spoil == "one bit" or (spoil != "stale" and memory.read_over):
                 memory.words[2][700] ^= np.uint64(1)
 
-        turn = _turn_of(_Rig(sources, targets), "spoiled", arm, few, None)
-        turn(Series())
+        rig = _Rig(sources, targets)
+        turns = _ArmTurns(rig, "spoiled", arm, 2)
+
+        def take_all() -> None:
+            for mode in MODES:
+                rig.begin(mode)
+                turns.take(mode, Series())
+                turns.check(mode)
+
+        take_all()
         monkeypatch.setattr(arm, "read", spoiled)
         with pytest.raises(WrongBytes, match=r"spoiled: buffer [02] of 4 differs from byte"):
-            turn(Series())
+            take_all()
 
 
 def test_a_transfer_that_fails_ends_the_arm(scratch: Path) -> None:
@@ -289,6 +297,13 @@ def test_floors() -> None:
     assert Floor(what="w", measured=0.85, limit=0.9, spread=0.01).row() == ("w", ">= 0.900x", "0.850x ± 0.010", "NO")
     assert spread([1.0]) == 0.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
+
+
+def test_both_counts_while_both_are_under_way() -> None:
+    reads = [Span(0.0, 1.0, 100), Span(1.0, 2.0, 100)]
+    writes = [Span(0.5, 1.5, 100), Span(1.5, 3.5, 400), Span(3.5, 4.0, 100)]
+    assert together(0.0, [reads, writes]) == pytest.approx((200 + 100 + 400 / 4) / 2)
+    assert together(0.0, [writes, reads]) == together(0.0, [reads, writes])
 
 
 def test_bars_compare_within_a_round() -> None:
