@@ -36,6 +36,14 @@ class Series:
         self.bytes_per_s.setdefault(mode, []).append(bytes_per_s)
         self.cpu_s_per_gib.setdefault(mode, []).append(cpu_s / nbytes * GIB)
 
+    def extend(self, other: Series) -> None:
+        """With the rounds of another session."""
+        for mode, values in other.bytes_per_s.items():
+            self.bytes_per_s.setdefault(mode, []).extend(values)
+            self.cpu_s_per_gib.setdefault(mode, []).extend(other.cpu_s_per_gib[mode])
+        self.submit_cpu_s.extend(other.submit_cpu_s)
+        self.submit_wall_s.extend(other.submit_wall_s)
+
 
 def measure(
     directory: Path, size: int, nbytes: int, *, threads: int, rounds: int, tell: Callable[[str], None]

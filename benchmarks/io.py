@@ -25,6 +25,7 @@ from ._train import scratch_directory
 MIB = 1 << 20
 SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
 TOTAL_BYTES = 512 * MIB  # of an arm's turn: some tenths of a second at the speed of an NVMe drive
+_SESSIONS = 3
 _SHARE_BAR, _STRIPES_BAR, _SUBMIT_BAR_US = 0.90, 1.0, 30.0
 _CPU_BARS: dict[Mode, float] = {"write": 0.04, "read": 0.05}
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -68,7 +69,12 @@ def run_io(
     found: dict[int, dict[str, Series]] = {}
     missing: dict[str, str] = {}
     for size in sizes:
-        found[size], missing = measure(directory, size, nbytes, threads=threads, rounds=rounds, tell=_tell)
+        found[size] = {}
+        # Each time with other memory and other files: where those lie makes a tenth, which more rounds do not even out.
+        for part in parts(rounds):
+            series, missing = measure(directory, size, nbytes, threads=threads, rounds=part, tell=_tell)
+            for name, one in series.items():
+                found[size].setdefault(name, Series()).extend(one)
     bars = make_bars(found)
     tables = [_speed_table(found, missing, nbytes, rounds), _cpu_table(found), _bar_table(bars)]
     data = {
@@ -83,6 +89,11 @@ def run_io(
     if FIO not in missing:
         environment["fio"] = Fio(directory, nbytes, threads).version
     return Result(theme="io", tables=tables, data=data, environment=environment)
+
+
+def parts(rounds: int) -> list[int]:
+    """Rounds in up to `_SESSIONS` parts."""
+    return [part for part in (rounds // _SESSIONS + (index < rounds % _SESSIONS) for index in range(_SESSIONS)) if part]
 
 
 def file_system(directory: Path) -> str:
@@ -156,13 +167,14 @@ def _speed_table(
             cells = [_speed(series[name], mode) if name in series else "" for name in columns]
             rows.append((f"{mode}, {size // MIB} MiB", *cells))
     note = (
-        f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB; both: of both directions together, while "
-        "both are under way. Store: PosixStore. Bare: os.pwrite and os.preadv on threads, the same memory. Two "
-        "paths: a StripedStore of two, each with workers of its own; as many workers: a PosixStore with as many as "
-        "those have together. fio: psync, direct, as many jobs as workers, for 0.4 s after 0.1 s that do not count; "
-        "of the others, one pass over all buffers does not count before each that does. Reads that count go into as "
-        "few buffers in turn as are under way at once, as fio's do (DeepSpeed's into its own); what those hold in "
-        "the end was verified, and, not counted, all that was written."
+        f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, a third of them each with memory and "
+        "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Bare: "
+        "os.pwrite and os.preadv on threads, the same memory. Two paths: a StripedStore of two, each with workers of "
+        "its own; as many workers: a PosixStore with as many as those have together. fio: psync, direct, as many "
+        "jobs as workers, for 0.8 s after 0.1 s that do not count; of the others, one pass over all buffers does not "
+        "count before each that does. Reads that count go into as few buffers in turn as are under way at once, as "
+        "fio's do (DeepSpeed's into its own); what those hold in the end was verified, and, not counted, all that "
+        "was written."
     )
     note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
     return Grid("Bandwidth", ("what", *columns), rows, note)

@@ -23,7 +23,7 @@ from benchmarks._io_memory import Memory, WrongBytes, verify
 from benchmarks._io_peers import make_peers
 from benchmarks._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, _ArmTurns, _Rig, measure
 from benchmarks._processes import ArmError
-from benchmarks.io import Floor, make_bars, run_io, spread
+from benchmarks.io import Floor, make_bars, parts, run_io, spread
 from io_backends import PosixStore, Syscalls
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -297,6 +297,17 @@ def test_floors() -> None:
     assert Floor(what="w", measured=0.85, limit=0.9, spread=0.01).row() == ("w", ">= 0.900x", "0.850x ± 0.010", "NO")
     assert spread([1.0]) == 0.0
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
+
+
+def test_rounds_are_spread_over_sessions() -> None:
+    assert [parts(rounds) for rounds in (2, 3, 7, 15)] == [[1, 1], [1, 1, 1], [3, 2, 2], [5, 5, 5]]
+    one, other = Series(), Series()
+    one.take("read", 1 << 30, 5.0, 0.1)
+    other.take("read", 1 << 30, 7.0, 0.3)
+    other.take("both", 1 << 30, 9.0, 0.3)
+    one.extend(other)
+    assert one.bytes_per_s == {"read": [5.0, 7.0], "both": [9.0]}
+    assert one.cpu_s_per_gib == {"read": [0.1, 0.3], "both": [0.3]}
 
 
 def test_both_counts_while_both_are_under_way() -> None:
