@@ -132,8 +132,8 @@ class _ArmTurns:
     """An arm's turns. `at_once`: so many transfers are under way at a time, and into as many targets in turn go the
     reads that count; 0 for an arm that reads into memory of its own.
 
-    Right ahead of what counts all is written once, or read into other targets: after a pause the disk, and threads that
-    have slept, take some time to be fast again. fio has a ramp for that.
+    Right ahead of what counts all is written once, or read: into other targets, where there are enough. After a pause
+    the disk, and threads that have slept, take some time to be fast again; fio has a ramp for that.
     """
 
     def __init__(self, rig: _Rig, name: str, arm: Arm, at_once: int) -> None:
@@ -185,6 +185,8 @@ class _ArmTurns:
         series.take("both", 2 * sources.nbytes, bytes_per_s, cpu_s)
 
     def _ramp(self) -> None:
+        if self._others is None:
+            self._arm.read(self._rig.targets)
         self._rig.wipe(self._arm)
         if self._others is not None:
             self._arm.read(self._others)

@@ -213,6 +213,24 @@ def test_wrong_bytes_end_the_benchmark(arm: Arm, spoil: str, monkeypatch: pytest
             take_all()
 
 
+@pytest.mark.parametrize(("count", "at_once"), [(4, 0), (4, 2), (8, 2)])
+def test_right_ahead_of_a_read_that_counts_is_one_that_does_not(
+    arm: Arm, count: int, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memories(count) as (sources, targets):
+        rig = _Rig(sources, targets)
+        turns = _ArmTurns(rig, "arm", arm, at_once)
+        rig.begin("write")
+        turns.take("write", Series())
+        read, seen = arm.read, list[Memory]()
+        monkeypatch.setattr(arm, "read", lambda memory: (seen.append(memory), read(memory)))
+        turns.take("read", Series())
+        assert len(seen) == 2
+        rig.begin("both")
+        turns.take("both", Series())
+        assert len(seen) == 3
+
+
 def test_a_transfer_that_fails_ends_the_arm(scratch: Path) -> None:
     with memories() as (_, targets):
         arm = BareArm(scratch, 2)

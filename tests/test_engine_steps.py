@@ -73,7 +73,9 @@ def test_with_attach_too(scratch: Path) -> None:
 def test_the_numbers_may_be_asked_for_after_each_step_and_in_its_middle(scratch: Path) -> None:
     steps = list[OffloadStats | None]()
     with engine(scratch, model=(model := small_model())) as offload:
-        forward = lambda what: offload if what == "forward" else nullcontext()  # noqa: E731
+
+        def forward(what: str) -> AbstractContextManager[object]:
+            return offload if what == "forward" else nullcontext()
 
         def middle() -> None:
             offload.flush()
