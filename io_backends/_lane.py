@@ -1,8 +1,9 @@
 """Lane: what is known of one of several stores, and which of them the next write goes to. Pure decisions.
 
-A write goes where it will probably end first: bytes under way and its own, over the measured speed. A fast disk thus
-gets more of them, and one that has become slow, or hangs, gets fewer the more it lags. A store that failed rests, each
-time twice as long, and is then tried again: a full disk may have room by then.
+A write goes where it will probably end first: bytes under way, read or written, and its own, over the measured speed.
+A fast disk thus gets more of them, one that is busy with reads fewer, and one that has become slow, or hangs, fewer the
+more it lags. A store that failed rests, each time twice as long, and is then tried again: a full disk may have room by
+then.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
+from weakref import ref
+
+from ._store import Ticket
 
 FIRST_REST_S = 5.0
 LONGEST_REST_S = 300.0
@@ -31,7 +35,9 @@ class Lane:
 
     def __init__(self) -> None:
         self.ended: deque[Ended] = deque()
-        self.in_flight_bytes = 0
+        self.in_flight_bytes = 0  # of writes
+        self.reading_bytes = 0
+        self._reads: deque[tuple[ref[Ticket], int]] = deque()
         self.rests_until_s = float("-inf")
         self._failures = 0
         self._since_s = 0.0  # the store is busy with writes since then, or since the last one ended
@@ -49,8 +55,24 @@ class Lane:
             self._since_s = now_s
         self.in_flight_bytes += nbytes
 
+    def begin_read(self, ticket: Ticket) -> None:
+        """A read is under way. It is not kept alive: one that nobody has any more has ended."""
+        self._forget_reads()
+        self._reads.append((ref(ticket), ticket.nbytes))
+        self.reading_bytes += ticket.nbytes
+
+    def _forget_reads(self) -> None:
+        """Those that have ended; they do so nearly in the order in which they began."""
+        reads = self._reads
+        while reads:
+            ticket = reads[0][0]()
+            if ticket is not None and not ticket.done():
+                break
+            self.reading_bytes -= reads.popleft()[1]
+
     def catch_up(self) -> None:
         """Take account of what has ended."""
+        self._forget_reads()
         while self.ended:
             end = self.ended.popleft()
             self.in_flight_bytes -= end.nbytes
@@ -81,4 +103,9 @@ def choose(lanes: Sequence[Lane], nbytes: int, now_s: float, tried: Collection[i
         return min(left, key=lambda index: lanes[index].rests_until_s)
     # One of unknown speed passes for the fastest: that is how it comes to be known.
     fastest = max((lane.bytes_per_s or 0.0 for lane in lanes), default=0.0) or 1.0
-    return min(awake, key=lambda index: (lanes[index].in_flight_bytes + nbytes) / (lanes[index].bytes_per_s or fastest))
+
+    def ends_s(index: int) -> float:
+        lane = lanes[index]
+        return (lane.in_flight_bytes + lane.reading_bytes + nbytes) / (lane.bytes_per_s or fastest)
+
+    return min(awake, key=ends_s)

@@ -80,6 +80,10 @@ class _Lanes:
                 self.all[index].begin(nbytes, now_s)
         return index
 
+    def begin_read(self, index: int, ticket: Ticket) -> None:
+        with self._lock:
+            self.all[index].begin_read(ticket)
+
     def held(self) -> AbstractContextManager[None]:
         """Around a fork: the stores hold their own workers."""
         return nullcontext()
@@ -147,7 +151,9 @@ class StripedStore:
         store = self.stores[location.store_index]
         if buffer.padded and store.alignment > self.alignment:  # opened late: the padding promised may be too small
             buffer = buffer._replace(padded=False)
-        return store.read(location.location, buffer, on_done=on_done, before=before)
+        ticket = store.read(location.location, buffer, on_done=on_done, before=before)
+        self._lanes.begin_read(location.store_index, ticket)
+        return ticket
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
