@@ -22,8 +22,10 @@ from ._processes import ArmError
 Mode = Literal["write", "read", "both"]
 
 _TIMEOUT_S = 300.0
-# Requests under way when the ramp ends count in full: half a block for each job, 1.5 % of a run at 64 MiB and 5 GB/s.
+# Requests under way when the ramp ends count in full: in runs of 0.8 s that made blocks of 64 MiB at 3 GB/s a tenth
+# faster than in runs of 3 s. The larger the blocks, the longer the runs, then.
 _RUN_MS, _RAMP_MS = 800, 100
+_BLOCK_BYTES_A_RUN = 16 << 20
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later, others ignore it
 
 
@@ -106,7 +108,8 @@ def arguments(mode: Mode, files: list[Path], nbytes: int, block_bytes: int, thre
     )
     line = ["--output-format=json", "--ioengine=psync", "--direct=1", "--thread", f"--bs={block_bytes}"]
     line += [f"--size={nbytes // share}", f"--offset_increment={nbytes // share}", f"--numjobs={share}"]
-    line += ["--time_based", f"--runtime={_RUN_MS}ms", f"--ramp_time={_RAMP_MS}ms"]
+    run_ms = _RUN_MS * max(1, block_bytes // _BLOCK_BYTES_A_RUN)
+    line += ["--time_based", f"--runtime={run_ms}ms", f"--ramp_time={_RAMP_MS}ms"]
     line += ["--iomem_align=2M", "--scramble_buffers=0", "--overwrite=1", "--fallocate=none", "--invalidate=0"]
     for name, file in jobs:
         line += [f"--name={name}", f"--rw={name}", f"--filename={file.name}"]

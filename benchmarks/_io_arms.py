@@ -100,12 +100,13 @@ class StoreArm(_InPlace):
         self._submit([partial(self._store.read, ticket.location, buffer) for ticket, buffer in pairs])
 
     def both(self, sources: Memory, targets: Memory) -> float:
-        """Half of the workers' number of each under way, always: queued together, all reads would go first."""
+        """Half of the workers' number of reads under way, always: queued together, all would go ahead of the writes. Of
+        those so many wait besides, as in training: the paths of a striped store then all have something to do."""
         store, written = self._store, self._written
         pairs = zip(written, targets.buffers, strict=True)
         reads = [partial(store.read, ticket.location, buffer) for ticket, buffer in pairs]
         share = max(1, self._threads // 2)
-        flows = [_Flow(reads, share), _Flow([partial(store.write, buffer) for buffer in sources.buffers], share)]
+        flows = [_Flow(reads, share), _Flow([partial(store.write, buffer) for buffer in sources.buffers], 2 * share)]
         begun_s = time.perf_counter()
         for flow in flows:
             flow.begin()

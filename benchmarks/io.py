@@ -171,10 +171,10 @@ def _speed_table(
         "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Bare: "
         "os.pwrite and os.preadv on threads, the same memory. Two paths: a StripedStore of two, each with workers of "
         "its own; as many workers: a PosixStore with as many as those have together. fio: psync, direct, as many "
-        "jobs as workers, for 0.8 s after 0.1 s that do not count; of the others, one pass over all buffers does not "
-        "count before each that does. Reads that count go into as few buffers in turn as are under way at once, as "
-        "fio's do (DeepSpeed's into its own); what those hold in the end was verified, and, not counted, all that "
-        "was written."
+        "jobs as workers, for 0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the "
+        "others, one pass over all buffers does not count before each that does. Reads that count go into as few "
+        "buffers in turn as are under way at once, as fio's do (DeepSpeed's into its own); what those hold in the end "
+        "was verified, and, not counted, all that was written."
     )
     note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
     return Grid("Bandwidth", ("what", *columns), rows, note)

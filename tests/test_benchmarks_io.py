@@ -287,6 +287,14 @@ def test_fio_is_asked_for_the_same_depth_in_every_mode() -> None:
     assert {"--numjobs=2", "--rw=read", "--filename=one", "--rw=write", "--filename=two", "--direct=1"} <= set(line)
 
 
+@pytest.mark.parametrize(("block_mib", "run_ms"), [(4, 800), (16, 800), (64, 3200)])
+def test_fio_runs_the_longer_the_larger_its_blocks(block_mib: int, run_ms: int) -> None:
+    """It counts those under way when the ramp ends in full."""
+    for mode in ("write", "read", "both"):
+        line = arguments(mode, [Path("/a/one"), Path("/a/two")], 1 << 30, block_mib << 20, 2)
+        assert f"--runtime={run_ms}ms" in line
+
+
 def test_the_real_fio(scratch: Path) -> None:
     try:
         fio = Fio(scratch, 8 << 20, 2)
