@@ -15,7 +15,7 @@ from functools import partial
 
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
 from ._probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, written_to
-from ._store import Store, Ticket, TicketState
+from ._store import DONE, FAILED, RUNNING, Store, Ticket
 
 _MIB = 1 << 20
 _MOST_WORKERS = 64  # a store with more could not be held up by so many transfers
@@ -35,7 +35,7 @@ def _round_trips(store: Store, keeps_memory: bool) -> None:
         source = Memory(nbytes, skew, seed=nbytes + skew)
         expected = source.content()
         ticket = written_to(store, source)
-        assert (ticket.state, ticket.nbytes) == (TicketState.DONE, nbytes), f"{case}: {ticket.state}, {ticket.nbytes}"
+        assert (ticket.state, ticket.nbytes) == (DONE, nbytes), f"{case}: {ticket.state}, {ticket.nbytes}"
         assert ticket.moved_bytes >= nbytes, f"{case}: moved_bytes of the write is {ticket.moved_bytes}"
         assert source.content() == expected, f"{case}: a write changed its source"
         if not keeps_memory:
@@ -117,7 +117,7 @@ def _cancelling(store: Store, keeps_memory: bool) -> None:
             ahead = [submit(gate)[0] for _ in range(_MOST_WORKERS)]
             ticket, watched = submit(partial(called.append, "before"), lambda _, to=called: to.append("on_done"))  # type: ignore[misc]
             assert gate.begun.acquire(timeout=WAIT_S), "a transfer never began"
-            begun = [other for other in ahead if other.state is TicketState.RUNNING]
+            begun = [other for other in ahead if other.state is RUNNING]
             assert begun, "a transfer whose `before` runs is not RUNNING"
             assert not begun[0].cancel(), "a running transfer was cancelled"
             assert ticket.cancel(), f"behind {_MOST_WORKERS} transfers that wait, one was not queued"
@@ -155,7 +155,7 @@ def _failing(store: Store, keeps_memory: bool) -> None:
                 got = error_of(ticket)
                 assert isinstance(got, kind), f"{error!r} reached a waiter as {got!r}, not as {kind.__name__}"
                 assert "told to fail" in str(got), f"{error!r} reached a waiter as {got!r}"
-            assert ticket.state is TicketState.FAILED, f"a failed transfer is {ticket.state}"
+            assert ticket.state is FAILED, f"a failed transfer is {ticket.state}"
             assert ticket.moved_bytes == 0, f"a transfer that never began moved {ticket.moved_bytes} bytes"
             assert memory.content() == Memory(5000, seed=1).content(), "a read that never began changed its memory"
             assert done == [ticket.error], f"on_done saw {done}, the waiters {ticket.error!r}"

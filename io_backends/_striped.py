@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from . import _fork
 from ._errors import StoreClosed, StoreError
 from ._lane import Ended, Lane, choose
-from ._store import Buffer, Store, Ticket, TicketState
+from ._store import QUEUED, Buffer, Store, Ticket
 
 
 class StripedLocation(NamedTuple):
@@ -52,7 +52,7 @@ class _Write(Ticket):
     def cancel(self) -> bool:
         inner, index = self.inner, self.index
         # In this order: an attempt after the first has begun too, but may be queued again.
-        if inner is None or self.state is not TicketState.QUEUED or not inner.cancel():
+        if inner is None or self.state is not QUEUED or not inner.cancel():
             return False
         self.placed = index, inner
         self.lane.ended.append(Ended(time.perf_counter(), self.nbytes, moved=False, failed=False))
@@ -224,7 +224,7 @@ class StripedStore:
 
     def _ended(self, ticket: _Write, index: int, tried: tuple[int, ...], inner: Ticket) -> None:
         """On a store's worker: an attempt is over."""
-        if ticket.state is TicketState.QUEUED:  # it ended before it began
+        if ticket.state is QUEUED:  # it ended before it began
             ticket.start()
         if inner.error is None:
             buffer = ticket.buffer

@@ -79,7 +79,7 @@ class Piece:
         for dim, stride in enumerate(alias.stride()):
             if not stride and alias.shape[dim] > 1:
                 alias = alias.narrow(dim, 0, 1)
-        begin, end = span(alias)
+        begin, end = span(alias, View.of(alias))
         if alias.nbytes > end - begin:  # overlapping windows (`unfold`): the memory under them
             alias = alias.as_strided(((end - begin) // alias.itemsize,), (1,))
         self.number = number
@@ -102,7 +102,7 @@ class Piece:
         """Whether every element of `tensor`, a view of the same storage and dtype, is an element of this piece."""
         if cells(tensor) == self.cells:
             return True
-        begin, end = span(tensor)
+        begin, end = span(tensor, View.of(tensor))
         return self.dense and self.span[0] <= begin and end <= self.span[1]
 
 

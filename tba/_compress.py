@@ -32,7 +32,7 @@ from compact import preset as named
 from . import _streams
 from ._config import OffloadConfig
 from ._intercept import CompactFunctional
-from ._record import Encoded, Record, RecordState
+from ._record import PENDING, Encoded, Record
 from ._saved_by import SavedBy, kind_of
 from ._stats import Counters
 
@@ -92,7 +92,7 @@ class Compressor:
         needed = self._preset[kind]
         if record.codec is None or strictness(needed) <= strictness(record.codec):
             return True
-        if record.encoded is not None or record.state is not RecordState.PENDING:
+        if record.encoded is not None or record.state is not PENDING:
             return False
         record.codec = needed
         return True

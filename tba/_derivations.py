@@ -26,7 +26,7 @@ from ._derive import recipe, remember
 from ._look import look
 from ._recipe import Recipe
 from ._recipes import same_bits
-from ._record import IN_MEMORY, Record, RecordState, View
+from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View
 
 # A recipe that is wrong is off by the tensor's own size. One that starts from 4 bits is off by about a tenth.
 _NEAR = 0.25
@@ -64,7 +64,7 @@ class Derivations:
         if record.stream is not None:
             _streams.goes_early(alias, record.stream)
         record.alias = None
-        record.state = RecordState.DERIVED
+        record.state = DERIVED
         return True
 
     def peek(self, record: Record, view: View) -> Tensor | None:
@@ -74,10 +74,10 @@ class Derivations:
         """
         if self._comparing != threading.get_ident():
             return None
-        if record.state is RecordState.DERIVED:
+        if record.state is DERIVED:
             assert record.recipe is not None
             return view.over(_own(record.recipe.compute()), 0)
-        if record.state not in IN_MEMORY and record.state is not RecordState.RESTORED:
+        if record.state not in IN_MEMORY and record.state is not RESTORED:
             return None
         decoded = record.decoded
         tensor = look(record, view)
@@ -150,10 +150,10 @@ def _is_lossy(packed: Packed) -> bool:
     record = packed[0]
     if not isinstance(record, Record):
         return False
-    if record.state is RecordState.DERIVED:
+    if record.state is DERIVED:
         return record.recipe is not None and any(map(_is_lossy, record.recipe.sources))
     codec = record.encoded.codec if record.encoded is not None else None
-    if record.state is RecordState.PENDING:  # its codec may be waiting for the device
+    if record.state is PENDING:  # its codec may be waiting for the device
         codec = record.codec
     return codec is not None and not codec.properties.exact
 

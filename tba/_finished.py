@@ -21,7 +21,7 @@ from ._compress import Compressor
 from ._derivations import Derivations
 from ._held import Held
 from ._policy import DERIVED
-from ._record import Record, RecordState
+from ._record import HELD, PENDING, Record
 from ._stats import Counters
 
 
@@ -53,7 +53,7 @@ class Finished:
         pending, compressor = self.pending.queue, self._compressor
         while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
             record = pending.popleft()[1]()
-            if record is None or record.state is not RecordState.PENDING:
+            if record is None or record.state is not PENDING:
                 continue
             if self._derivations is not None and self._derivations.replaces(record):
                 self._let_go(record)
@@ -64,13 +64,13 @@ class Finished:
         """Backward wants a pending record, so its operator has finished: it stays in memory."""
         if self._compressor is not None and not self._compressor.encode(record):
             self.settle(wait=True)
-        record.state = RecordState.HELD
+        record.state = HELD
 
     def settle(self, *, wait: bool) -> None:
         """Pass on what codecs had to look at, as far as its values have come from the device; all of it if `wait`."""
         assert self._compressor is not None
         for record in self._compressor.settle(wait=wait):
-            if record.state is RecordState.PENDING:
+            if record.state is PENDING:
                 self._go(record)
 
     def _let_go(self, record: Record) -> None:
@@ -81,6 +81,6 @@ class Finished:
 
     def _go(self, record: Record) -> None:
         if record.stays:
-            record.state = RecordState.HELD
+            record.state = HELD
         else:
             self._held.add(record)

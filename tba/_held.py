@@ -20,7 +20,7 @@ from torch import nn
 from . import _memory, _policy
 from ._config import OffloadConfig
 from ._pressure import LOOK_EVERY_BYTES
-from ._record import Record, RecordState
+from ._record import HELD, Record
 from ._stats import Counters
 from ._transfer import Mover
 
@@ -44,7 +44,7 @@ class Held:
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished; whatever is too much then goes out."""
-        record.state = RecordState.HELD
+        record.state = HELD
         record.held_bytes = record.nbytes
         self.nbytes += record.nbytes
         self._queue.append(record.ref)

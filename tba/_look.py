@@ -19,11 +19,12 @@ from torch.autograd.function import BackwardCFunction
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
-from ._record import IN_MEMORY, Encoded, Record, RecordState, View, apart
+from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record, View, apart
 from ._torch import current_graph_task_id, current_node, graph_is_kept, storage_use_count
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
 _ALONE = 2
+_operators: set[type] = set()  # kinds of node that are PyTorch's own: looked at once, not for every saved tensor
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
@@ -32,13 +33,24 @@ class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that 
     __slots__ = ()
 
 
-def look(record: Record, view: View) -> Tensor:
-    """One saved tensor of a record that is in memory or restored. Raises TransferError for an emptied storage."""
+def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
+    """One saved tensor of a record that is in memory or restored; `alone` if it may share no version counter.
+
+    Raises TransferError for an emptied storage.
+    """
     if record.encoded is not None:
         return view.over(_decoded(record, record.encoded), record.encoded.begin)
-    if record.state is RecordState.RESTORED:
+    if record.state is RESTORED:
         assert record.restored is not None
-        tensor = view.over(record.restored, record.begin)
+        if alone or record.saves == 1 or record.begin:
+            tensor = view.over(record.restored, record.begin)
+        elif record.whole is None:
+            tensor = view.over(record.restored, 0)
+            record.whole = view, tensor
+        else:
+            first, tensor = record.whole
+            if view != first:
+                tensor = view.on(tensor)
         if record.ready is not None:
             _streams.use(tensor, record.ready)
         return tensor
@@ -59,8 +71,13 @@ def goes_to_code(task: int) -> bool:
     """
     if task == -1:
         return True
-    node = current_node()
-    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"  # the latter written in C++
+    kind = type(current_node())
+    if kind in _operators:
+        return False
+    if issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction":  # the latter written in C++
+        return True
+    _operators.add(kind)
+    return False
 
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
@@ -70,8 +87,9 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         tensor = look(record, view)
         record.decoded = None
         return tensor, False
-    tensor = look(record, view)
-    restored = record.state is RecordState.RESTORED
+    record.whole = None  # whoever else looks at the memory is counted
+    tensor = look(record, view, alone=True)
+    restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
     only_once = record.saves == 1 and task != -1 and not graph_is_kept()
     may_go = record.asks >= record.saves if restored else only_once
@@ -98,9 +116,9 @@ def _owners(tensor: Tensor) -> int:
 
 def look_in_child(record: Record, view: View) -> Tensor:
     """The same in a forked child, which has the memory and nothing else. Raises ClosedError."""
-    if record.state is RecordState.DERIVED and record.recipe is not None:
+    if record.state is DERIVED and record.recipe is not None:
         return view.over(record.recipe.compute().clone().untyped_storage(), 0)
-    restored = record.state is RecordState.RESTORED and record.restored is not None
+    restored = record.state is RESTORED and record.restored is not None
     if restored or (record.state in IN_MEMORY and record.alias is not None):
         storage, begin = _storage(record), record.begin if restored else 0
         if record.encoded is not None:
@@ -127,7 +145,7 @@ def _decoded(record: Record, encoded: Encoded) -> UntypedStorage:
 
 
 def _storage(record: Record) -> UntypedStorage:
-    if record.state is RecordState.RESTORED:
+    if record.state is RESTORED:
         assert record.restored is not None
         return record.restored
     assert record.alias is not None

@@ -39,8 +39,13 @@ class RecordState(enum.Enum):
     POISONED = enum.auto()  # edited in place before the copy was finished: nobody may have it
 
 
+# By a name of its own: read off the class, a member costs as much as asking a tensor something.
+PENDING, HELD, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordState
 # A tuple: members are compared by identity there, while a set would call the enum's slow hash.
-IN_MEMORY = (RecordState.HELD, RecordState.WRITING, RecordState.PENDING)
+IN_MEMORY = (HELD, WRITING, PENDING)
+
+
+_COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 
 @cache
@@ -63,7 +68,7 @@ class View(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> View:
         dtype = tensor.dtype
-        conj = dtype.is_complex and tensor.is_conj()
+        conj = dtype in _COMPLEX and tensor.is_conj()  # a look-up costs less than asking the dtype
         # Not by View(...), which is a Python function: one is made for every saved tensor.
         return tuple.__new__(
             View, (dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), conj, tensor.is_neg())
@@ -89,22 +94,23 @@ class View(NamedTuple):
         return tensor
 
 
-def span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a non-empty strided tensor touches: [first, behind the last)."""
-    itemsize = tensor.itemsize
-    begin: int = tensor.storage_offset() * itemsize  # type: ignore[assignment]  # no symbols here
+def span(tensor: Tensor, view: View) -> tuple[int, int]:
+    """The bytes of its storage that a non-empty strided tensor, which looks so, touches: [first, behind the last)."""
+    itemsize = view.dtype.itemsize
+    begin = view.offset * itemsize
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
     return begin, begin + (last + 1) * itemsize
 
 
 def apart(tensor: Tensor) -> Tensor:
     """The same as a strided, non-empty tensor in memory of its own, offset and all: a copy of the bytes it spans."""
-    begin, end = span(tensor)
+    view = View.of(tensor)
+    begin, end = span(tensor, view)
     ours = torch.empty(end, dtype=torch.uint8, device=tensor.device)
     ours[begin:].copy_(raw_bytes(tensor, begin, end - begin))
-    return View.of(tensor).over(ours.untyped_storage(), 0)
+    return view.over(ours.untyped_storage(), 0)
 
 
 class Encoded(NamedTuple):
@@ -142,6 +148,8 @@ class Record:
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
+        whole: of a restored record with several views, the first that was asked for, for operators only. Further ones
+            are the same, or made from it at half the price.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
@@ -185,6 +193,7 @@ class Record:
         "version",
         "view",
         "wanted",
+        "whole",
         "write",
     )
 
@@ -208,10 +217,11 @@ class Record:
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()
         self.storage_bytes = storage.nbytes()
-        self.state = RecordState.PENDING
+        self.state: RecordState = PENDING
         self.read: Ticket | None = None
         self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
         self.restored: torch.UntypedStorage | None = None
+        self.whole: tuple[View, Tensor] | None = None
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None
@@ -239,20 +249,15 @@ class Record:
             and has.begin <= begin
             and end <= has.end
             and self.root() is root
-            and self.state is not RecordState.POISONED
+            and self.state is not POISONED
         )
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
-        if self.state is RecordState.RESTORED:
+        if self.state is RESTORED:
             return self.encoded is None
         alias = self.alias
-        return (
-            self.state is RecordState.HELD
-            and self.encoded is None
-            and alias is not None
-            and alias._version == self.version
-        )
+        return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from . import _policy
 from ._prefetch import Orders, Walk
-from ._record import IN_MEMORY, Record, RecordState, Remains
+from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
 from ._stats import Counters
 from ._transfer import Mover
 
@@ -60,7 +60,7 @@ class Residency:
         while (number := walk.peek(lowest)) is not None:
             reference = self.records.get(number)
             record = reference() if reference is not None else None
-            if record is None or record.state is RecordState.POISONED or _needs_no_read(record):
+            if record is None or record.state is POISONED or _needs_no_read(record):
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
@@ -102,13 +102,13 @@ class Residency:
         self._walks.clear()
 
     def _bring(self, record: Record) -> None:
-        if record.state is RecordState.STORED:
+        if record.state is STORED:
             self._mover.fetch(record)
             if record.device.type != "cpu" and record.read is not None:
                 self._arriving.append(record.ref)
-        elif record.state is RecordState.WRITING:
+        elif record.state is WRITING:
             self._mover.take_back(record)
-        elif record.state is RecordState.PENDING:
+        elif record.state is PENDING:
             self._finish_operator(record)
         record.resident_bytes = record.nbytes
         self._counters.resident_bytes += record.nbytes
@@ -131,9 +131,9 @@ class Residency:
     def _evict(self, record: Record) -> int:
         """Bytes this frees (soon, where they are still to be written)."""
         nbytes = record.resident_bytes
-        if record.state is RecordState.READING:
+        if record.state is READING:
             return 0  # its memory cannot be taken from under the transfer
-        if record.state is RecordState.WRITING:
+        if record.state is WRITING:
             record.wanted = False
         elif record.state in IN_MEMORY and record.write is None:
             self._leave(record)  # before the write: it counts as in flight then
@@ -167,4 +167,4 @@ class Residency:
 
 
 def _needs_no_read(record: Record) -> bool:
-    return bool(record.resident_bytes or record.held_bytes or record.stays or record.state is RecordState.DERIVED)
+    return bool(record.resident_bytes or record.held_bytes or record.stays or record.state is DERIVED)

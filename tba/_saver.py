@@ -39,14 +39,14 @@ from ._finished import Finished
 from ._held import Held
 from ._look import Detached, goes_to_code, look, look_for_code, look_in_child, owned
 from ._open import make_mover
-from ._policy import Decision
+from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
-from ._record import IN_MEMORY, Record, RecordState, Remains, View, span
+from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains, View, span
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
-from ._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
+from ._weights import MARK, WEIGHT, is_parameter, leads_to_parameter, mark_weights
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
 Packed = tuple[Record, View] | tuple[Tensor, int]
@@ -91,20 +91,22 @@ class Saver:
         mover, lock = self.mover, self.lock
         lock.acquire()  # here and in `_unpack` without `with`, which takes a fifth of the time that a weight does
         try:
-            if tensor.is_cuda and _streams.capturing(tensor):  # ahead of all that would launch, wait or look around
+            on_cpu = tensor.is_cpu
+            # Ahead of all that would launch, wait or look around.
+            if not on_cpu and tensor.is_cuda and _streams.capturing(tensor):
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
-            in_backward = current_graph_task_id() != -1
-            if not in_backward:
-                steps = self.steps
+            steps = self.steps
+            if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
                 if steps.backward_seen:
                     self.end_step()
                     self.mark_weights()
                 steps.open = True
             kind = type(tensor)
-            if kind is nn.Parameter or (kind is Tensor and type(tensor._base) is nn.Parameter):
+            base = tensor._base if kind is Tensor else None
+            if kind is nn.Parameter or (base is not None and is_parameter(base)):
                 packed = self._pass_weight(tensor)
             else:
-                packed = self._pack_activation(tensor, in_backward)
+                packed = self._pack_activation(tensor, base, on_cpu)
         finally:
             lock.release()
         if mover.ended:
@@ -121,8 +123,8 @@ class Saver:
             return tensor, tensor._version
         return Detached((tensor.detach(), tensor._version))
 
-    def _pack_activation(self, tensor: Tensor, in_backward: bool) -> Packed:
-        if type(tensor) is not Tensor or not (tensor.is_cpu or tensor.is_cuda) or tensor.is_nested:
+    def _pack_activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool) -> Packed:
+        if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
             return self._pack_odd(tensor)
         try:
             storage = tensor.untyped_storage()
@@ -133,7 +135,9 @@ class Saver:
             return self._pass_weight(tensor)
         nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
         if storage_bytes < self._min_tensor_bytes:
-            return self._keep(tensor, nbytes, _policy.TOO_SMALL)
+            return self._keep(tensor, nbytes, TOO_SMALL)
+        if tensor.is_nested:
+            return self._pack_odd(tensor)
         mover, compressor = self.mover, self.compressor
         if self._remains or mover.unconfirmed or mover.ended:
             self.settle()
@@ -141,15 +145,16 @@ class Saver:
             self.finished.pass_on(sequence_nr())
         if compressor is not None and compressor.waiting:
             self.finished.settle(wait=False)
-        base, node = tensor._base, tensor.grad_fn
-        if (base is not None and isinstance(base, nn.Parameter)) or (node is not None and leads_to_parameter(node)):
+        node = tensor.grad_fn
+        if node is not None and leads_to_parameter(node):
             return self._pass_weight(tensor)
-        decision, reason = self._decisions[tensor.is_cuda, in_backward and not graph_is_kept()]
-        if compressor is not None and decision is Decision.KEEP and reason != _policy.USED_AT_ONCE:
-            decision = Decision.SHRINK
-        if decision is Decision.KEEP or not nbytes or mover.closed:
+        decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
+        if compressor is not None and decision is KEEP and reason != _policy.USED_AT_ONCE:
+            decision = SHRINK
+        if decision is KEEP or not nbytes or mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
-        begin, end = span(tensor)
+        view = View.of(tensor)
+        begin, end = span(tensor, view)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
@@ -165,7 +170,7 @@ class Saver:
                 record.saves += 1
                 if record.stream is not None:
                     _streams.also_used(tensor, record.stream)
-                return record, View.of(tensor)
+                return record, view
         if tensor.is_quantized:
             return self._keep(tensor, nbytes, "quantized")
         if nbytes < storage_bytes:
@@ -173,18 +178,18 @@ class Saver:
         record = self._new_record(tensor, root, begin, end)
         setattr(storage, MARK, [*(other for other in mark or () if other() is not None), record.ref])
         record.logical_bytes = nbytes
-        record.stays = decision is Decision.SHRINK
+        record.stays = decision is SHRINK
         if compressor is not None:
             compressor.choose(record, kind)
         if self.derivations is not None:
             self.derivations.look_for(record, root, View.of(root))
-        record.offloaded = decision is Decision.SEND
+        record.offloaded = decision is SEND
         if record.offloaded:
             self.counters.offloaded_bytes += nbytes
         else:
             self.counters.kept_by_reason[reason] += nbytes
         self.finished.add(sequence_nr(), record)
-        return record, View.of(tensor)
+        return record, view
 
     def _pack_odd(self, tensor: Tensor) -> Packed:
         """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
@@ -262,9 +267,9 @@ class Saver:
                 mover.pressure.moved(record.nbytes)
             if task != -1:
                 self.steps.backward_seen = True
-            if record.state is RecordState.PENDING:
+            if record.state is PENDING:
                 self.finished.wanted(record)
-            derived = record.state is RecordState.DERIVED
+            derived = record.state is DERIVED
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
             if again_asked and not to_code and record.shows():
                 self.residency.answered(record)
@@ -285,7 +290,7 @@ class Saver:
     def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
         mover, residency, alias = self.mover, self.residency, record.alias
-        if record.state is RecordState.READING:
+        if record.state is READING:
             try:
                 mover.arrive(record)
             except RuntimeError:  # TransferError, or no memory on the device
@@ -297,13 +302,13 @@ class Saver:
                 raise edited_in_place(record.name(), alias._version, record.version)
             if record.offloaded and not record.asks:
                 self._forwarded(record)
-        elif record.state is RecordState.POISONED:
+        elif record.state is POISONED:
             assert alias is not None
             raise edited_in_place(record.name(), alias._version, record.version)
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)
-        if record.state is RecordState.READING:
+        if record.state is READING:
             residency.advance(task, record, window_bytes)
             return None
         residency.answered(record)
@@ -367,13 +372,12 @@ class Saver:
     def stats(self) -> OffloadStats:
         """A snapshot of the counters."""
         self.settle()
+        since_s = time.monotonic() - self._started_s
         return self.counters.snapshot(
             file_bytes=self.mover.file_bytes(),
             last_step=self.steps.last,
             written_today_bytes=self.mover.allowance.written_today_bytes,
-            projected_bytes_per_day=projected_bytes_per_day(
-                self.counters.written_bytes, time.monotonic() - self._started_s
-            ),
+            projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
         )
 
     # -- fork ----------------------------------------------------------------------------------------------------

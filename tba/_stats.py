@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -115,12 +115,12 @@ class Counters:
         self.live_records = 0
         self.resident_bytes = 0
         self.staging_peak_bytes = 0
-        self.kept_by_reason: Counter[str] = Counter()
+        self.kept_by_reason: defaultdict[str, int] = defaultdict(int)  # a Counter takes twice as long to add to
 
     @property
     def kept_bytes(self) -> int:
         """Left in memory."""
-        return self.kept_by_reason.total()
+        return sum(self.kept_by_reason.values())
 
     @property
     def saved_bytes(self) -> int:

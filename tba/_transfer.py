@@ -37,7 +37,7 @@ from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
 from ._host_memory import HostMemory
 from ._policy import Limits
 from ._pressure import Pressure
-from ._record import IN_MEMORY, Record, RecordState
+from ._record import HELD, IN_MEMORY, PENDING, POISONED, READING, RESTORED, STORED, WRITING, Record
 from ._staging import Staging
 from ._stats import Counters, TraceEvent
 from ._torch import storage_use_count
@@ -94,7 +94,7 @@ class Mover:
                 self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
                 return _policy.NOT_WRITTEN
         alias = record.alias
-        if record.state not in (RecordState.PENDING, RecordState.HELD) or alias is None:
+        if record.state not in (PENDING, HELD) or alias is None:
             return _policy.FITS  # changed hands while we waited
         storage = alias.untyped_storage()
         if self._moved(record, storage):
@@ -115,7 +115,7 @@ class Mover:
         finally:
             self._sending = False
         record.write = ticket
-        record.state = RecordState.WRITING
+        record.state = WRITING
         self._in_flight[ticket] = record.ref
         if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
@@ -153,7 +153,7 @@ class Mover:
             if self.trace is not None:
                 label = record.name() if record is not None else "dropped"
                 self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label))
-            if record is not None and record.state is RecordState.WRITING:
+            if record is not None and record.state is WRITING:
                 self._settle_write(record, ticket)
 
     def _settle_write(self, record: Record, ticket: Ticket) -> None:
@@ -170,12 +170,12 @@ class Mover:
         elif isinstance(ticket.location, Buffer) and ticket.location.owner is alias:
             self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
         elif record.wanted:
-            record.state = RecordState.HELD
+            record.state = HELD
         else:
             alone = storage_use_count(storage._cdata) <= _OURS_ALONE
             del storage
             record.drop_alias()
-            record.state = RecordState.STORED
+            record.state = STORED
             if alone:
                 record.alias = None
             else:
@@ -198,24 +198,24 @@ class Mover:
         ticket = record.write
         if ticket is not None and self._cancel(ticket):
             self._give_back(record)
-            record.state = RecordState.HELD
+            record.state = HELD
             return True
         record.wanted = True
         return False
 
     def drop(self, record: Record) -> None:
         """Let go of bytes that are in the store too."""
-        if record.state is RecordState.HELD and record.write is not None:
+        if record.state is HELD and record.write is not None:
             if record.alias is not None and record.alias._version != record.version:
                 self._poison(record)  # when the edit was made, during the write or after, nobody can tell any more
                 return
             record.drop_alias()
             record.alias = None
             record.wanted = False
-            record.state = RecordState.STORED
-        elif record.state is RecordState.RESTORED:
-            record.restored = record.ready = None
-            record.state = RecordState.STORED
+            record.state = STORED
+        elif record.state is RESTORED:
+            record.restored = record.whole = record.ready = None
+            record.state = STORED
 
     def discard(self, ticket: Ticket) -> None:
         """A dead record's place in the store is free again."""
@@ -254,7 +254,7 @@ class Mover:
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
             record.view = record.ready = None
             raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
-        record.state = RecordState.READING
+        record.state = READING
 
     def await_read(self, record: Record) -> None:
         """Without the lock: wait for a record's read, however late. Raises TransferError, StalledError."""
@@ -292,10 +292,10 @@ class Mover:
     def arrive(self, record: Record) -> None:
         """Turn a read that has ended into a restored storage. Raises TransferError."""
         ticket, kept = record.read, record.view
-        if record.state is not RecordState.READING or ticket is None or not ticket.done():
+        if record.state is not READING or ticket is None or not ticket.done():
             return
         record.read = record.view = None
-        record.state = RecordState.STORED  # until the bytes are where they belong: a later unpack may try again
+        record.state = STORED  # until the bytes are where they belong: a later unpack may try again
         if ticket.error is not None:
             self.counters.errors += 1
             raise TransferError(
@@ -310,7 +310,7 @@ class Mover:
         memory = None if record.stream is None else self.memory.of(record.device)
         record.restored, arrival = _streams.into(host, record.device, memory)
         record.ready = arrival or record.ready  # read into device memory, it has been ready since `fetch`
-        record.state = RecordState.RESTORED
+        record.state = RESTORED
 
     # -- both ----------------------------------------------------------------------------------------------------
 
@@ -372,15 +372,15 @@ class Mover:
         return storage.data_ptr() != record.address or storage.nbytes() != record.storage_bytes
 
     def _poison(self, record: Record) -> None:
-        record.state = RecordState.POISONED
+        record.state = POISONED
         if record.alias is not None and record.alias.untyped_storage().nbytes():
             record.drop_alias()
-        record.restored = record.ready = None
+        record.restored = record.whole = record.ready = None
 
     def _take_back(self, record: Record, reason: str) -> None:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
         self._give_back(record)
-        record.state = RecordState.HELD
+        record.state = HELD
         self.counters.kept_to_offloaded(-record.logical_bytes, reason)
         record.offloaded = False
 

@@ -41,6 +41,13 @@ _VIEWS_AND_CASTS: Final = frozenset(
 _passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
 
 
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is an `nn.Parameter`, or of a class made from it."""
+    kind = type(tensor)
+    # To ask with `isinstance` calls Python code, which takes as long as half of the hook.
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
 def leads_to_parameter(node: Any) -> bool:
     """Whether `node` begins a chain of views and casts that ends in the AccumulateGrad of an `nn.Parameter`."""
     for _ in range(_MAX_CHAIN):
