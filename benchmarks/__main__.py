@@ -141,7 +141,7 @@ def io(
     save: Save = False,
     machine: Machine = _MACHINE,
 ) -> None:
-    """Stores against the bare disk and fio: bandwidth, CPU seconds, cost of submitting (writes some 430 GB)."""
+    """Stores against the bare disk and fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
     from .io import MIB, run_io
 
     if quick:

@@ -6,6 +6,7 @@ take turns in an order drawn by lot for each round, and are compared by medians 
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -117,16 +118,7 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
             what = f"{mode}, {size // MIB} MiB: store / {other}"
             limit = _SHARE_BAR if other == FIO else None
             bars.append(Floor(what=what, measured=median(ratios), limit=limit, spread=spread(ratios)))
-    for size, series in found.items():
-        for mode in MODES:
-            for other, called, limit in (
-                (MORE_WORKERS, "one with as many workers", _STRIPES_BAR),
-                (STORE, "one with half of them", None),
-            ):
-                ratios = ratios_of(series[TWO_PATHS], series[other], mode)
-                what = f"{mode}, {size // MIB} MiB: two paths on this disk / {called}"
-                noise = spread(ratios)
-                bars.append(Floor(what=what, measured=median(ratios), limit=limit, spread=noise, noise=noise))
+    bars += _stripes_bars(found)
     for mode, limit in _CPU_BARS.items():
         for size, series in found.items():
             what = f"CPU seconds per GiB, {mode}, {size // MIB} MiB"
@@ -135,6 +127,24 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
     what = f"submitting a transfer, {min(found) // MIB} MiB"
     bars.append(Bar(what=f"{what}, CPU", measured=median(smallest.submit_cpu_s) * 1e6, limit=_SUBMIT_BAR_US, unit="us"))
     bars.append(Bar(what=f"{what}, wall", measured=median(smallest.submit_wall_s) * 1e6, limit=None, unit="us"))
+    return bars
+
+
+def _stripes_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
+    """Two paths on one disk against one path, in each mode; the bar is over all sizes, whose rounds together tell
+    what no size's own do."""
+    bars: list[Bar] = []
+    for other, called in ((STORE, "one"), (MORE_WORKERS, "one with as many workers")):
+        for mode in MODES:
+            every: list[float] = []
+            for size, series in found.items():
+                ratios = ratios_of(series[TWO_PATHS], series[other], mode)
+                what = f"{mode}, {size // MIB} MiB: two paths on this disk / {called}"
+                bars.append(Floor(what=what, measured=median(ratios), limit=None, spread=spread(ratios)))
+                every += ratios
+            what = f"{mode}, all sizes: two paths on this disk / {called}"
+            limit, noise = _STRIPES_BAR if other == STORE else None, doubt(every)
+            bars.append(Floor(what=what, measured=median(every), limit=limit, spread=noise, noise=noise))
     return bars
 
 
@@ -149,6 +159,12 @@ def spread(ratios: Sequence[float]) -> float:
         return 0.0
     lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
     return (upper - lower) / 2
+
+
+def doubt(ratios: Sequence[float]) -> float:
+    """How far from the median that of many more rounds may lie, at 95 %: half of the notch that box plots have there
+    (McGill, Tukey, Larsen 1978), 1.57 times the interquartile range over the root of their number."""
+    return 2 * 1.57 * spread(ratios) / math.sqrt(len(ratios))
 
 
 def _tell(text: str) -> None:
@@ -197,7 +213,8 @@ def _cpu_table(found: Mapping[int, Mapping[str, Series]]) -> Grid:
 
 def _bar_table(bars: Sequence[Bar]) -> Grid:
     note = (
-        "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range. Two paths count as "
-        "no slower where the difference is within that; against as many workers, so that the paths alone differ."
+        "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range; over all sizes ± "
+        "half the notch of a box plot, about 95 % confidence: two paths count as no slower where 1 is within that. "
+        "Each path has workers of its own, so two have twice as many as one."
     )
     return Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars], note)

@@ -18,12 +18,12 @@ import pytest
 
 from benchmarks import io
 from benchmarks._fio import Fio, FioError, arguments, parse
-from benchmarks._io_arms import Arm, BareArm, Span, StoreArm, together
+from benchmarks._io_arms import Arm, BareArm, StoreArm
 from benchmarks._io_memory import Memory, WrongBytes, verify
 from benchmarks._io_peers import make_peers
 from benchmarks._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, _ArmTurns, _Rig, measure
 from benchmarks._processes import ArmError
-from benchmarks.io import Floor, make_bars, parts, run_io, spread
+from benchmarks.io import make_bars, run_io
 from io_backends import PosixStore, Syscalls
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,7 @@ def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
         assert min(series[STORE]["submit_cpu_s"]) > 0
     assert set(found["missing"]) | set(found["sizes"][str(1 << 20)]) >= {FIO, "deepspeed", "kvikio"}
     assert all(reason for reason in found["missing"].values())
-    assert len(found["bars"]) == 2 * 3 + 2 * 2 * 3 + 2 * 2 + 2
+    assert len(found["bars"]) == 2 * 3 + 2 * (2 + 1) * 3 + 2 * 2 + 2
     assert list(scratch.iterdir()) == []
 
 
@@ -310,60 +310,3 @@ def test_the_real_fio(scratch: Path) -> None:
         fio.run("write", 7)  # no block of direct I/O
     fio.clear()
     assert list(scratch.iterdir()) == []
-
-
-# -- arithmetic ------------------------------------------------------------------------------------------------------
-
-
-def test_floors() -> None:
-    assert Floor(what="w", measured=0.90, limit=0.90).met is True
-    assert Floor(what="w", measured=0.89, limit=0.90).met is False
-    assert Floor(what="w", measured=0.97, limit=1.0, noise=0.04).met is True
-    assert Floor(what="w", measured=0.5, limit=None).met is None
-    assert Floor(what="w", measured=0.85, limit=0.9, spread=0.01).row() == ("w", ">= 0.900x", "0.850x ± 0.010", "NO")
-    assert spread([1.0]) == 0.0
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 1.0
-
-
-def test_rounds_are_spread_over_sessions() -> None:
-    assert [parts(rounds) for rounds in (2, 3, 7, 15)] == [[1, 1], [1, 1, 1], [3, 2, 2], [5, 5, 5]]
-    one, other = Series(), Series()
-    one.take("read", 1 << 30, 5.0, 0.1)
-    other.take("read", 1 << 30, 7.0, 0.3)
-    other.take("both", 1 << 30, 9.0, 0.3)
-    one.extend(other)
-    assert one.bytes_per_s == {"read": [5.0, 7.0], "both": [9.0]}
-    assert one.cpu_s_per_gib == {"read": [0.1, 0.3], "both": [0.3]}
-
-
-def test_both_counts_while_both_are_under_way() -> None:
-    reads = [Span(0.0, 1.0, 100), Span(1.0, 2.0, 100)]
-    writes = [Span(0.5, 1.5, 100), Span(1.5, 3.5, 400), Span(3.5, 4.0, 100)]
-    assert together(0.0, [reads, writes]) == pytest.approx((200 + 100 + 400 / 4) / 2)
-    assert together(0.0, [writes, reads]) == together(0.0, [reads, writes])
-
-
-def test_bars_compare_within_a_round() -> None:
-    def series(rates: list[float], cpu: float) -> Series:
-        modes = ("write", "read", "both")
-        made = Series(submit_cpu_s=[1e-5], submit_wall_s=[2e-5])
-        made.bytes_per_s = {mode: list(rates) for mode in modes}
-        made.cpu_s_per_gib = {mode: [cpu] * len(rates) for mode in modes}
-        return made
-
-    # The disk is three times as fast in the second round: only the ratios tell.
-    found = {
-        4 << 20: {
-            STORE: series([2.0, 6.0], 0.045),
-            FIO: series([1.0, 3.0], 0.0),
-            TWO_PATHS: series([1.0, 3.0], 0.0),
-            MORE_WORKERS: series([2.0, 6.0], 0.0),
-        }
-    }
-    bars = {bar.what: bar for bar in make_bars(found)}
-    assert bars["read, 4 MiB: store / fio"].measured == 2.0
-    assert bars["read, 4 MiB: two paths on this disk / one with as many workers"].met is False
-    assert bars["read, 4 MiB: two paths on this disk / one with half of them"].met is None
-    assert bars["CPU seconds per GiB, write, 4 MiB"].met is False
-    assert bars["CPU seconds per GiB, read, 4 MiB"].met is True
-    assert bars["submitting a transfer, 4 MiB, CPU"].measured == pytest.approx(10.0)
