@@ -203,7 +203,9 @@ def _name(node: Any) -> str:
     kind = type(node)
     name = _names.get(kind)
     if name is None:
-        name = _names[kind] = node.name()
+        name = node.name()
+        if _torch.is_operator(kind):
+            _names[kind] = name
     return name
 
 

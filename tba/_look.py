@@ -14,13 +14,12 @@ Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `owned`
 from __future__ import annotations
 
 from torch import Tensor, UntypedStorage, strided
-from torch.autograd.function import BackwardCFunction
 
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
 from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record, View, apart
-from ._torch import current_graph_task_id, current_node, graph_is_kept, storage_use_count
+from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
 _ALONE = 2
@@ -74,7 +73,7 @@ def goes_to_code(task: int) -> bool:
     kind = type(current_node())
     if kind in _operators:
         return False
-    if issubclass(kind, BackwardCFunction) or kind.__name__ == "CppFunction":  # the latter written in C++
+    if not is_operator(kind):
         return True
     _operators.add(kind)
     return False

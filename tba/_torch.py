@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 
 def _find(path: str) -> Any:
@@ -51,3 +52,12 @@ transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
 )
+
+
+def is_operator(kind: type) -> bool:
+    """Whether this type of node is PyTorch's own: of one operator, and there to stay.
+
+    Each custom Function has a type of its own, which goes with it, so nothing may be remembered by that; those written
+    in C++ share one type.
+    """
+    return not issubclass(kind, BackwardCFunction) and kind.__name__ != "CppFunction"

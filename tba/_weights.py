@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ._torch import is_operator
+
 # The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
 # name, so a mark can never be taken for that of another tensor at a reused address.
 MARK: Final = "_tba_mark"
@@ -56,7 +58,9 @@ def leads_to_parameter(node: Any) -> bool:
         kind = type(node)
         passes = _passes.get(kind)
         if passes is None:
-            passes = _passes[kind] = node.name() in _VIEWS_AND_CASTS
+            passes = node.name() in _VIEWS_AND_CASTS
+            if is_operator(kind):
+                _passes[kind] = passes
         if not passes:
             return isinstance(getattr(node, "variable", None), nn.Parameter)
         node = node.next_functions[0][0]

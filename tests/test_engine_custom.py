@@ -304,6 +304,33 @@ def test_an_operator_in_place_on_a_weight_leaves_no_cycle(
     offload.close()
 
 
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_function_made_in_passing_is_not_kept_by_what_was_learned_of_its_node(arm: str, scratch: Path) -> None:
+    """It may have a compiled graph, or whatever else its class refers to, with it."""
+
+    def train(flush: Callable[[], None]) -> weakref.ref[type]:
+        class Passing(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor) -> Tensor:
+                ctx.save_for_backward(x)
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+                (x,) = ctx.saved_tensors
+                return gradients[0] * 2 + 0 * x
+
+        x = leaf(0)
+        y = Passing.apply(x * 1).sin() + Passing.apply(x * 3).t().sin().relu()
+        flush()
+        y.sum().backward()
+        return weakref.ref(Passing)
+
+    watched = run(train, arm, scratch)
+    gc.collect()
+    assert watched() is None
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("settings", ARMS.values(), ids=ARMS)
 def test_nested_and_sparse_tensors_stay(settings: dict[str, Any], scratch: Path) -> None:
