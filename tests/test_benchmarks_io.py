@@ -173,7 +173,7 @@ def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
         arm.both(sources, targets)
         arm.close()
     assert (1, 1) in seen
-    # A write waits behind the one under way, so behind the last read both workers write; `together` counts no more then.
+    # A write waits behind the one under way, so behind the last read both workers write: that is not counted any more.
     assert all(reads <= 1 for reads, _ in seen)
 
 
