@@ -93,7 +93,7 @@ class Saver:
         try:
             on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
-            if not on_cpu and tensor.is_cuda and _streams.capturing(tensor):
+            if not on_cpu and _streams.capturing(tensor):
                 return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             steps = self.steps
             if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
