@@ -5,7 +5,8 @@ Guarantees beyond those of `Store`:
 1. No bounce copy for the bulk of a buffer: the aligned middle goes straight between its memory and the file, head and
    tail (below one block each) through blocks of the worker's own in the same system call (`_layout`).
 2. A big transfer is cut where workers are idle, so that one tensor uses all of them; where they are busy with others
-   it goes in one piece, as every further system call costs CPU time that training would use.
+   it goes in one piece, and queued writes go together (`_gather`), as every further system call costs CPU time that
+   training would use.
 3. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written, and
    `trim` lets it shrink again.
 4. Nothing is left on disk when the process ends, however it ends (`_scratch`).
@@ -33,6 +34,7 @@ from ._checksum import Sums
 from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
 from ._extents import align_up
 from ._file_store import FileStore
+from ._gather import Gather
 from ._layout import Part, Piece, Vector
 from ._rate import RateLimit
 from ._scratch import ScratchFile, open_scratch
@@ -96,6 +98,8 @@ class PosixStore(FileStore[ScratchFile]):
         self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
         self._read_limit = RateLimit(read_rate_bytes_per_s) if read_rate_bytes_per_s is not None else None
         self._memory = _Memory()
+        if not checksum and write_rate_bytes_per_s is None:
+            self._workers.gatherer = Gather(self.open, self._space, self._syscalls, self._memory.of)
 
     @property
     def alignment(self) -> int:

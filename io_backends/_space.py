@@ -64,6 +64,11 @@ class Space:
             )
         return offset
 
+    def give_back(self, offset: int, length: int) -> None:
+        """What `take` gave is free again; for a write that never began to be there."""
+        with self._lock:
+            self._extents.free(offset, length)
+
     def discard(self, ticket: Ticket) -> None:
         """What the write took comes free as soon as it has ended. Any number of times."""
         self._discarded.append(ticket)

@@ -121,6 +121,11 @@ class Ticket:
         self._on_done = on_done
         self._before = before
 
+    @property
+    def waits(self) -> bool:
+        """For stores: whether something is to be waited for before the transfer may begin."""
+        return self._before is not None
+
     def done(self) -> bool:
         """Whether the transfer has ended, well or not."""
         return self.state in _ENDED

@@ -1,5 +1,7 @@
 """Workers: a few named threads that run tickets, reads ahead of writes, and help one another with big ones.
 
+Where all are busy, one that comes to the queue takes several writes at once, if its store can move them so.
+
 Guarantees:
 
 1. `submit` and `stop` never block and may be called from a finaliser: they only append to deques and put a token
@@ -21,11 +23,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from queue import SimpleQueue
 
 from . import _fork
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
+from ._gather import Gatherer
 from ._share import Shared
 from ._store import Ticket
 
@@ -58,6 +61,7 @@ class Workers:
     Attributes:
         timeout_s: a wait fails when no byte has moved for so long; None for never.
         moved_s: when bytes last moved, in `time.perf_counter()` seconds; the store keeps it up to date.
+        gatherer: moves several writes at once; set by a store that can, before its first ticket.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Workers:
             raise ValueError(f"a timeout must be positive, or None for never; got {timeout_s} seconds")
         self.timeout_s = timeout_s
         self.moved_s = 0.0
+        self.gatherer: Gatherer | None = None
         self.on_forked = on_forked
         self._name = f"{name}-{next(_number)}"
         self._helps: deque[Shared] = deque()
@@ -219,7 +224,8 @@ class Workers:
         # In the order a ticket goes: what was taken from a queue before it was looked at is at a desk by now.
         if ticket in self._reads or ticket in self._writes:
             return True
-        return any(job is ticket or job is _LOOKING for job in [desk.job for desk in self._desks])
+        jobs = [desk.job for desk in self._desks]
+        return any(job is ticket or job is _LOOKING or (isinstance(job, list) and ticket in job) for job in jobs)
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -271,14 +277,49 @@ class Workers:
             return False
         if isinstance(job, Shared):
             job.help()
+        elif self.gatherer is not None and queue is self._writes and queue and not self.idle():
+            desk.job = tickets = [job]
+            together = self._gather(self.gatherer, tickets)
+            self._run_all(self.gatherer if together else None, tickets)
         elif job.start():
-            if self._stopping:
-                job.error = self._closing_error()
-                job.finish()
-            else:
-                job.run(time.perf_counter)
-                self.moved_s = job.ended_s
+            self._run(job)
         return True
+
+    def _run(self, ticket: Ticket) -> None:
+        """Run one that has been started."""
+        if self._stopping:
+            ticket.error = self._closing_error()
+            ticket.finish()
+        else:
+            ticket.run(time.perf_counter)
+            self.moved_s = ticket.ended_s
+
+    def _gather(self, gatherer: Gatherer, tickets: list[Ticket]) -> bool:
+        """Take what may go with a write from behind it in the queue. False if that is not what was taken."""
+        queue = self._writes
+        if not gatherer.takes([], tickets[0]):
+            return True
+        with suppress(IndexError):  # another worker was faster; who starts a ticket has it
+            while gatherer.takes(tickets, another := queue[0]):
+                tickets.append(another)  # at the desk before it leaves the queue, so that it is always found
+                tickets[-1] = queue.popleft()
+                if tickets[-1] is not another:
+                    return False
+        return True
+
+    def _run_all(self, gatherer: Gatherer | None, tickets: list[Ticket]) -> None:
+        """Run what has been taken from the queue: at once if they go together and there is a gatherer."""
+        started = [ticket for ticket in tickets if ticket.start()]
+        started_s = time.perf_counter()
+        together = gatherer is not None and len(started) > 1 and not self._stopping and _written(gatherer, started)
+        ended_s = time.perf_counter()
+        for ticket in started:
+            if together:
+                ticket.started_s, ticket.ended_s = started_s, ended_s
+                ticket.finish()
+                self.moved_s = ended_s
+            else:
+                self._run(ticket)
 
     def _bury(self, desk: _Desk, cause: BaseException) -> None:
         """The thread at this desk is dying: put another there, or give up, and then end what it had."""
@@ -320,8 +361,17 @@ class Workers:
         return StoreClosed("the store was closed before this transfer started")
 
 
+def _written(gatherer: Gatherer, tickets: list[Ticket]) -> bool:
+    try:
+        gatherer.write(tickets)
+    except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one of these tickets' own
+        return False
+    return True
+
+
 def _abort(job: object, cause: BaseException) -> None:
-    if isinstance(job, Ticket):
-        error = StoreBroken(f"the worker that had the transfer of {job.nbytes} bytes died: {cause!r}")
-        error.__cause__ = cause.with_traceback(None)  # its frames would keep what the ticket lets go
-        job.abort(error)
+    for ticket in job if isinstance(job, list) else [job]:
+        if isinstance(ticket, Ticket):
+            error = StoreBroken(f"the worker that had the transfer of {ticket.nbytes} bytes died: {cause!r}")
+            error.__cause__ = cause.with_traceback(None)  # its frames would keep what the ticket lets go
+            ticket.abort(error)

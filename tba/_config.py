@@ -170,8 +170,8 @@ class OffloadConfig(BaseSettings):
     """Cap of writes in flight, in bytes. None: from bandwidth x latency, bounded by memory."""
     prefetch_bytes: Size | None = None
     """Cap of read-ahead, in bytes. None: from bandwidth x latency, bounded by memory."""
-    io_threads: Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=256)] = 2
-    """Count of I/O workers per storage path."""
+    io_threads: Annotated[int, BeforeValidator(_whole_number), Field(ge=1, le=256)] | None = None
+    """Count of I/O workers per storage path. None: 2, but 1 where tensors are on a CPU of fewer than 8 cores."""
     checksum: bool = False
     """Verify every read against a checksum made when it was written."""
     io_timeout: Seconds = 60.0

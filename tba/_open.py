@@ -38,7 +38,8 @@ def open_store(config: OffloadConfig, directories: Sequence[Path], *, on_device:
         config.nvme_budget, free_disk_bytes(directories), _budgets.local_ranks(os.environ)
     )
     share = None if capacity is None else capacity // len(directories)
-    stores: list[Store] = [_open_file(config, directory, share, len(directories)) for directory in directories]
+    threads = io_threads(config, on_device=on_device)
+    stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
     store = stores[0] if len(stores) == 1 else StripedStore(stores)
     if config.tier == "auto" and on_device:
         # The rest of the budget is for copies under way in both directions, which go through the same pinned memory.
@@ -68,6 +69,12 @@ def make_mover(
     return Mover(lock, counters, open_store, limits, HostMemory(cpu_budget_bytes(config)), allowance)
 
 
+def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
+    """Workers per storage path, on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _policy.io_threads(config.io_threads, on_device=on_device, cores=cores)
+
+
 def cpu_budget_bytes(config: OffloadConfig) -> int:
     """Host memory this process may use for what it offloads."""
     return _budgets.cpu_budget_bytes(config.cpu_budget, _memory.total_bytes(), _budgets.local_ranks(os.environ))
@@ -82,14 +89,12 @@ def check(config: OffloadConfig) -> None:
             raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
 
 
-def _open_file(config: OffloadConfig, directory: Path, capacity_bytes: int | None, count: int) -> Store:
+def _open_file(config: OffloadConfig, directory: Path, threads: int, capacity_bytes: int | None, count: int) -> Store:
     if config.io_backend == "kvikio":
-        return KvikioStore(
-            directory, threads=config.io_threads, capacity_bytes=capacity_bytes, timeout_s=config.io_timeout
-        )
+        return KvikioStore(directory, threads=threads, capacity_bytes=capacity_bytes, timeout_s=config.io_timeout)
     return PosixStore(
         directory,
-        threads=config.io_threads,
+        threads=threads,
         checksum=config.checksum,
         capacity_bytes=capacity_bytes,
         # Of the whole process: each of several paths gets its share.

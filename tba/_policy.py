@@ -14,7 +14,11 @@ _WHOLE_SHARE = 0.5
 # to an address of the same alignment: matrix kernels are chosen by it (up to 256 bytes), and other kernels, other bits.
 _RANGE_ALIGNMENT = 512
 
-_BURST_BYTES = 1 << 20
+# How much goes out, or comes back, at once where memory has room for it.
+_WRITE_BURST_BYTES = 8 << 20
+_READ_BURST_BYTES = 4 << 20
+# A host with so many cores has some to spare for moving bytes while it computes.
+_MANY_CORES = 8
 _LEAST_WINDOW_BYTES = 24 << 20  # by default, on a host
 
 # Reasons for which a tensor is kept, as statistics name them.
@@ -73,9 +77,25 @@ def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> i
     return max(0, held_bytes + free_bytes - reserve_bytes)
 
 
-def burst_bytes(budget_bytes: int) -> int:
-    """How far below a budget to go at once: a worker woken for each of many small tensors costs more than they do."""
-    return min(_BURST_BYTES, budget_bytes // 4)
+def write_burst_bytes(budget_bytes: int) -> int:
+    """How far below a budget to go at once, by writing: a worker that is woken for each tensor costs more than it."""
+    return min(_WRITE_BURST_BYTES, budget_bytes // 2)
+
+
+def read_burst_bytes(budget_bytes: int) -> int:
+    """How much of a budget is to be free before it is filled by reading. Less than for writes: backward may wait."""
+    return min(_READ_BURST_BYTES, budget_bytes // 4)
+
+
+def io_threads(asked: int | None, *, on_device: bool, cores: int) -> int:
+    """Workers per storage path: as many as asked for. Else two, which keep a drive busy.
+
+    But one where the tensors are on a host of few cores: whatever runs beside the step there takes a core from it, and
+    two workers also wait for one another.
+    """
+    if asked is not None:
+        return asked
+    return 2 if on_device or cores >= _MANY_CORES else 1
 
 
 def read_ahead_bytes(window_bytes: int, largest_bytes: int) -> int:

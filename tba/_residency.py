@@ -52,7 +52,7 @@ class Residency:
         walk = self._walks.get(task)
         if walk is None or not self.records:
             return
-        burst_bytes = _policy.burst_bytes(budget_bytes)
+        burst_bytes = _policy.read_burst_bytes(budget_bytes)
         full = self._members and self._counters.resident_bytes + burst_bytes > budget_bytes
         if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
             return

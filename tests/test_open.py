@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ def test_one_path_is_one_file(scratch: Path) -> None:
     assert type(store) is PosixStore
     assert store.directory == scratch
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize(("cores", "settings", "threads"), [(2, {}, 1), (64, {}, 2), (2, {"io_threads": 3}, 3)])
+def test_workers_for_this_machine(
+    cores: int, settings: dict[str, int], threads: int, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    store = opened([scratch], tier="nvme", **settings)
+    assert len(store._workers._desks) == threads
 
 
 def test_several_paths_are_striped(scratch: Path) -> None:

@@ -10,10 +10,13 @@ from tba._policy import (
     decide,
     default_window_bytes,
     hold_budget_bytes,
+    io_threads,
     limits,
     range_to_store,
     read_ahead_bytes,
+    read_burst_bytes,
     window_bytes,
+    write_burst_bytes,
 )
 
 MIB = 1 << 20
@@ -100,6 +103,30 @@ def test_the_window_holds_three_of_the_largest_tensors_within_bounds(largest: in
     assert window_bytes(limits(None, 7 * MIB, 60.0, 1024 * MIB), largest * MIB) == 7 * MIB  # as it was set
     assert window_bytes(limits(None, None, 60.0, 64 * MIB), largest * MIB) == 4 * MIB  # little memory
     assert window_bytes(limits(None, None, 60.0, 1 << 40, 80 << 30), largest * MIB) == 1024 * MIB  # a device's
+
+
+def test_more_goes_out_at_once_than_comes_back_and_never_half_of_a_small_budget() -> None:
+    budgets, most = (1, 4, 16, 24, 1024), (1, 4, 16, 16, 16)
+    assert [write_burst_bytes(n * MIB) for n in budgets] == [n * MIB // 2 for n in most]
+    assert [read_burst_bytes(n * MIB) for n in budgets] == [n * MIB // 4 for n in most]
+    assert write_burst_bytes(0) == read_burst_bytes(0) == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_device", "cores", "threads"),
+    [
+        (None, False, 1, 1),
+        (None, False, 7, 1),
+        (None, False, 8, 2),
+        (None, True, 2, 2),
+        (3, False, 2, 3),
+        (1, True, 64, 1),
+    ],
+)
+def test_workers_where_none_are_asked_for_leave_few_cores_to_the_step(
+    asked: int | None, on_device: bool, cores: int, threads: int
+) -> None:
+    assert io_threads(asked, on_device=on_device, cores=cores) == threads
 
 
 def test_limits_by_default() -> None:

@@ -16,6 +16,7 @@ from tba._disk_probe import probe_bytes, probe_disk
 from tba._endurance import Allowance
 from tba._errors import OffloadWarning, StorageError
 from tba._memory import free_bytes, total_bytes
+from tba._open import io_threads
 from tba._storage_path import free_disk_bytes, look_at, refusal, storage_directories
 
 from ._allocators import allocator_environment, allocator_in_force
@@ -35,13 +36,14 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
         seconds: to measure each path, block size and direction for; 0 measures none.
         environ: what the allocator and the ranks of the node are told from.
     """
+    devices = probe_devices()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("ignore")
         paths, no_path = _paths(config)
         # Of the paths the findings tell; what warns from here on is the allowance.
         warnings.simplefilter("always", OffloadWarning)
         allowance = Allowance(config.max_write_bytes_per_day)
-        paths = tuple(_measured(path, config, seconds, allowance) for path in paths)
+        paths = tuple(_measured(path, config, seconds, allowance, on_device=bool(devices)) for path in paths)
         written = allowance.written_today_bytes
         allowance.close()
     ranks = local_ranks(environ)
@@ -61,7 +63,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
             cpu_budget_bytes=cpu_budget_bytes(config.cpu_budget, total, ranks),
             nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable), ranks),
         ),
-        devices=probe_devices(),
+        devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
         allocator=AllocatorReport(
             in_force=allocator_in_force(_maps(), environ), best=allocator_environment("auto", environ).name
@@ -101,7 +103,9 @@ def _look(path: Path) -> PathReport:
     )
 
 
-def _measured(path: PathReport, config: OffloadConfig, seconds: float, allowance: Allowance) -> PathReport:
+def _measured(
+    path: PathReport, config: OffloadConfig, seconds: float, allowance: Allowance, *, on_device: bool
+) -> PathReport:
     if path.refusal is not None:
         return path
     sizes = BLOCK_SIZES if seconds > 0 else ()
@@ -113,7 +117,7 @@ def _measured(path: PathReport, config: OffloadConfig, seconds: float, allowance
     disk = probe_disk(
         path.facts.path,
         sizes,
-        threads=config.io_threads,
+        threads=io_threads(config, on_device=on_device),
         most_bytes=most_bytes,
         seconds=seconds,
         timeout_s=config.io_timeout,

@@ -1,0 +1,359 @@
+"""Queued writes that one system call moves: every byte, every error with whom it belongs to, and nothing kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_tools import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, pattern_at, read_back, write
+from worker_tools import Blocker, nothing, running, ticket_of
+
+from io_backends import Buffer, PosixStore, StoreBroken, StoreClosed, StoreFull, Syscalls, Ticket, TicketState
+from io_backends._extents import align_up
+from io_backends._gather import MOST_BYTES, MOST_TICKETS
+
+MIB = 1 << 20
+REAL = Syscalls()
+SHAPES = [(0, MIB), (64, MIB), (511, 3 * 4096 + 5), (4000, MIB + 77), (512, 8192), (0, 1)]  # skew, nbytes
+
+
+class Calls:
+    """What each transfer's `pwritev` was asked for; `instead` may answer for the system."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []  # offset, nbytes
+        self.instead: Callable[[int, Pieces, int], int] | None = None
+
+    def __call__(self, fd: int, pieces: Pieces, offset: int) -> int:
+        nbytes = sum(length for _, length in pieces)
+        if nbytes <= 4096:  # the store tries small ones when it opens its file
+            return REAL.pwritev(fd, pieces, offset)
+        self.seen.append((offset, nbytes))
+        return (self.instead or REAL.pwritev)(fd, pieces, offset)
+
+
+class Queue:
+    """A store whose only worker is held back, so that what is written meanwhile waits together."""
+
+    def __init__(self, store: PosixStore) -> None:
+        self.store = store
+        self._begun, self._go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            self._begun.set()
+            assert self._go_on.wait(WAIT_S)
+
+        self._held = store.write(buffer_of(pattern_at(0, 1)), before=hold)
+        assert self._begun.wait(WAIT_S)
+
+    def release(self) -> None:
+        self._go_on.set()
+        assert self._held.wait(WAIT_S)
+        self.store.discard(self._held)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+@pytest.fixture
+def store(scratch: Path, calls: Calls) -> Iterator[PosixStore]:
+    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls))
+    yield store
+    store.close()
+
+
+def arrays_of(shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Bytes]:
+    return [pattern_at(skew, nbytes, seed) for seed, (skew, nbytes) in enumerate(shapes)]
+
+
+def queued(store: PosixStore, arrays: Sequence[Bytes]) -> list[Ticket]:
+    """Written while the worker was held back, and ended."""
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(array)) for array in arrays]
+    queue.release()
+    for ticket in tickets:
+        error_of(ticket)
+    return tickets
+
+
+def error_of(ticket: Ticket) -> BaseException | None:
+    try:
+        assert ticket.wait(WAIT_S)
+    except Exception as error:
+        return error
+    return None
+
+
+def test_what_waits_together_goes_in_one_call_and_is_read_alone(store: PosixStore, calls: Calls) -> None:
+    arrays = arrays_of()
+    tickets = queued(store, arrays)
+    assert len(calls.seen) == 1
+    begins = [ticket.location.offset for ticket in tickets]
+    ends = [ticket.location.offset + ticket.location.length for ticket in tickets]
+    assert begins[1:] == ends[:-1], "side by side"
+    assert calls.seen == [(begins[0], ends[-1] - begins[0])]
+    for padded in (True, False):
+        for ticket, array in zip(tickets, arrays, strict=True):
+            assert np.array_equal(read_back(store, ticket, padded=padded), array)
+    for ticket, array in zip(tickets, arrays, strict=True):
+        alone = write(store, array)
+        assert ticket.location._replace(offset=0) == alone.location._replace(offset=0)
+        assert ticket.moved_bytes == alone.moved_bytes
+        assert 0 < ticket.started_s <= ticket.ended_s
+        assert ticket.state is TicketState.DONE
+        store.discard(alone)
+
+
+def test_each_is_discarded_by_itself(store: PosixStore) -> None:
+    arrays = arrays_of()
+    tickets = queued(store, arrays)
+    for ticket in tickets[::2]:
+        store.discard(ticket)
+    assert store.used_bytes == sum(ticket.location.length for ticket in tickets[1::2])
+    fresh = [write(store, pattern_at(64, MIB, 77 + number)) for number in range(3)]
+    for ticket, array in zip(tickets[1::2], arrays[1::2], strict=True):
+        assert np.array_equal(read_back(store, ticket), array)
+    for ticket in [*tickets, *fresh]:
+        store.discard(ticket)
+    assert store.used_bytes == 0
+
+
+@pytest.mark.parametrize("how", ["error", "short", "long ago full", "not of this world"])
+def test_where_one_call_cannot_each_goes_by_itself(store: PosixStore, calls: Calls, how: str) -> None:
+    arrays = arrays_of(SHAPES[:4])
+    length = sum(align_up(skew + nbytes, 4096) for skew, nbytes in SHAPES[:4])
+
+    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+        if sum(nbytes for _, nbytes in pieces) < length:
+            return REAL.pwritev(fd, pieces, offset)
+        if how == "short":
+            return REAL.pwritev(fd, cut(pieces, 3 * 4096), offset)
+        if how == "not of this world":
+            raise SystemExit("no OSError at all")
+        raise OSError(errno.EIO if how == "error" else errno.ENOSPC, "told to fail")
+
+    calls.instead = instead
+    tickets = queued(store, arrays)
+    assert [nbytes for _, nbytes in calls.seen] == [length, *(ticket.moved_bytes for ticket in tickets)]
+    for ticket, array in zip(tickets, arrays, strict=True):
+        assert np.array_equal(read_back(store, ticket), array)
+        store.discard(ticket)
+    assert store.used_bytes == 0
+
+
+def test_an_error_strikes_the_one_it_belongs_to(store: PosixStore, calls: Calls) -> None:
+    arrays = arrays_of(SHAPES[:4])
+    bad = arrays[1].ctypes.data // 4096
+
+    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+        if any(address // 4096 <= bad + 1 < (address + nbytes) // 4096 for address, nbytes in pieces):
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return REAL.pwritev(fd, pieces, offset)
+
+    calls.instead = instead
+    good = [0, 2, 3]
+    tickets = queued(store, arrays)
+    assert isinstance(error_of(tickets[1]), StoreBroken)
+    for place in good:
+        assert np.array_equal(read_back(store, tickets[place]), arrays[place])
+    for ticket in tickets:
+        store.discard(ticket)
+    assert store.used_bytes == 0
+
+
+def test_those_that_fit_are_written_where_all_would_not(scratch: Path) -> None:
+    store = PosixStore(scratch, threads=1, capacity_bytes=3 * MIB)
+    arrays = arrays_of([(0, 2 * MIB), (0, 2 * MIB), (0, MIB - 8192)])
+    tickets = queued(store, arrays)
+    assert [type(error_of(ticket)) for ticket in tickets] == [type(None), StoreFull, type(None)]
+    for place in (0, 2):
+        assert np.array_equal(read_back(store, tickets[place]), arrays[place])
+    store.close()
+
+
+def test_no_more_at_once_than_a_reader_may_wait_for(store: PosixStore, calls: Calls) -> None:
+    half = MOST_BYTES // 2
+    queued(store, arrays_of([(0, half), (0, half), (0, half), (0, MIB), (0, half)]))
+    assert [nbytes for _, nbytes in calls.seen] == [MOST_BYTES, half + MIB, half]
+    calls.seen.clear()
+    queued(store, arrays_of([(64, 8192)] * (MOST_TICKETS + 3)))
+    assert [nbytes // (3 * 4096) for _, nbytes in calls.seen] == [MOST_TICKETS, 3]
+
+
+def test_what_has_to_wait_for_something_goes_alone_and_in_its_turn(store: PosixStore, calls: Calls) -> None:
+    arrays, order = arrays_of([(0, MIB)] * 5), list[str]()
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(array)) for array in arrays[:2]]
+    tickets.append(store.write(buffer_of(arrays[2]), before=lambda: order.append(f"after {len(calls.seen)} calls")))
+    tickets += [store.write(buffer_of(array)) for array in arrays[3:]]
+    queue.release()
+    for ticket, array in zip(tickets, arrays, strict=True):
+        assert ticket.wait(WAIT_S)
+        assert np.array_equal(read_back(store, ticket), array)
+    assert [nbytes for _, nbytes in calls.seen] == [2 * MIB, MIB, 2 * MIB]
+    assert order == ["after 1 calls"]
+
+
+@pytest.mark.parametrize("setting", [{"checksum": True}, {"write_rate_bytes_per_s": 1e9}])
+def test_a_store_that_looks_at_each_byte_or_counts_them_gathers_nothing(
+    scratch: Path, calls: Calls, setting: dict[str, float]
+) -> None:
+    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), **setting)  # type: ignore[arg-type]
+    arrays = arrays_of([(64, MIB)] * 3)
+    tickets = queued(store, arrays)
+    assert len(calls.seen) == 3
+    for ticket, array in zip(tickets, arrays, strict=True):
+        assert np.array_equal(read_back(store, ticket), array)
+    store.close()
+
+
+def test_where_a_worker_is_idle_it_gets_its_share(scratch: Path) -> None:
+    """One worker is held up inside a call; the other has to take one of two queued writes and leave the next to it."""
+    held = Held()
+    store = held.store(scratch, threads=3)
+    tickets = [store.write(buffer_of(array)) for array in arrays_of([(0, MIB)] * 3)]
+    held.await_begun(3)  # three calls at once, or the test fails
+    held.release.set()
+    assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    store.close()
+
+
+def test_reads_go_ahead_of_what_waits_together(store: PosixStore) -> None:
+    array = pattern_at(0, MIB)
+    written = write(store, array)
+    order: list[str] = []
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(each), on_done=lambda _: order.append("write")) for each in arrays_of()]
+    copy = pattern_at(0, MIB, 5)
+    read = store.read(written.location, buffer_of(copy), on_done=lambda _: order.append("read"))
+    queue.release()
+    assert all(ticket.wait(WAIT_S) for ticket in [*tickets, read])
+    assert order == ["read", *["write"] * len(tickets)]
+    assert np.array_equal(copy, array)
+
+
+def test_a_cancelled_one_is_left_out_and_its_memory_goes(store: PosixStore, calls: Calls) -> None:
+    arrays = arrays_of([(0, MIB)] * 3)
+    watched = weakref.ref(arrays[1])
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(array)) for array in arrays]
+    assert tickets[1].cancel()
+    del arrays[1]
+    assert watched() is None
+    queue.release()
+    for ticket, array in zip(tickets[::2], arrays, strict=True):
+        assert ticket.wait(WAIT_S)
+        assert np.array_equal(read_back(store, ticket), array)
+    assert [nbytes for _, nbytes in calls.seen] == [2 * MIB]
+
+
+def test_each_one_s_memory_goes_when_the_call_has_ended_and_callbacks_run_once(store: PosixStore) -> None:
+    arrays, done = arrays_of(), list[Ticket]()
+    watched = [weakref.ref(array) for array in arrays]
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(array), on_done=done.append) for array in arrays]
+    del arrays[:]
+    assert all(each() is not None for each in watched)
+    queue.release()
+    assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    with store._workers.held():
+        assert [each() for each in watched] == [None] * len(tickets)
+    assert done == tickets
+
+
+def test_closing_fails_what_waits_together(store: PosixStore, calls: Calls) -> None:
+    queue = Queue(store)
+    tickets = [store.write(buffer_of(array)) for array in arrays_of()]
+    store.abandon()
+    queue.release()
+    assert {type(error_of(ticket)) for ticket in tickets} == {StoreClosed}
+    assert calls.seen == []
+
+
+class Together:
+    """A gatherer that takes everything and does what the test says."""
+
+    def __init__(self, write: Callable[[Sequence[Ticket]], None]) -> None:
+        self._write = write
+
+    def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
+        return True
+
+    def write(self, tickets: Sequence[Ticket]) -> None:
+        self._write(tickets)
+
+
+def test_a_waiter_finds_its_ticket_while_it_is_moved_with_others() -> None:
+    looked: list[bool] = []
+    with running(1) as workers:
+        workers.gatherer = Together(lambda _: looked.extend(workers._has(ticket) for ticket in tickets))
+        blocker = Blocker()
+        blocker.occupy(workers)
+        tickets = [ticket_of(nothing) for _ in range(4)]
+        for ticket in tickets:
+            workers.submit(ticket, urgent=False)
+        blocker.release.set()
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert looked == [True] * 4
+
+
+class DeadlyAtTheEnd(Ticket):
+    """Ends its worker's loop once it is over."""
+
+    def finish(self) -> None:
+        super().finish()
+        raise SystemExit("the thread ends here")
+
+
+def test_a_worker_that_dies_among_them_fails_the_rest_and_is_replaced() -> None:
+    with running(1) as workers:
+        workers.gatherer = Together(lambda _: None)
+        blocker = Blocker()
+        blocker.occupy(workers)
+        deadly = DeadlyAtTheEnd(Buffer(0, 8, None), None, nothing)
+        others = [ticket_of(nothing) for _ in range(2)]
+        for ticket in (deadly, *others):
+            workers.submit(ticket, urgent=False)
+        blocker.release.set()
+        assert deadly.wait(WAIT_S)
+        errors = [error_of(ticket) for ticket in others]
+        assert [type(error) for error in errors] == [StoreBroken] * 2
+        assert all("died: SystemExit" in str(error) for error in errors), "told by the dying worker, at once"
+        after = ticket_of(nothing)
+        workers.submit(after, urgent=False)
+        assert after.wait(WAIT_S)
+
+
+def test_of_two_workers_that_reach_for_the_same_one_each_ticket_is_run_once() -> None:
+    """What was first in the queue a moment ago has gone to another worker: the one behind it comes out instead."""
+    runs: list[int] = []
+    with running(1) as workers:
+        together: list[int] = []
+        workers.gatherer = Together(lambda tickets: together.append(len(tickets)))
+        blocker = Blocker()
+        blocker.occupy(workers)
+        tickets = [ticket_of(lambda _, number=number: runs.append(number)) for number in range(4)]  # type: ignore[misc]
+        for ticket in tickets:
+            workers.submit(ticket, urgent=False)
+        takes = workers.gatherer.takes
+
+        def takes_late(taken: Sequence[Ticket], another: Ticket) -> bool:
+            if another is tickets[1]:  # the other worker is faster
+                assert workers._writes.popleft() is tickets[1]
+                assert tickets[1].start()
+                tickets[1].run(lambda: 0.0)
+            return takes(taken, another)
+
+        workers.gatherer.takes = takes_late  # type: ignore[method-assign]
+        blocker.release.set()
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert sorted(runs) == [0, 1, 2, 3]
+    assert together == []
