@@ -77,8 +77,10 @@ class Lane:
             end = self.ended.popleft()
             self.in_flight_bytes -= end.nbytes
             if end.moved:
-                self._busy_s = _MEMORY * self._busy_s + max(0.0, end.at_s - self._since_s)
-                self._moved_bytes = _MEMORY * self._moved_bytes + end.nbytes
+                took_s = max(0.0, end.at_s - self._since_s)
+                memory = _MEMORY if took_s else 1.0  # what one call moved with the last counts as one with it
+                self._busy_s = memory * self._busy_s + took_s
+                self._moved_bytes = memory * self._moved_bytes + end.nbytes
                 self._since_s = end.at_s
                 self._failures = 0
                 self.rests_until_s = float("-inf")

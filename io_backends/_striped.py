@@ -134,7 +134,7 @@ class StripedStore:
         if not self._alignment:
             self._open()
         ticket = _Write(buffer, None, _nothing, on_done)
-        if not self._send(ticket, (), partial(_begin, ticket, before)):
+        if not self._send(ticket, (), None if before is None else partial(_begin, ticket, before)):
             raise ticket.first_error or StoreClosed("the store is closed; make a new one")
         return ticket
 
@@ -224,7 +224,7 @@ class StripedStore:
 
     def _ended(self, ticket: _Write, index: int, tried: tuple[int, ...], inner: Ticket) -> None:
         """On a store's worker: an attempt is over."""
-        if ticket.state is QUEUED:  # it ended before it began
+        if ticket.state is QUEUED:  # nothing was to be waited for, or it ended before it began
             ticket.start()
         if inner.error is None:
             buffer = ticket.buffer
@@ -279,15 +279,14 @@ class StripedStore:
             self.stores[index].discard(inner)
 
 
-def _begin(ticket: _Write, before: Callable[[], None] | None) -> None:
+def _begin(ticket: _Write, before: Callable[[], None]) -> None:
     """On a store's worker, ahead of the first attempt."""
     ticket.start()
-    if before is not None:
-        try:
-            before()
-        except BaseException:
-            ticket.own_fault = True
-            raise
+    try:
+        before()
+    except BaseException:
+        ticket.own_fault = True
+        raise
 
 
 def _nothing(_: Ticket) -> None:

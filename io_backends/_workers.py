@@ -23,10 +23,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 
 from . import _fork
+from ._desk import Desk
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
 from ._gather import Gatherer
 from ._share import Shared
@@ -38,18 +39,6 @@ MOST_DEATHS = 16
 _PERIOD_S = 1.0
 
 _number = itertools.count()
-_LOOKING = object()  # at a desk: its worker is about to take a job, so what is in no queue may be here
-
-
-class _Desk:
-    """Where one worker works; whoever succeeds a dead one sits down at the same."""
-
-    __slots__ = ("busy", "job", "thread")
-
-    def __init__(self) -> None:
-        self.busy = threading.Lock()  # held during a job
-        self.job: object = None
-        self.thread: threading.Thread | None = None
 
 
 class Workers:
@@ -86,7 +75,7 @@ class Workers:
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
         self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True or more per job; False ends a worker
-        self._desks = [_Desk() for _ in range(count)]
+        self._desks = [Desk() for _ in range(count)]
         self._lock = threading.Lock()  # for starting and ending threads
         self._on_stopped = on_stopped
         self._open = False  # there are threads, and they take tickets
@@ -107,7 +96,7 @@ class Workers:
         (self._reads if urgent else self._writes).append(ticket)
         self._tokens.put(True)
         if self._stopping and not self._running:  # stopped between the check and here: nobody is left to take it
-            self._fail_queued(_Desk())
+            self._fail_queued(Desk())
 
     def refuse(self) -> None:
         """Raise StoreClosed after `stop`, StoreBroken once too many workers have died."""
@@ -165,7 +154,7 @@ class Workers:
         try:
             shared.work()
         finally:
-            shared.join(lambda: any(desk.job is shared for desk in self._desks))
+            shared.join(lambda: any(desk.has(shared) for desk in self._desks))
         shared.finish()
 
     @contextmanager
@@ -224,8 +213,7 @@ class Workers:
         # In the order a ticket goes: what was taken from a queue before it was looked at is at a desk by now.
         if ticket in self._reads or ticket in self._writes:
             return True
-        jobs = [desk.job for desk in self._desks]
-        return any(job is ticket or job is _LOOKING or (isinstance(job, list) and ticket in job) for job in jobs)
+        return any(desk.has(ticket) for desk in self._desks)
 
     # -- threads -------------------------------------------------------------------------------------------------
 
@@ -242,7 +230,7 @@ class Workers:
                     return
         self.refuse()
 
-    def _seat(self, desk: _Desk) -> None:
+    def _seat(self, desk: Desk) -> None:
         name = f"{self._name}-{self._desks.index(desk)}"
         desk.thread = threading.Thread(target=self._loop, args=(desk,), name=name, daemon=True)
         desk.thread.start()
@@ -251,42 +239,40 @@ class Workers:
         for _ in self._desks:
             self._tokens.put(False)
 
-    def _loop(self, desk: _Desk) -> None:
+    def _loop(self, desk: Desk) -> None:
         try:
             while self._tokens.get():
                 with desk.busy:
                     self._run_next(desk)
-                    desk.job = None
+                    desk.jobs.clear()
         except BaseException as error:  # the ticket it strikes tells of it; where it strikes none, nothing is lost
             self._bury(desk, error)
         else:
             self._leave(desk)
 
-    def _run_next(self, desk: _Desk) -> bool:
+    def _run_next(self, desk: Desk) -> bool:
         # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
         if self._frozen:
             return False
-        desk.job = _LOOKING
         while queue := self._helps or self._reads or self._writes:
-            try:
-                desk.job = job = queue.popleft()
+            job: Shared | Ticket | None = desk.take(queue)
+            if job is not None:  # else another worker was faster
                 break
-            except IndexError:  # another worker was faster
-                continue
         else:
             return False
         if isinstance(job, Shared):
             job.help()
         elif self.gatherer is not None and queue is self._writes and queue and not self.idle():
-            desk.job = tickets = [job]
-            together = self._gather(self.gatherer, tickets)
-            self._run_all(self.gatherer if together else None, tickets)
-        elif job.start():
+            self._run_together(self.gatherer, job, desk)
+        else:
             self._run(job)
         return True
 
     def _run(self, ticket: Ticket) -> None:
-        """Run one that has been started."""
+        if ticket.start():
+            self._run_started(ticket)
+
+    def _run_started(self, ticket: Ticket) -> None:
         if self._stopping:
             ticket.error = self._closing_error()
             ticket.finish()
@@ -294,36 +280,34 @@ class Workers:
             ticket.run(time.perf_counter)
             self.moved_s = ticket.ended_s
 
-    def _gather(self, gatherer: Gatherer, tickets: list[Ticket]) -> bool:
-        """Take what may go with a write from behind it in the queue. False if that is not what was taken."""
-        queue = self._writes
-        if not gatherer.takes([], tickets[0]):
-            return True
-        with suppress(IndexError):  # another worker was faster; who starts a ticket has it
-            while gatherer.takes(tickets, another := queue[0]):
-                tickets.append(another)  # at the desk before it leaves the queue, so that it is always found
-                tickets[-1] = queue.popleft()
-                if tickets[-1] is not another:
-                    return False
-        return True
-
-    def _run_all(self, gatherer: Gatherer | None, tickets: list[Ticket]) -> None:
-        """Run what has been taken from the queue: at once if they go together and there is a gatherer."""
+    def _run_together(self, gatherer: Gatherer, first: Ticket, desk: Desk) -> None:
+        """Run a write and those behind it in the queue that go with it."""
+        tickets, other = [first], None
+        if gatherer.takes([], first):
+            while (another := _peek(self._writes)) is not None and gatherer.takes(tickets, another):
+                taken = desk.take(self._writes)
+                if taken is not another:  # another worker took that, and this may be one that goes alone
+                    other = taken
+                    break
+                tickets.append(taken)
         started = [ticket for ticket in tickets if ticket.start()]
         started_s = time.perf_counter()
-        together = gatherer is not None and len(started) > 1 and not self._stopping and _written(gatherer, started)
-        ended_s = time.perf_counter()
-        for ticket in started:
-            if together:
+        if len(started) > 1 and not self._stopping and _written(gatherer, started):
+            self.moved_s = ended_s = time.perf_counter()
+            for ticket in started:
                 ticket.started_s, ticket.ended_s = started_s, ended_s
                 ticket.finish()
-                self.moved_s = ended_s
-            else:
-                self._run(ticket)
+        else:
+            for ticket in started:
+                while (read := desk.take(self._reads)) is not None:  # ahead of writes, here as well
+                    self._run(read)
+                self._run_started(ticket)
+        if other is not None:
+            self._run(other)
 
-    def _bury(self, desk: _Desk, cause: BaseException) -> None:
+    def _bury(self, desk: Desk, cause: BaseException) -> None:
         """The thread at this desk is dying: put another there, or give up, and then end what it had."""
-        job, desk.job = desk.job, None
+        jobs, desk.jobs = desk.jobs, []
         with self._lock:
             self._deaths += 1
             goes_on = not self._stopping and self._deaths <= MOST_DEATHS
@@ -334,11 +318,11 @@ class Workers:
                 self._refusal = f"{self._deaths} workers of the store died, the last of {cause!r}; make a new one"
                 self._open, self._stopping = False, True
                 self._end_threads()
-        _abort(job, cause)
+        _abort(jobs, cause)
         if not goes_on:
             self._leave(desk)
 
-    def _leave(self, desk: _Desk) -> None:
+    def _leave(self, desk: Desk) -> None:
         with self._lock:
             self._running -= 1
             last = self._running == 0
@@ -346,19 +330,26 @@ class Workers:
             self._fail_queued(desk)
             self._on_stopped()
 
-    def _fail_queued(self, desk: _Desk) -> None:
+    def _fail_queued(self, desk: Desk) -> None:
         more = True
         while more:
             try:
                 more = self._run_next(desk)
             except BaseException as error:
-                _abort(desk.job, error)
-        desk.job = None
+                _abort(desk.jobs, error)
+            desk.jobs.clear()
 
     def _closing_error(self) -> StoreError:
         if self._deaths > MOST_DEATHS:
             return StoreBroken(self._refusal)
         return StoreClosed("the store was closed before this transfer started")
+
+
+def _peek(queue: deque[Ticket]) -> Ticket | None:
+    try:
+        return queue[0]
+    except IndexError:
+        return None
 
 
 def _written(gatherer: Gatherer, tickets: list[Ticket]) -> bool:
@@ -369,9 +360,9 @@ def _written(gatherer: Gatherer, tickets: list[Ticket]) -> bool:
     return True
 
 
-def _abort(job: object, cause: BaseException) -> None:
-    for ticket in job if isinstance(job, list) else [job]:
-        if isinstance(ticket, Ticket):
-            error = StoreBroken(f"the worker that had the transfer of {ticket.nbytes} bytes died: {cause!r}")
+def _abort(jobs: list[object], cause: BaseException) -> None:
+    for job in jobs:
+        if isinstance(job, Ticket):
+            error = StoreBroken(f"the worker that had the transfer of {job.nbytes} bytes died: {cause!r}")
             error.__cause__ = cause.with_traceback(None)  # its frames would keep what the ticket lets go
-            ticket.abort(error)
+            job.abort(error)

@@ -55,7 +55,8 @@ class Held:
                 self._look_at_memory()
         budget_bytes = self._room_bytes if self._adapts else self._mover.window_bytes
         if self.nbytes > budget_bytes:
-            self._send(budget_bytes - _policy.write_burst_bytes(budget_bytes))
+            staging_bytes = self._mover.limits.staging_bytes
+            self._send(budget_bytes - _policy.write_burst_bytes(budget_bytes, staging_bytes))
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""

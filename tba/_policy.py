@@ -77,9 +77,12 @@ def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> i
     return max(0, held_bytes + free_bytes - reserve_bytes)
 
 
-def write_burst_bytes(budget_bytes: int) -> int:
-    """How far below a budget to go at once, by writing: a worker that is woken for each tensor costs more than it."""
-    return min(_WRITE_BURST_BYTES, budget_bytes // 2)
+def write_burst_bytes(budget_bytes: int, staging_bytes: int) -> int:
+    """How far below a budget to go at once, by writing: a worker that is woken for each tensor costs more than it.
+
+    Half of what may be in flight at most: else the step would wait for room, with time enough until the next burst.
+    """
+    return min(_WRITE_BURST_BYTES, budget_bytes // 2, staging_bytes // 2)
 
 
 def read_burst_bytes(budget_bytes: int) -> int:

@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +15,17 @@ import pytest
 from store_tools import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, pattern_at, read_back, write
 from worker_tools import Blocker, nothing, running, ticket_of
 
-from io_backends import Buffer, PosixStore, StoreBroken, StoreClosed, StoreFull, Syscalls, Ticket, TicketState
+from io_backends import (
+    Buffer,
+    PosixStore,
+    StoreBroken,
+    StoreClosed,
+    StoreFull,
+    StripedStore,
+    Syscalls,
+    Ticket,
+    TicketState,
+)
 from io_backends._extents import align_up
 from io_backends._gather import MOST_BYTES, MOST_TICKETS
 
@@ -215,14 +226,33 @@ def test_a_store_that_looks_at_each_byte_or_counts_them_gathers_nothing(
     store.close()
 
 
-def test_where_a_worker_is_idle_it_gets_its_share(scratch: Path) -> None:
-    """One worker is held up inside a call; the other has to take one of two queued writes and leave the next to it."""
+def test_where_workers_are_idle_each_gets_its_share(scratch: Path) -> None:
     held = Held()
     store = held.store(scratch, threads=3)
     tickets = [store.write(buffer_of(array)) for array in arrays_of([(0, MIB)] * 3)]
     held.await_begun(3)  # three calls at once, or the test fails
     held.release.set()
     assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    store.close()
+
+
+def test_several_paths_gather_each_its_own(scratch: Path, calls: Calls) -> None:
+    paths = [PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls)) for _ in range(2)]
+    store = StripedStore(paths)
+    assert store.alignment
+    queues = [Queue(path) for path in paths]
+    arrays = arrays_of([(64, MIB)] * 8)
+    tickets = [store.write(buffer_of(array)) for array in arrays]
+    assert tickets[3].cancel()
+    for queue in queues:
+        queue.release()
+    for place, (ticket, array) in enumerate(zip(tickets, arrays, strict=True)):
+        if place != 3:
+            assert ticket.wait(WAIT_S)
+            assert np.array_equal(read_back(store, ticket), array)
+        store.discard(ticket)
+    assert sorted(nbytes // MIB for _, nbytes in calls.seen) == [3, 4]
+    assert store.used_bytes == 0
     store.close()
 
 
@@ -237,6 +267,28 @@ def test_reads_go_ahead_of_what_waits_together(store: PosixStore) -> None:
     queue.release()
     assert all(ticket.wait(WAIT_S) for ticket in [*tickets, read])
     assert order == ["read", *["write"] * len(tickets)]
+    assert np.array_equal(copy, array)
+
+
+def test_reads_go_ahead_also_where_each_goes_by_itself(store: PosixStore, calls: Calls) -> None:
+    array, copy = pattern_at(0, MIB), pattern_at(0, MIB, 5)
+    written = write(store, array)
+    order, reads = list[str](), list[Ticket]()
+
+    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+        if sum(nbytes for _, nbytes in pieces) > 2 * MIB:
+            raise OSError(errno.EIO, "told to fail")
+        if not reads:  # asked for while the first of them is written
+            reads.append(store.read(written.location, buffer_of(copy), on_done=lambda _: order.append("read")))
+        return REAL.pwritev(fd, pieces, offset)
+
+    calls.instead = instead
+    queue = Queue(store)
+    each = arrays_of([(0, MIB)] * 4)
+    tickets = [store.write(buffer_of(one), on_done=lambda _: order.append("write")) for one in each]
+    queue.release()
+    assert all(ticket.wait(WAIT_S) for ticket in [*tickets, *reads])
+    assert order == ["write", "read", *["write"] * 3]
     assert np.array_equal(copy, array)
 
 
@@ -332,28 +384,39 @@ def test_a_worker_that_dies_among_them_fails_the_rest_and_is_replaced() -> None:
         assert after.wait(WAIT_S)
 
 
-def test_of_two_workers_that_reach_for_the_same_one_each_ticket_is_run_once() -> None:
-    """What was first in the queue a moment ago has gone to another worker: the one behind it comes out instead."""
-    runs: list[int] = []
+@pytest.mark.parametrize("behind", [0, 2])
+def test_of_two_workers_that_reach_for_the_same_one_each_ticket_is_run_once(behind: int) -> None:
+    """What was first in the queue a moment ago is another worker's; what comes out is the one behind, or none."""
+    runs, together, found = list[int](), list[int](), list[bool]()
     with running(1) as workers:
-        together: list[int] = []
-        workers.gatherer = Together(lambda tickets: together.append(len(tickets)))
+        gatherer = Together(lambda tickets: together.append(len(tickets)))
+        workers.gatherer = gatherer
         blocker = Blocker()
         blocker.occupy(workers)
-        tickets = [ticket_of(lambda _, number=number: runs.append(number)) for number in range(4)]  # type: ignore[misc]
+        tickets = [ticket_of(lambda _, number=number: runs.append(number)) for number in range(3 + behind)]  # type: ignore[misc]
+
+        class Watched(deque[Ticket]):
+            def popleft(self) -> Ticket:
+                ticket = super().popleft()
+                found.append(workers._has(ticket))  # out of the queue, and not at the desk yet
+                return ticket
+
+        workers._writes = Watched()
         for ticket in tickets:
             workers.submit(ticket, urgent=False)
-        takes = workers.gatherer.takes
+        takes = gatherer.takes
 
         def takes_late(taken: Sequence[Ticket], another: Ticket) -> bool:
-            if another is tickets[1]:  # the other worker is faster
-                assert workers._writes.popleft() is tickets[1]
-                assert tickets[1].start()
-                tickets[1].run(lambda: 0.0)
+            if another is tickets[2]:  # the other worker is faster
+                assert deque.popleft(workers._writes) is tickets[2]
+                assert tickets[2].start()
+                tickets[2].run(lambda: 0.0)
             return takes(taken, another)
 
-        workers.gatherer.takes = takes_late  # type: ignore[method-assign]
+        gatherer.takes = takes_late  # type: ignore[method-assign]
         blocker.release.set()
         assert all(ticket.wait(WAIT_S) for ticket in tickets)
-    assert sorted(runs) == [0, 1, 2, 3]
-    assert together == []
+    assert sorted(runs) == [2, 3, 4][: 1 + behind], "the first two went together"
+    assert together == [2]
+    assert found
+    assert all(found)

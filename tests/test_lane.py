@@ -140,6 +140,19 @@ def test_time_in_which_nothing_was_under_way_does_not_make_a_disk_slow() -> None
     assert lane.bytes_per_s == pytest.approx(1000.0)
 
 
+@pytest.mark.parametrize("together", [1, 4, 64])
+def test_what_ends_together_does_not_make_a_disk_fast(together: int) -> None:
+    lane, nbytes, rate = Lane(), 1_000_000, 1e9
+    for turn in range(40):
+        begun_s = 100.0 + turn
+        for _ in range(together):
+            lane.begin(nbytes, begun_s)
+        for _ in range(together):
+            lane.ended.append(Ended(begun_s + together * nbytes / rate, nbytes, moved=True, failed=False))
+        lane.catch_up()
+        assert lane.bytes_per_s == pytest.approx(rate, rel=1e-6)
+
+
 def a_read(nbytes: int) -> Ticket:
     return Ticket(Buffer(0, nbytes, None), None, lambda _: None)
 
