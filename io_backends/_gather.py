@@ -70,8 +70,7 @@ class Gather:
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:
-            if offset + length > space.laid_out_bytes:
-                space.reserve(file.fd, offset + length)
+            space.reserve(file.fd, offset + length)
             moved = self._syscalls.pwritev(file.fd, self._pieces(tickets, locations, file.alignment), offset)
             if moved != length:
                 raise ShortTransfer(f"{moved} of {length} bytes moved")
