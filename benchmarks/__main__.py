@@ -45,8 +45,8 @@ def step(
     model: Annotated[
         list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 16x1024, 24x2048.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 12,
-    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 3; on cuda 1).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 16,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 8; on cuda 1).")] = None,
     threads: Threads = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
     floor: Annotated[bool, typer.Option(help="Also an arm under hooks that do nothing.")] = False,

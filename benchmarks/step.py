@@ -16,8 +16,9 @@ from ._processes import Spec, available, in_turns, running
 
 # Rounds that only warm up: their memory counts, their time does not.
 WARM_UP_ROUNDS = 2
-# Two processes that do the same may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen.
-STARTS = 3
+# Two processes that do the same may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So
+# many sets of processes with few rounds in each say more than many rounds in one.
+STARTS = 8
 # The arm under another allocator shows its memory only.
 MEMORY_ROUNDS = 4
 
@@ -90,7 +91,7 @@ def run_step(
     models: Sequence[Model],
     *,
     device: str = "cpu",
-    rounds: int = 12,
+    rounds: int = 16,
     starts: int = 1,
     threads: int = 2,
     floor: bool = False,
