@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ._errors import StoreBroken, StoreClosed
-from ._space import Space
+from ._space import Space, extent_of
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Syscalls
 from ._workers import Workers
@@ -155,6 +155,15 @@ class FileStore(abc.ABC, Generic[File]):
         """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
         self._closed = True
         self._workers.stop()
+
+    def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
+        """On a worker: an extent for a write, laid out. Once it is the ticket's, `discard` frees it."""
+        location = extent_of(ticket, block)
+        if location.length:
+            location = location._replace(offset=self._space.take(location.length))
+        ticket.location = location
+        self._space.reserve(fd, location.offset + location.length)
+        return location
 
     def _punch(self, _: Ticket) -> None:
         self._space.punch(self.open().fd)

@@ -22,7 +22,7 @@ from . import _layout
 from ._errors import ShortTransfer
 from ._extents import align_up
 from ._scratch import ScratchFile
-from ._space import EXTENT_ALIGNMENT, Space
+from ._space import EXTENT_ALIGNMENT, Space, extent_of
 from ._store import Location, Ticket
 from ._syscalls import Syscalls
 
@@ -66,7 +66,7 @@ class Gather:
 
     def write(self, tickets: Sequence[Ticket]) -> None:
         file, space = self._open_file(), self._space
-        locations = [_location(ticket, file.alignment) for ticket in tickets]
+        locations = [extent_of(ticket, file.alignment) for ticket in tickets]
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:
@@ -100,10 +100,3 @@ class Gather:
                 pieces.append((filler, location.length - length))
             bounce += 2 * block
         return pieces
-
-
-def _location(ticket: Ticket, block: int) -> Location:
-    """Where a write goes, but for the offset."""
-    assert ticket.buffer is not None
-    skew = ticket.buffer.address % block
-    return Location(0, align_up(skew + ticket.nbytes, EXTENT_ALIGNMENT), ticket.nbytes, skew)

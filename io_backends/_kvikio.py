@@ -34,10 +34,8 @@ from typing import Any, Literal, NamedTuple
 
 from ._device_memory import Registry, on_device, view
 from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
-from ._extents import align_up
 from ._file_store import FileStore
 from ._scratch import open_scratch
-from ._space import EXTENT_ALIGNMENT
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
 
@@ -122,19 +120,14 @@ class KvikioStore(FileStore[_File]):
     # -- on the workers ------------------------------------------------------------------------------------------
 
     def _write(self, ticket: Ticket) -> None:
-        file, buffer, nbytes = self.open(), ticket.buffer, ticket.nbytes
+        file, buffer = self.open(), ticket.buffer
         assert buffer is not None
         # Host memory keeps its place within a page, so that direct I/O needs no copy. A device's driver wants the
         # file's pages whole.
-        skew = 0 if on_device(buffer.owner) else buffer.address % _PAGE_BYTES
-        if not nbytes:
-            ticket.location = Location(0, 0, 0, skew)
-            return
-        length = align_up(skew + nbytes, EXTENT_ALIGNMENT)
-        ticket.location = Location(self._space.take(length), length, nbytes, skew)
-        self._space.reserve(file.fd, ticket.location.offset + length)
-        self._move(file, buffer, ticket.location, self._syscalls.pwritev, file.handle.pwrite)
-        ticket.moved_bytes = nbytes
+        location = self._place(ticket, file.fd, 1 if on_device(buffer.owner) else _PAGE_BYTES)
+        if location.length:
+            self._move(file, buffer, location, self._syscalls.pwritev, file.handle.pwrite)
+        ticket.moved_bytes = ticket.nbytes
 
     def _read(self, ticket: Ticket) -> None:
         file, buffer = self.open(), ticket.buffer

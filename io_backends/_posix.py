@@ -38,7 +38,6 @@ from ._gather import Gather
 from ._layout import Part, Piece, Vector
 from ._rate import RateLimit
 from ._scratch import ScratchFile, open_scratch
-from ._space import EXTENT_ALIGNMENT
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
 
@@ -119,18 +118,11 @@ class PosixStore(FileStore[ScratchFile]):
     # -- on the workers ------------------------------------------------------------------------------------------
 
     def _write(self, ticket: Ticket) -> None:
-        file, buffer, nbytes = self._file or self.open(), ticket.buffer, ticket.nbytes
+        file, buffer = self._file or self.open(), ticket.buffer
         assert buffer is not None
-        skew = buffer.address % file.alignment
-        if not nbytes:
-            ticket.location = Location(0, 0, 0, skew)
+        location = self._place(ticket, file.fd, file.alignment)
+        if not location.length:
             return
-        length = align_up(skew + nbytes, EXTENT_ALIGNMENT)
-        space = self._space
-        offset = space.take(length)
-        location = ticket.location = Location(offset, length, nbytes, skew)
-        if offset + length > space.laid_out_bytes:
-            space.reserve(file.fd, offset + length)
         ticket.moved_bytes, sums = self._in_parts(self._write_part, file, buffer, location)
         if sums:
             ticket.location = location._replace(sums=tuple(sums[index] for index in range(len(sums))))

@@ -20,13 +20,20 @@ from collections.abc import Callable
 
 from ._errors import StoreBroken, StoreFull
 from ._extents import Extents, align_up
-from ._store import Ticket
+from ._store import Location, Ticket
 from ._syscalls import Syscalls
 
 # Extents keep 4 KiB: the page of the device mapping, so that neighbours never share a block.
 EXTENT_ALIGNMENT = 4096
 # The file grows and shrinks by this much: a step that differs a little from the last one changes nothing.
 GROWTH_BYTES = 64 << 20
+
+
+def extent_of(ticket: Ticket, block: int) -> Location:
+    """What a write takes where bytes keep their place within a block; the offset is still to be chosen."""
+    assert ticket.buffer is not None
+    skew, nbytes = ticket.buffer.address % block, ticket.nbytes
+    return Location(0, align_up(skew + nbytes, EXTENT_ALIGNMENT) if nbytes else 0, nbytes, skew)
 
 
 class Space:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from io_backends import (
 )
 from io_backends._extents import align_up
 from io_backends._gather import MOST_BYTES, MOST_TICKETS
-from io_backends._probe import error_of
+from io_backends._probe import Gate, error_of
 
 MIB = 1 << 20
 REAL = Syscalls()
@@ -52,17 +51,12 @@ class Queue:
 
     def __init__(self, store: PosixStore) -> None:
         self.store = store
-        self._begun, self._go_on = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            self._begun.set()
-            assert self._go_on.wait(WAIT_S)
-
-        self._held = store.write(buffer_of(pattern_at(0, 1)), before=hold)
-        assert self._begun.wait(WAIT_S)
+        self._gate = Gate()
+        self._held = store.write(buffer_of(pattern_at(0, 1)), before=self._gate)
+        assert self._gate.begun.acquire(timeout=WAIT_S)
 
     def release(self) -> None:
-        self._go_on.set()
+        self._gate.open.set()
         assert self._held.wait(WAIT_S)
         self.store.discard(self._held)
 
