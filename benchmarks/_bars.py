@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._harness import median, median_ratio
+from ._harness import doubt, median, ratios
 
 if TYPE_CHECKING:
     from .step import Measured
@@ -18,13 +18,17 @@ _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One line: the measured value should be at most `limit` (below it, where `strictly`); None: only shown."""
+    """One line: the measured value should be at most `limit` (below it, where `strictly`); None: only shown.
+
+    `spread` is shown beside the value and decides nothing.
+    """
 
     what: str
     measured: float
     limit: float | None
     unit: str = "x"
     strictly: bool = False
+    spread: float | None = None
 
     @property
     def met(self) -> bool | None:
@@ -35,7 +39,8 @@ class Bar:
     def row(self) -> tuple[str, str, str, str]:
         sign = "<" if self.strictly else "<="
         limit = "-" if self.limit is None else f"{sign} {self._text(self.limit)}"
-        return self.what, limit, self._text(self.measured), {None: "-", True: "yes", False: "NO"}[self.met]
+        measured = self._text(self.measured) + ("" if self.spread is None else f" ± {self.spread:.3f}")
+        return self.what, limit, measured, {None: "-", True: "yes", False: "NO"}[self.met]
 
     def _text(self, value: float) -> str:
         if self.unit == "%":
@@ -60,15 +65,15 @@ def cpu_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
     if mimalloc is not None:
         what = "peak over idle under mimalloc / plain as Python comes"
         bars.append(Bar(what=what, measured=_memory(mimalloc, as_is), limit=limits[2]))
-    wall, cpu = median_ratio(offload.wall_s, plain.wall_s), median_ratio(offload.cpu_s, plain.cpu_s)
-    against = median_ratio(offload.wall_s, checkpoint.wall_s)
+    wall, cpu = ratios(offload.wall_s, plain.wall_s), ratios(offload.cpu_s, plain.cpu_s)
+    against = ratios(offload.wall_s, checkpoint.wall_s)
     return [
         *bars,
-        Bar(what="wall per step / plain, same allocator", measured=wall, limit=timing(_WALL_BAR)),
-        Bar(what="CPU seconds per step / plain, same allocator", measured=cpu, limit=timing(_CPU_BAR)),
+        _time("wall per step / plain, same allocator", wall, timing(_WALL_BAR)),
+        _time("CPU seconds per step / plain, same allocator", cpu, timing(_CPU_BAR)),
         Bar(what="backward's waiting", measured=median(offload.waited_share), limit=timing(_WAIT_BAR), unit="%"),
         Bar(what="peak / full checkpointing", measured=_memory(offload, checkpoint), limit=timing(1), strictly=True),
-        Bar(what="wall / full checkpointing", measured=against, limit=timing(1), strictly=True),
+        _time("wall / full checkpointing", against, timing(1), strictly=True),
     ]
 
 
@@ -80,16 +85,17 @@ def cuda_bars(arms: Mapping[str, Measured]) -> list[Bar]:
         arm = arms[name]
         bars += [
             Bar(what=f"{name}: peak over idle / plain", measured=_memory(arm, plain), limit=None),
-            Bar(what=f"{name}: wall / plain", measured=median_ratio(arm.wall_s, plain.wall_s), limit=None),
+            _time(f"{name}: wall / plain", ratios(arm.wall_s, plain.wall_s), None),
             Bar(what=f"{name}: backward's waiting", measured=median(arm.waited_share), limit=None, unit="%"),
             Bar(what=f"{name}: peak / full checkpointing", measured=_memory(arm, checkpoint), limit=None),
-            Bar(
-                what=f"{name}: wall / full checkpointing",
-                measured=median_ratio(arm.wall_s, checkpoint.wall_s),
-                limit=None,
-            ),
+            _time(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), None),
         ]
     return bars
+
+
+def _time(what: str, found: Sequence[float], limit: float | None, *, strictly: bool = False) -> Bar:
+    """Of ratios round by round, their median, and how far off it may be."""
+    return Bar(what=what, measured=median(found), limit=limit, strictly=strictly, spread=doubt(found))
 
 
 def _memory(arm: Measured, other: Measured) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import platform
 import shlex
@@ -172,7 +173,26 @@ def median(values: Sequence[float]) -> float:
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """Median of the ratios within each round: what drifts over the run cancels."""
-    return statistics.median(a / b for a, b in zip(over, under, strict=True))
+    return statistics.median(ratios(over, under))
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """One over the other, round by round."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half of the range in which the middle half of the values lies."""
+    if len(values) < 2:
+        return 0.0
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return (upper - lower) / 2
+
+
+def doubt(values: Sequence[float]) -> float:
+    """How far from the median that of many more rounds may lie, at 95 %: half of the notch that box plots have there
+    (McGill, Tukey, Larsen 1978), 1.57 times the interquartile range over the root of their number."""
+    return 2 * 1.57 * spread(values) / math.sqrt(len(values))
 
 
 def mib(nbytes: float) -> str:

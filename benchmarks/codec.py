@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._bars import Bar
-from ._harness import MIB, Grid, Result, environment_block, median, median_ratio, progress
+from ._harness import MIB, Grid, Result, environment_block, median, median_ratio, progress, spread
 from ._one_shot import ask
 from ._processes import Spec
 from ._stored import PLAIN
-from .io import Floor, spread
+from .io import Floor
 
 PRESETS = ("exact", "safe8", "balanced", "max")
 # The codec that nearly all bytes of the presets pass through, and what it has to reach: (encode, decode) in GB/s.

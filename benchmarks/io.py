@@ -6,8 +6,6 @@ take turns in an order drawn by lot for each round, and are compared by medians 
 
 from __future__ import annotations
 
-import math
-import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import psutil
 
 from ._bars import Bar
 from ._fio import Fio, Mode
-from ._harness import Grid, Result, environment_block, median
+from ._harness import Grid, Result, doubt, environment_block, median, ratios, spread
 from ._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, known, measure
 from ._processes import ArmError
 from ._train import scratch_directory
@@ -36,7 +34,6 @@ _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 class Floor(Bar):
     """A bar the other way round: at least `limit`. `noise` is forgiven: what a difference has to exceed to count."""
 
-    spread: float = 0.0
     noise: float = 0.0
 
     @property
@@ -46,7 +43,7 @@ class Floor(Bar):
     def row(self) -> tuple[str, str, str, str]:
         what, _, measured, met = super().row()
         limit = "-" if self.limit is None else f">= {self._text(self.limit)}"
-        return what, limit, f"{measured} ± {self.spread:.3f}", met
+        return what, limit, measured, met
 
 
 def run_io(
@@ -150,21 +147,7 @@ def _stripes_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
 
 def ratios_of(one: Series, other: Series, mode: Mode) -> list[float]:
     """Bandwidth of one arm over the other's, round by round."""
-    return [a / b for a, b in zip(one.bytes_per_s[mode], other.bytes_per_s[mode], strict=True)]
-
-
-def spread(ratios: Sequence[float]) -> float:
-    """Half of the range in which the middle half of the values lies."""
-    if len(ratios) < 2:
-        return 0.0
-    lower, _, upper = statistics.quantiles(ratios, n=4, method="inclusive")
-    return (upper - lower) / 2
-
-
-def doubt(ratios: Sequence[float]) -> float:
-    """How far from the median that of many more rounds may lie, at 95 %: half of the notch that box plots have there
-    (McGill, Tukey, Larsen 1978), 1.57 times the interquartile range over the root of their number."""
-    return 2 * 1.57 * spread(ratios) / math.sqrt(len(ratios))
+    return ratios(one.bytes_per_s[mode], other.bytes_per_s[mode])
 
 
 def _tell(text: str) -> None:

@@ -227,4 +227,5 @@ def _arm_table(model: Model, arms: Mapping[str, Measured], device: str) -> Grid:
 
 
 def _bar_table(model: Model, bars: Sequence[Bar]) -> Grid:
-    return Grid(f"Bars, {model.name}", ("what", "bar", "measured", "met"), [bar.row() for bar in bars])
+    rows = [bar.row() for bar in bars]
+    return Grid(f"Bars, {model.name}", ("what", "bar", "measured", "met"), rows, "Behind ±: about 95 % confidence.")

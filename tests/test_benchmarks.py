@@ -285,4 +285,5 @@ def test_bars_and_ratios() -> None:
     assert Bar(what="w", measured=1.0, limit=1.0, strictly=True).met is False
     assert Bar(what="w", measured=1.0, limit=None).met is None
     assert Bar(what="w", measured=0.015, limit=0.01, unit="%").row() == ("w", "<= 1.00%", "1.50%", "NO")
+    assert Bar(what="w", measured=1.06, limit=1.05, spread=0.02).row() == ("w", "<= 1.050x", "1.060x ± 0.020", "NO")
     assert median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == 2.0

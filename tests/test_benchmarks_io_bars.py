@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks._harness import doubt, spread
 from benchmarks._io_arms import Span, together
 from benchmarks._io_rounds import BARE, FIO, MORE_WORKERS, STORE, TWO_PATHS, Series
-from benchmarks.io import Floor, doubt, make_bars, parts, spread
+from benchmarks.io import Floor, make_bars, parts
 
 
 def test_floors() -> None:
