@@ -56,7 +56,7 @@ lint: $(VENV)/.installed
 
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/test_gpu_*.py tests/test_codec_kernels.py tests/test_device_probe.py tests/test_memory.py
-	$(PYTHON) -m benchmarks step --device cuda
+	$(PYTHON) -m benchmarks step --device cuda --rounds 12
 
 clean:
 	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

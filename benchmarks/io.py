@@ -111,10 +111,10 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
     for size, series in found.items():
         store, other = series[STORE], FIO if FIO in series else BARE
         for mode in MODES:
-            ratios = ratios_of(store, series[other], mode)
+            shares = ratios_of(store, series[other], mode)
             what = f"{mode}, {size // MIB} MiB: store / {other}"
             limit = _SHARE_BAR if other == FIO else None
-            bars.append(Floor(what=what, measured=median(ratios), limit=limit, spread=spread(ratios)))
+            bars.append(Floor(what=what, measured=median(shares), limit=limit, spread=spread(shares)))
     bars += _stripes_bars(found)
     for mode, limit in _CPU_BARS.items():
         for size, series in found.items():
@@ -135,10 +135,10 @@ def _stripes_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
         for mode in MODES:
             every: list[float] = []
             for size, series in found.items():
-                ratios = ratios_of(series[TWO_PATHS], series[other], mode)
+                shares = ratios_of(series[TWO_PATHS], series[other], mode)
                 what = f"{mode}, {size // MIB} MiB: two paths on this disk / {called}"
-                bars.append(Floor(what=what, measured=median(ratios), limit=None, spread=spread(ratios)))
-                every += ratios
+                bars.append(Floor(what=what, measured=median(shares), limit=None, spread=spread(shares)))
+                every += shares
             what = f"{mode}, all sizes: two paths on this disk / {called}"
             limit, noise = _STRIPES_BAR if other == STORE else None, doubt(every)
             bars.append(Floor(what=what, measured=median(every), limit=limit, spread=noise, noise=noise))
