@@ -16,7 +16,7 @@ class Desk:
     """Whoever succeeds a dead worker sits down at the same.
 
     Attributes:
-        busy: held during a job.
+        busy: held during a job, and while the worker looks for one.
         jobs: what the worker has, several where it runs them together.
         thread: the worker.
     """
@@ -37,6 +37,11 @@ class Desk:
             self.jobs.pop()
             return None
         return job
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is in hand: its worker sleeps, or is on its way to a queue."""
+        return self.jobs in ([], [_TAKING])
 
     def has(self, job: object) -> bool:
         """Whether a job is in hand, or may be."""

@@ -135,8 +135,8 @@ class Workers:
                     break
 
     def idle(self) -> int:
-        """About how many workers have nothing to do; none once stopped."""
-        return sum(not desk.busy.locked() for desk in self._desks) if self._open else 0
+        """About how many workers have nothing to do; none once stopped. Those coming for queued jobs are among them."""
+        return sum(desk.idle for desk in self._desks) if self._open else 0
 
     def share(self, tasks: list[Callable[[], None]]) -> None:
         """On a worker, within a ticket: run `tasks` with the help of idle workers; returns when all have ended.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -103,3 +104,23 @@ def test_of_two_workers_that_reach_for_the_same_one_each_ticket_is_run_once(behi
     assert together == [2]
     assert found
     assert all(found)
+
+
+def test_workers_on_their_way_to_the_queue_get_what_lies_there() -> None:
+    """All have been woken and none has taken anything yet: who comes first leaves the others theirs."""
+    at_the_queue = threading.Barrier(3)
+    together = list[int]()
+
+    class Slow(deque[Ticket]):
+        def popleft(self) -> Ticket:
+            at_the_queue.wait(WAIT_S)
+            return super().popleft()
+
+    with running(3) as workers:
+        workers.gatherer = Together(lambda tickets: together.append(len(tickets)))
+        workers._writes = Slow()
+        tickets = [ticket_of(nothing) for _ in range(3)]
+        for ticket in tickets:
+            workers.submit(ticket, urgent=False)
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+    assert together == []
