@@ -54,6 +54,8 @@ class HostArena(BufferPool):
         node: the memory node to take pages from (see `device_node`), or None for where the program runs.
     """
 
+    _gives_back = False  # pinned pages are in memory from the start
+
     def __init__(
         self,
         budget_bytes: int,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from io_backends import Buffer, BufferPool, StoreFull
+from io_backends import Buffer, BufferPool, StoreFull, _pool
 from io_backends._arena import HostArena
 
 PAGE = mmap.PAGESIZE
@@ -43,13 +44,18 @@ model = settings(derandomize=True, deadline=None, max_examples=150)
 
 
 class Model:
-    """What is held, beside the pool under test."""
+    """What is held, beside the pool under test.
+
+    Attributes:
+        most_covered: the most pages (of `_pool`) that leases covered at one time.
+    """
 
     def __init__(self, pool: BufferPool) -> None:
         self.pool = pool
         self.held: list[tuple[int, memoryview, Buffer]] = []
         self.addresses: list[int] = []
         self.refused: list[int] = []
+        self.most_covered = 0
         self._number = 0
 
     def run(self, steps: Sequence[Step]) -> None:
@@ -91,6 +97,17 @@ class Model:
         assert self.pool.leased_bytes == sum(end - begin for begin, end in blocks) <= self.pool.mapped_bytes
         if self.pool.budget_bytes is not None:
             assert self.pool.mapped_bytes <= self.pool.budget_bytes
+        self.check_pages(blocks)
+
+    def check_pages(self, blocks: Sequence[tuple[int, int]]) -> None:
+        """A page that a lease covers counts as touched, and no more do than were covered at some time."""
+        page = _pool._HUGE_PAGE_BYTES
+        covered = {number for begin, end in blocks for number in range(begin // page, -(-end // page))}
+        self.most_covered = max(self.most_covered, len(covered))
+        touched = {s.address // page + number for s in self.pool._segments for number in s.pages.touched}
+        assert covered <= touched
+        if self.pool._gives_back:
+            assert len(touched) <= self.most_covered
 
     def blocks_bytes(self, skew: int, nbytes: int) -> int:
         """Bytes of the whole blocks that a lease owns, at least one."""
@@ -100,6 +117,14 @@ class Model:
         while self.held:
             self.end(0)
         assert self.pool.leased_bytes == 0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pages() -> Iterator[None]:
+    """A segment of four of them instead of a sixteenth of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_pool, "_HUGE_PAGE_BYTES", 2 * PAGE)
+        yield
 
 
 @model
@@ -122,6 +147,7 @@ def test_the_same_leases_a_second_time_lie_in_the_same_memory(alignment: int, st
     first.end_all()
     mapped_bytes = pool.mapped_bytes
     second = Model(pool)
+    second.most_covered = first.most_covered
     second.run(steps)
     assert second.addresses == first.addresses
     assert pool.mapped_bytes == mapped_bytes

@@ -1,0 +1,39 @@
+"""Pages: which pages of a range of memory have been touched, and which of them can go again. Pure: no system call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+
+
+class Pages:
+    """The touched pages of a range of `nbytes`, by number; its last may be shorter. Not thread-safe."""
+
+    def __init__(self, page_bytes: int, nbytes: int) -> None:
+        self.page_bytes = page_bytes
+        self.nbytes = nbytes
+        self.touched: set[int] = set()
+
+    def touch(self, offset: int, length: int) -> int:
+        """These bytes are about to be used. How many pages that touches for the first time."""
+        pages = range(offset // self.page_bytes, -(-(offset + length) // self.page_bytes))
+        if self.touched.issuperset(pages):
+            return 0
+        before = len(self.touched)
+        self.touched.update(pages)
+        return len(self.touched) - before
+
+    def let_go(self, free: Iterable[tuple[int, int]], most: int) -> list[tuple[int, int]]:
+        """Offset and length of touched pages that lie wholly in free ranges, the highest `most`: they count no more.
+
+        Not the lowest: those are used again first.
+        """
+        whole = chain.from_iterable(range(-(-offset // self.page_bytes), self._until(offset + n)) for offset, n in free)
+        going = sorted(self.touched.intersection(whole), reverse=True)[:most]
+        self.touched.difference_update(going)
+        begins = [page * self.page_bytes for page in going]
+        return [(begin, min(self.page_bytes, self.nbytes - begin)) for begin in begins]
+
+    def _until(self, end: int) -> int:
+        """The page after the last that is over by then."""
+        return -(-end // self.page_bytes) if end == self.nbytes else end // self.page_bytes
