@@ -27,15 +27,19 @@ class HostMemory:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = max(budget_bytes, mmap.PAGESIZE)
-        self._pools: dict[str, BufferPool] = {}
+        self._pools: dict[str, BufferPool] = {}  # by type of device
+        self._of: dict[torch.device, BufferPool] = {}  # the same: a device makes a new string of its type each time
 
     def of(self, device: torch.device, alignment: int = 1) -> BufferPool:
         """The pool for tensors of a device. Leases never share a page, nor a block of `alignment` bytes."""
-        pool = self._pools.get(device.type)
+        pool = self._of.get(device)
         if pool is None:
-            alignment = max(alignment, mmap.PAGESIZE)
-            pool = BufferPool(alignment) if device.type == "cpu" else self._pinned(device, alignment)
-            self._pools[device.type] = pool
+            pool = self._pools.get(device.type)
+            if pool is None:
+                alignment = max(alignment, mmap.PAGESIZE)
+                pool = BufferPool(alignment) if device.type == "cpu" else self._pinned(device, alignment)
+                self._pools[device.type] = pool
+            self._of[device] = pool
         return pool
 
     def trim(self) -> None:

@@ -40,16 +40,12 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     if record.encoded is not None:
         return view.over(_decoded(record, record.encoded), record.encoded.begin)
     if record.state is RESTORED:
-        assert record.restored is not None
-        if alone or record.saves == 1 or record.begin:
-            tensor = view.over(record.restored, record.begin)
-        elif record.whole is None:
-            tensor = view.over(record.restored, 0)
-            record.whole = view, tensor
+        restored = record.restored
+        assert restored is not None
+        if alone or record.begin:
+            tensor = view.over(restored.untyped_storage(), record.begin)
         else:
-            first, tensor = record.whole
-            if view != first:
-                tensor = view.on(tensor)
+            tensor = view.on_plain(restored)
         if record.ready is not None:
             _streams.use(tensor, record.ready)
         return tensor
@@ -86,13 +82,12 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         tensor = look(record, view)
         record.decoded = None
         return tensor, False
-    record.whole = None  # whoever else looks at the memory is counted
     tensor = look(record, view, alone=True)
     restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
     only_once = record.saves == 1 and task != -1 and not graph_is_kept()
     may_go = record.asks >= record.saves if restored else only_once
-    if may_go and _owners(tensor) <= _ALONE + (0 if restored else 1):  # the alias
+    if may_go and _owners(tensor) <= _ALONE + 1:  # what the record looks at it with
         return tensor, restored
     return apart(tensor), False
 
@@ -146,6 +141,6 @@ def _decoded(record: Record, encoded: Encoded) -> UntypedStorage:
 def _storage(record: Record) -> UntypedStorage:
     if record.state is RESTORED:
         assert record.restored is not None
-        return record.restored
+        return record.restored.untyped_storage()
     assert record.alias is not None
     return record.alias.untyped_storage()

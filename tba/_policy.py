@@ -43,24 +43,25 @@ class Decision(enum.Enum):
 KEEP, HOLD, SEND, SHRINK = Decision  # read off the class, a member costs ten times as much
 
 
-def decide(tier: str, *, on_device: bool, used_at_once: bool) -> tuple[Decision, str]:
-    """The decision for a tensor of at least the minimum size, and the reason for what is kept.
+def decide(tier: str, *, on_device: bool, used_at_once: bool, compresses: bool = False) -> tuple[Decision, str]:
+    """The decision for a tensor of at least the minimum size, and the reason for what stays.
 
     `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
     """
+    stays = SHRINK if compresses else KEEP
     if tier == "keep":
-        return KEEP, "tier keep"
+        return stays, "tier keep"
     if used_at_once:
         return KEEP, USED_AT_ONCE
     if tier == "cpu" and not on_device:
-        return KEEP, IN_HOST
+        return stays, IN_HOST
     return (HOLD, FITS) if tier == "auto" else (SEND, "")
 
 
-def decisions(tier: str) -> Mapping[tuple[bool, bool], tuple[Decision, str]]:
+def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tuple[Decision, str]]:
     """Every answer of `decide`, by (on_device, used_at_once): it is asked for every saved tensor."""
     return {
-        (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once)
+        (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=compresses)
         for on_device, used_at_once in product((False, True), repeat=2)
     }
 

@@ -76,7 +76,13 @@ class View(NamedTuple):
 
     def on(self, whole: Tensor) -> Tensor:
         """The same over the storage of `whole`, which lies as the original did."""
-        if self.dtype is whole.dtype and not (self.conj or self.neg or whole.is_neg() or whole.is_conj()):
+        if whole.is_neg() or whole.is_conj():
+            return self.over(whole.untyped_storage(), 0)
+        return self.on_plain(whole)
+
+    def on_plain(self, whole: Tensor) -> Tensor:
+        """The same where `whole` is known to be neither conjugated nor negated."""
+        if self.dtype is whole.dtype and not (self.conj or self.neg):
             return whole.as_strided(self.size, self.stride, self.offset)  # half the price
         return self.over(whole.untyped_storage(), 0)
 
@@ -148,8 +154,7 @@ class Record:
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
-        whole: of a restored record with several views, the first that was asked for, for operators only. Further ones
-            are the same, or made from it at half the price.
+        restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
@@ -193,7 +198,6 @@ class Record:
         "version",
         "view",
         "wanted",
-        "whole",
         "write",
     )
 
@@ -220,8 +224,7 @@ class Record:
         self.state: RecordState = PENDING
         self.read: Ticket | None = None
         self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
-        self.restored: torch.UntypedStorage | None = None
-        self.whole: tuple[View, Tensor] | None = None
+        self.restored: Tensor | None = None
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None

@@ -104,7 +104,7 @@ class Residency:
     def _bring(self, record: Record) -> None:
         if record.state is STORED:
             self._mover.fetch(record)
-            if record.device.type != "cpu" and record.read is not None:
+            if record.stream is not None and record.read is not None:
                 self._arriving.append(record.ref)
         elif record.state is WRITING:
             self._mover.take_back(record)

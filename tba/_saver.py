@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn, strided
+from torch import Tensor, UntypedStorage, nn, strided
 
 from compact import Saved
 from io_backends import Store
@@ -62,7 +62,7 @@ class Saver:
         self.counters = Counters()
         self.steps = Steps(config.tier, self.counters)
         self.dead = False
-        self._decisions = _policy.decisions(config.tier)
+        self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._model = model
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
@@ -130,35 +130,37 @@ class Saver:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, zero tensors: plain by type
             return self._pack_odd(tensor)
-        mark = getattr(storage, MARK, None)
-        if mark is WEIGHT:
+        if getattr(storage, MARK, None) is WEIGHT:
             return self._pass_weight(tensor)
-        nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
-        if storage_bytes < self._min_tensor_bytes:
-            return self._keep(tensor, nbytes, TOO_SMALL)
+        if storage.nbytes() < self._min_tensor_bytes:
+            return self._keep(tensor, tensor.nbytes, TOO_SMALL)
         if tensor.is_nested:
             return self._pack_odd(tensor)
-        mover, compressor = self.mover, self.compressor
-        if self._remains or mover.unconfirmed or mover.ended:
+        if self._remains or self.mover.unconfirmed or self.mover.ended:
             self.settle()
-        if self.finished.pending.queue:
-            self.finished.pass_on(sequence_nr())
-        if compressor is not None and compressor.waiting:
-            self.finished.settle(wait=False)
         node = tensor.grad_fn
         if node is not None and leads_to_parameter(node):
             return self._pass_weight(tensor)
+        packed = self._pack_stored(tensor, base, on_cpu, storage)
+        # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
+        if self.finished.pending.queue:
+            self.finished.pass_on(sequence_nr())
+        if self.compressor is not None and self.compressor.waiting:
+            self.finished.settle(wait=False)
+        return packed
+
+    def _pack_stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
+        compressor, nbytes, storage_bytes = self.compressor, tensor.nbytes, storage.nbytes()
         decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
-        if compressor is not None and decision is KEEP and reason != _policy.USED_AT_ONCE:
-            decision = SHRINK
-        if decision is KEEP or not nbytes or mover.closed:
+        if decision is KEEP or not nbytes or self.mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
         view = View.of(tensor)
         begin, end = span(tensor, view)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
-        for reference in mark or ():
+        known: list[weakref.ref[Record]] = getattr(storage, MARK, [])
+        for reference in known:
             record = reference()
             if (
                 record is not None
@@ -175,8 +177,13 @@ class Saver:
             return self._keep(tensor, nbytes, "quantized")
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
-        record = self._new_record(tensor, root, begin, end)
-        setattr(storage, MARK, [*(other for other in mark or () if other() is not None), record.ref])
+        record = Record(self._numbers, tensor, root, begin, end, self._remains)
+        record.stream = _streams.producer_stream(tensor)
+        self.residency.records[self._numbers] = record.ref
+        self._numbers += 1
+        self.counters.live_records += 1
+        alive = [other for other in known if other() is not None] if known else known
+        setattr(storage, MARK, [*alive, record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK
         if compressor is not None:
@@ -215,14 +222,6 @@ class Saver:
             return tensor, tensor._version
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
         return Detached((tensor.detach(), tensor._version))
-
-    def _new_record(self, tensor: Tensor, root: Tensor, begin: int, end: int) -> Record:
-        record = Record(self._numbers, tensor, root, begin, end, self._remains)
-        record.stream = _streams.producer_stream(tensor)
-        self.residency.records[self._numbers] = record.ref
-        self._numbers += 1
-        self.counters.live_records += 1
-        return record
 
     # -- unpack --------------------------------------------------------------------------------------------------
 

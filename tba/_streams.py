@@ -35,7 +35,7 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 def producer_stream(tensor: Tensor) -> Any:
     """The stream that the operator saving `tensor` runs on; None on a CPU."""
-    return current(tensor.device)
+    return current(tensor.device) if tensor.is_cuda else None  # a device makes a new string of its type each time
 
 
 def current(device: torch.device) -> Any:
@@ -140,13 +140,13 @@ def out(
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[torch.UntypedStorage, Arrival | None]:
-    """Start moving host bytes, which lie in `memory`, to `device`: the storage to build on, and what `use` waits for.
+def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
+    """Start moving host bytes, which lie in `memory`, to `device`: the tensor over them, and what `use` waits for.
 
-    A CPU's are there, and what the store has put into device memory itself; `memory` may be None then.
+    `memory` is None for a CPU: its bytes are there, as are those that the store has put into device memory itself.
     """
-    if device.type == "cpu" or host.is_cuda:
-        return host.untyped_storage(), None
+    if memory is None or host.is_cuda:
+        return host, None
     consumer = torch.cuda.current_stream(device)
     side = _side_stream(device, "in")
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
@@ -156,9 +156,8 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
-    assert memory is not None
     memory.retain(host, copied.query)
-    return target.untyped_storage(), arrival
+    return target, arrival
 
 
 def use(tensor: Tensor, ready: Any) -> None:
@@ -173,9 +172,14 @@ def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
     return raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
 
 
-def host_bytes(leased: Any) -> Tensor:
-    """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is."""
-    return leased if isinstance(leased, Tensor) else torch.frombuffer(leased, dtype=torch.uint8)
+def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is.
+
+    Of `dtype`, if whole elements of it fill the lease, else of bytes.
+    """
+    if isinstance(leased, Tensor):
+        return leased
+    return torch.frombuffer(leased, dtype=torch.uint8 if leased.nbytes % dtype.itemsize else dtype)
 
 
 def finish() -> None:

@@ -214,7 +214,7 @@ class Mover:
             record.wanted = False
             record.state = STORED
         elif record.state is RESTORED:
-            record.restored = record.whole = record.ready = None
+            record.restored = record.ready = None
             record.state = STORED
 
     def discard(self, ticket: Ticket) -> None:
@@ -238,7 +238,7 @@ class Mover:
                 "close it only after the last backward of its graphs"
             )
         location = record.write.location
-        if record.device.type != "cpu" and (there := self._in_host_memory(location)) is not None:
+        if record.stream is not None and (there := self._in_host_memory(location)) is not None:
             self.counters.read_bytes += record.nbytes
             self._restore(record, _streams.host_bytes(there.owner))
             return
@@ -304,7 +304,8 @@ class Mover:
         self.counters.read_bytes += ticket.moved_bytes
         if self.trace is not None:
             self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
-        self._restore(record, _streams.host_bytes(kept))
+        plain = record.stream is None and record.encoded is None
+        self._restore(record, _streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
 
     def _restore(self, record: Record, host: Tensor) -> None:
         memory = None if record.stream is None else self.memory.of(record.device)
@@ -375,7 +376,7 @@ class Mover:
         record.state = POISONED
         if record.alias is not None and record.alias.untyped_storage().nbytes():
             record.drop_alias()
-        record.restored = record.whole = record.ready = None
+        record.restored = record.ready = None
 
     def _take_back(self, record: Record, reason: str) -> None:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""

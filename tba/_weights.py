@@ -62,7 +62,8 @@ def leads_to_parameter(node: Any) -> bool:
             if is_operator(kind):
                 _passes[kind] = passes
         if not passes:
-            return isinstance(getattr(node, "variable", None), nn.Parameter)
+            variable = getattr(node, "variable", None)  # what an AccumulateGrad is for
+            return variable is not None and is_parameter(variable)
         node = node.next_functions[0][0]
     return False
 

@@ -40,6 +40,10 @@ MIB = 1 << 20
 )
 def test_decide(tier: str, on_device: bool, used_at_once: bool, decision: Decision, reason: str) -> None:
     assert decide(tier, on_device=on_device, used_at_once=used_at_once) == (decision, reason)
+    if decision is Decision.KEEP and reason != "recomputed":
+        decision = Decision.SHRINK
+    found = decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=True)
+    assert found == (decision, reason), "what is needed next stays as it is, all else that stays is compressed"
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def scribble(gpu: SimulatedCuda, stream: Stream) -> None:
     produce(gpu, torch.full((N,), 0xDD, dtype=torch.uint8), stream)
 
 
-def view_of(gpu: SimulatedCuda, storage: Any, device: torch.device = GPU) -> DeviceTensor:
-    return DeviceTensor(gpu, device, storage)
+def view_of(gpu: SimulatedCuda, whole: Any, device: torch.device = GPU) -> DeviceTensor:
+    return DeviceTensor(gpu, device, whole.untyped_storage())
 
 
 def consume(tensor: DeviceTensor, stream: Stream) -> list[torch.Tensor]:
@@ -184,9 +184,9 @@ def test_into_queues_allocate_wait_copy_record_in_this_order(fake: SimulatedTorc
     gpu = fake.cuda
     consumer = gpu.make_stream("consumer", GPU)
     with gpu.stream(consumer):
-        storage, ready = _streams.into(pattern(1), GPU, POOL)
+        whole, ready = _streams.into(pattern(1), GPU, POOL)
     side = _streams._side_stream(GPU, "in")
-    assert storage.block.stream is consumer
+    assert whole.untyped_storage().block.stream is consumer
     assert gpu.log == [
         f"{consumer.name}: record",
         f"{side.name}: wait event of {consumer.name}",
@@ -195,7 +195,7 @@ def test_into_queues_allocate_wait_copy_record_in_this_order(fake: SimulatedTorc
     ]
     gpu.log.clear()
     with gpu.stream(consumer):
-        _streams.use(view_of(gpu, storage), ready)
+        _streams.use(view_of(gpu, whole), ready)
     assert gpu.log == [f"{consumer.name}: wait event of {side.name}"]
 
 
@@ -203,14 +203,14 @@ def test_into_queues_allocate_wait_copy_record_in_this_order(fake: SimulatedTorc
 def test_what_is_copied_in_is_there_when_it_is_used_on_any_stream_and_again(fake: SimulatedTorch) -> None:
     gpu = fake.cuda
     consumer, other = gpu.current_stream(GPU), gpu.make_stream("other", GPU)
-    storage, ready = _streams.into(pattern(1), GPU, POOL)
+    whole, ready = _streams.into(pattern(1), GPU, POOL)
     reads = []
     for stream in (other, consumer, other):
         with gpu.stream(stream):
-            tensor = view_of(gpu, storage)
+            tensor = view_of(gpu, whole)
             _streams.use(tensor, ready)
             reads.append(consume(tensor, stream))
-    del tensor, storage, ready
+    del tensor, whole, ready
     scribble(gpu, consumer)
     gpu.run()
     for read in reads:
@@ -220,8 +220,8 @@ def test_what_is_copied_in_is_there_when_it_is_used_on_any_stream_and_again(fake
 @any_schedule
 def test_what_fills_fresh_memory_in_deterministic_mode_does_so_before_the_copy(fake: SimulatedTorch) -> None:
     gpu, fake.fills = fake.cuda, True
-    storage, ready = _streams.into(pattern(1), GPU, POOL)
-    tensor = view_of(gpu, storage)
+    whole, ready = _streams.into(pattern(1), GPU, POOL)
+    tensor = view_of(gpu, whole)
     _streams.use(tensor, ready)
     read = consume(tensor, gpu.current_stream(GPU))
     gpu.run()
@@ -236,9 +236,9 @@ def test_a_recycled_block_is_not_overwritten_before_its_last_reader_has_run(fake
     block = earlier.untyped_storage().block
     read = consume(earlier, consumer)
     del earlier
-    storage, ready = _streams.into(pattern(1), GPU, POOL)
-    assert storage.block is block, "nothing was recycled: the test proves nothing"
-    _streams.use(view_of(gpu, storage), ready)
+    whole, ready = _streams.into(pattern(1), GPU, POOL)
+    assert whole.untyped_storage().block is block, "nothing was recycled: the test proves nothing"
+    _streams.use(view_of(gpu, whole), ready)
     gpu.run()
     assert_bit_equal(read[0], pattern(0))
 
@@ -247,8 +247,8 @@ def test_a_recycled_block_is_not_overwritten_before_its_last_reader_has_run(fake
 def test_a_copy_that_nobody_used_does_not_write_into_reused_memory(fake: SimulatedTorch) -> None:
     gpu = fake.cuda
     consumer = gpu.current_stream(GPU)
-    storage, ready = _streams.into(pattern(1), GPU, POOL)
-    del storage, ready
+    whole, ready = _streams.into(pattern(1), GPU, POOL)
+    del whole, ready
     later = produce(gpu, pattern(2), consumer)
     read = consume(later, consumer)
     gpu.run()
@@ -261,12 +261,12 @@ def test_used_memory_is_free_at_once_however_far_behind_the_device_is(fake: Simu
     consumer = gpu.current_stream(GPU)
     blocks = set()
     for number in range(10):
-        storage, ready = _streams.into(pattern(number), GPU, POOL)
-        tensor = view_of(gpu, storage)
+        whole, ready = _streams.into(pattern(number), GPU, POOL)
+        tensor = view_of(gpu, whole)
         _streams.use(tensor, ready)
         consume(tensor, consumer)
-        blocks.add(storage.block)
-        del tensor, storage, ready
+        blocks.add(whole.untyped_storage().block)
+        del tensor, whole, ready
     assert len(blocks) == 1
     gpu.run()
 
@@ -300,12 +300,12 @@ def steps_of_training(fake: SimulatedTorch, chance: random.Random) -> None:
             with gpu.stream(stream):
                 landed.append((number, *_streams.into(host, GPU, POOL)))
         elif what == "use" and landed:
-            number, storage, ready = landed.pop(chance.randrange(len(landed)))
+            number, whole, ready = landed.pop(chance.randrange(len(landed)))
             with gpu.stream(stream):
-                tensor = view_of(gpu, storage)
+                tensor = view_of(gpu, whole)
                 _streams.use(tensor, ready)
             reads.append((number, consume(tensor, stream)))
-            del storage, ready, tensor
+            del whole, ready, tensor
             scribble(gpu, stream)
         elif what == "give up":
             dropped = chance.choice([out, landed])
@@ -353,11 +353,11 @@ def test_host_memory_is_not_used_again_before_the_copy_from_it_is_over(fake: Sim
     gpu, pool = fake.cuda, BufferPool(PAGE_BYTES)
     host = _streams.host_bytes(pool.lease(N)[0])
     host.copy_(pattern(1))
-    storage, ready = _streams.into(host, GPU, pool)
+    whole, ready = _streams.into(host, GPU, pool)
     del host
     for _ in range(2):
         _streams.host_bytes(pool.lease(N)[0]).fill_(0xDD)
-    tensor = view_of(gpu, storage)
+    tensor = view_of(gpu, whole)
     _streams.use(tensor, ready)
     read = consume(tensor, gpu.current_stream(GPU))
     gpu.run()
