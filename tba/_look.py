@@ -40,12 +40,16 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     if record.encoded is not None:
         return view.over(_decoded(record, record.encoded), record.encoded.begin)
     if record.state is RESTORED:
-        restored = record.restored
+        restored, given = record.restored, record.given
         assert restored is not None
         if alone or record.begin:
             tensor = view.over(restored.untyped_storage(), record.begin)
+        elif given is not None and given[0] == view:
+            tensor = given[1]
         else:
             tensor = view.on_plain(restored)
+            if record.saves > 1:
+                record.given = view, tensor
         if record.ready is not None:
             _streams.use(tensor, record.ready)
         return tensor
@@ -82,6 +86,7 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         tensor = look(record, view)
         record.decoded = None
         return tensor, False
+    record.given = None  # whoever else looks at the memory is counted
     tensor = look(record, view, alone=True)
     restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.

@@ -155,6 +155,7 @@ class Record:
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
+        given: of a restored record with several views, the last that an operator was given: the next wants the same.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
@@ -175,6 +176,7 @@ class Record:
         "device",
         "encoded",
         "end",
+        "given",
         "held_bytes",
         "label",
         "logical_bytes",
@@ -225,6 +227,7 @@ class Record:
         self.read: Ticket | None = None
         self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
         self.restored: Tensor | None = None
+        self.given: tuple[View, Tensor] | None = None
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None

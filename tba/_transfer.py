@@ -214,7 +214,7 @@ class Mover:
             record.wanted = False
             record.state = STORED
         elif record.state is RESTORED:
-            record.restored = record.ready = None
+            record.restored = record.given = record.ready = None
             record.state = STORED
 
     def discard(self, ticket: Ticket) -> None:
@@ -376,7 +376,7 @@ class Mover:
         record.state = POISONED
         if record.alias is not None and record.alias.untyped_storage().nbytes():
             record.drop_alias()
-        record.restored = record.ready = None
+        record.restored = record.given = record.ready = None
 
     def _take_back(self, record: Record, reason: str) -> None:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
