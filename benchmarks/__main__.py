@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -240,7 +241,12 @@ def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
             print(f"filed {path.name}", file=sys.stderr)
 
 
+def _terminated(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
 def main() -> None:
+    signal.signal(signal.SIGTERM, _terminated)  # so that what a benchmark has started or mounted ends with it
     try:
         app()
     except ArmError as error:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -270,3 +272,24 @@ def test_the_tally_counts_by_kind() -> None:
     assert counts["late"] == {"cases": 2, "exact": 2, "struck": 1}
     assert counts["torn"] == {"cases": 1, "raised": 1, "struck": 1}
     assert not counts["open"]
+
+
+def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "faults", "--count", "1000", "--path", str(scratch)]
+    try:
+        with small_disk(scratch, 8 << 20):
+            pass
+    except NotAllowed as reason:
+        pytest.skip(str(reason))
+    mounts = Path("/proc/mounts")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while str(scratch) not in mounts.read_text():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert str(scratch) not in mounts.read_text()
+    assert list(scratch.iterdir()) == []
