@@ -86,7 +86,8 @@ class _Segment:
         begin = self.address - address_of(memoryview(mapping))
         pages = self.pages.let_go(self.extents.free_ranges(0, self.memory.nbytes), most)
         for offset, length in pages:
-            mapping.madvise(mmap.MADV_DONTNEED, begin + offset, length)
+            with suppress(OSError):  # locked memory stays (mlockall)
+                mapping.madvise(mmap.MADV_DONTNEED, begin + offset, length)
         return len(pages)
 
 

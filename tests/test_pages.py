@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from io_backends import BufferPool
 from io_backends._pages import Pages
+from io_backends._pool import Mapping
 
 HUGE = 2 << 20
 PAGE = mmap.PAGESIZE
@@ -38,6 +40,24 @@ def test_pages_are_counted_once_and_the_highest_free_ones_go() -> None:
     assert pages.touch(85, 10) == 2
     assert pages.let_go([(85, 9)], 5) == []
     assert pages.let_go([(85, 10)], 5) == [(90, 5)], "the last page is the shorter one"
+
+
+def test_memory_that_is_locked_stays_and_the_lease_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[tuple[int, ...]] = []
+
+    def madvise(mapping: Mapping, *arguments: int) -> None:
+        refused.append(arguments)
+        raise OSError(errno.EINVAL, "locked")
+
+    pool = BufferPool(4096)
+    first = pool.lease(HUGE)
+    second = pool.lease(HUGE)
+    monkeypatch.setattr(Mapping, "madvise", madvise, raising=False)
+    del first
+    third = pool.lease(2 * HUGE)
+    assert [(option, length) for option, _, length in refused] == [(mmap.MADV_DONTNEED, HUGE)]
+    assert third[1].address == second[1].address + HUGE
+    pool.close()
 
 
 @pytest.mark.skipif(not PAGEMAP.exists(), reason="this system does not tell which pages are in memory")
