@@ -29,12 +29,13 @@ def small_disk(directory: Path, nbytes: int) -> Iterator[Path]:
         with image.open("wb") as file:
             file.truncate(nbytes)
         _run("mkfs.ext4", "-q", "-m", "0", str(image))
-        _run("mount", "-o", "loop", str(image), str(point))
         try:
+            _run("mount", "-o", "loop", str(image), str(point))
             shutil.rmtree(point / "lost+found")
             yield point
         finally:
-            _run("umount", str(point))
+            if point.is_mount():  # also where a signal ended the wait for the program that mounts
+                _run("umount", str(point))
     finally:
         image.unlink(missing_ok=True)
         point.rmdir()

@@ -7,7 +7,7 @@ from itertools import chain
 
 
 class Pages:
-    """The touched pages of a range of `nbytes`, by number; its last may be shorter. Not thread-safe."""
+    """The touched pages of a range of `nbytes`, by number; it may end within the last. Not thread-safe."""
 
     def __init__(self, page_bytes: int, nbytes: int) -> None:
         self.page_bytes = page_bytes
@@ -23,16 +23,15 @@ class Pages:
         self.touched.update(pages)
         return len(self.touched) - before
 
-    def let_go(self, free: Iterable[tuple[int, int]], most: int) -> list[tuple[int, int]]:
-        """Offset and length of touched pages that lie wholly in free ranges, the highest `most`: they count no more.
+    def let_go(self, free: Iterable[tuple[int, int]], most: int) -> list[int]:
+        """The offsets of touched pages that lie wholly in free ranges, the highest `most`: they count no more.
 
         Not the lowest: those are used again first.
         """
         whole = chain.from_iterable(range(-(-offset // self.page_bytes), self._until(offset + n)) for offset, n in free)
         going = sorted(self.touched.intersection(whole), reverse=True)[:most]
         self.touched.difference_update(going)
-        begins = [page * self.page_bytes for page in going]
-        return [(begin, min(self.page_bytes, self.nbytes - begin)) for begin in begins]
+        return [page * self.page_bytes for page in going]
 
     def _until(self, end: int) -> int:
         """The page after the last that is over by then."""

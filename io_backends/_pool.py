@@ -12,8 +12,9 @@ Guarantees:
    it all the same: segments that nobody uses make way.
 5. A lease outlives the pool and its `close`: a segment is unmapped when the last of its leases has ended.
 6. A device may still copy to or from a lease after its last user has let go. `retain` keeps it until the copy is over.
-7. Leases that lie badly cost no memory: one that needs pages never used so far first gives back as many that are free,
-   so those in memory are never more than leases have covered at one time (in huge pages; not where memory is pinned).
+7. Leases that lie badly cost no memory: one that needs pages that are not in memory gives back as many that are free,
+   so there are never more in memory than leases have covered at one time. In huge pages; not where memory is locked,
+   nor in an arena, whose memory is meant to be pinned.
 
 Huge pages, where the system gives them: pinning a transfer's memory page by page is most of what direct I/O costs the
 CPU (measured: 0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory, which would
@@ -85,9 +86,9 @@ class _Segment:
         assert isinstance(mapping, Mapping)
         begin = self.address - address_of(memoryview(mapping))
         pages = self.pages.let_go(self.extents.free_ranges(0, self.memory.nbytes), most)
-        for offset, length in pages:
+        for offset in pages:
             with suppress(OSError):  # locked memory stays (mlockall)
-                mapping.madvise(mmap.MADV_DONTNEED, begin + offset, length)
+                mapping.madvise(mmap.MADV_DONTNEED, begin + offset, self.pages.page_bytes)
         return len(pages)
 
 

@@ -92,10 +92,14 @@ class Compressor:
         needed = self._preset[kind]
         if record.codec is None or strictness(needed) <= strictness(record.codec):
             return True
-        if record.encoded is not None or record.state is not PENDING:
+        if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
             return False
         record.codec = needed
         return True
+
+    def _is_waiting(self, record: Record) -> bool:
+        """Whether a codec has begun with it, and will finish."""
+        return any(entry.record is record.ref for entry in self.waiting)
 
     def choose(self, record: Record, kind: Saved) -> None:
         """Settle a new record's codec, for now."""

@@ -16,7 +16,7 @@ The order kept here:
    run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
 4. Host memory is retained until the copy from or to it is over, whoever has let go of it before.
 
-On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` its own storage, and neither waits. The
+On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
 rest of the engine therefore runs one path.
 """
 

@@ -290,7 +290,7 @@ class Mover:
         self._reads_ended += 1  # only ever compared for change, so a lost update does no harm
 
     def arrive(self, record: Record) -> None:
-        """Turn a read that has ended into a restored storage. Raises TransferError."""
+        """Turn a read that has ended into a restored tensor. Raises TransferError."""
         ticket, kept = record.read, record.view
         if record.state is not READING or ticket is None or not ticket.done():
             return

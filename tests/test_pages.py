@@ -32,14 +32,14 @@ def test_pages_are_counted_once_and_the_highest_free_ones_go() -> None:
     assert pages.touch(5, 20) == 0
     assert pages.touch(29, 2) == 1
     assert pages.touched == {0, 1, 2, 3}
-    assert pages.let_go([(0, 19), (20, 75)], 1) == [(30, 10)]
-    assert pages.let_go([(0, 19), (20, 75)], 5) == [(20, 10), (0, 10)], "page 1 is not wholly free, page 3 has gone"
+    assert pages.let_go([(0, 19), (20, 75)], 1) == [30]
+    assert pages.let_go([(0, 19), (20, 75)], 5) == [20, 0], "page 1 is not wholly free, page 3 has gone"
     assert pages.let_go([(5, 14)], 5) == []
     assert pages.touched == {1}
     assert pages.touch(0, 40) == 3
     assert pages.touch(85, 10) == 2
     assert pages.let_go([(85, 9)], 5) == []
-    assert pages.let_go([(85, 10)], 5) == [(90, 5)], "the last page is the shorter one"
+    assert pages.let_go([(85, 10)], 5) == [90], "the range ends within the last page"
 
 
 def test_memory_that_is_locked_stays_and_the_lease_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
