@@ -50,7 +50,7 @@ class TimelineArm(TrainArm):
         self._open_forward_s = time.perf_counter()
         loss: Tensor = self.model(tokens, targets)
         self._open_backward_s = self._span("forward", "head", self._open_forward_s)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         begun_s = self._span("backward", "embedding", self._open_backward_s)
         self.optimizer.step()
         self._span("optimizer", "optimizer", begun_s)

@@ -109,7 +109,7 @@ class TrainArm:
         """What is measured: a training step as anybody writes it; the loss, detached."""
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         return loss.detach()
 
@@ -130,7 +130,7 @@ class TrainArm:
             # Some CUDA kernels add in any order; the hash of gradients needs those that do not. Every arm runs them.
             # (Not `warn_only`: with it the backward of flash attention still adds in any order.)
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set on the module's type
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 

@@ -65,6 +65,7 @@ def run_bert(*, rounds: int, threads: int, rank: int = RANK, quick: bool = False
     with progress("bert", rounds * len(specs) * steps) as bar:
         for number in range(rounds):
             for spec in specs if number % 2 == 0 else reversed(specs):
+                # mypy infers no lambda with a default.
                 answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
                 found[spec.name].take(answer.body, answer.allocator)
     bars = make_bars(found)

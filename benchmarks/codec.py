@@ -50,6 +50,7 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False, presets: Sequen
     allocators: dict[str, str] = {}
     with progress("codec", 2 * (1 + rounds) + 1 + len(presets)) as bar:
         for spec in specs:
+            # mypy infers no lambda with a default.
             answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
             answers[spec.name], allocators[spec.name] = answer.body, answer.allocator
     codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]

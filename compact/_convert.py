@@ -51,7 +51,7 @@ class _Compact:
     original: type[nn.Module]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)  # type: ignore[misc]  # a mixin: `nn.Module` has it
         self._link()  # a copied parameter has lost its attributes
 
     def _link(self) -> None:
@@ -163,7 +163,7 @@ def revert(model: nn.Module) -> list[str]:
             del module.weight.subspace
         original = module.original
         del module.subspace, module.shared, module.original
-        module.__class__ = original  # type: ignore[assignment]
+        module.__class__ = original  # type: ignore[assignment]  # known only as a module
         weight = f"{name}.weight" if name else "weight"
         if weight in ignored:
             ignored.remove(weight)

@@ -107,7 +107,7 @@ def _apply(
     saved = save() if shared is None else shared.saved(x, sketch, cast.dtype, save)
     # `linear` adds the bias within the product for these layouts, and after it for others; the last bit differs.
     inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
-    out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
         flat,
         weight,
         _autocast(bias) if bias is not None and inside else None,

@@ -182,8 +182,7 @@ class Saver:
         self.residency.records[self._numbers] = record.ref
         self._numbers += 1
         self.counters.live_records += 1
-        alive = [other for other in known if other() is not None] if known else known
-        setattr(storage, MARK, [*alive, record.ref])
+        setattr(storage, MARK, [*(other for other in known if other() is not None), record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK
         if compressor is not None:

@@ -35,7 +35,8 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 def producer_stream(tensor: Tensor) -> Any:
     """The stream that the operator saving `tensor` runs on; None on a CPU."""
-    return current(tensor.device) if tensor.is_cuda else None  # a device makes a new string of its type each time
+    # Not by `current`: a device makes a new string of its type each time it is asked for it.
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def current(device: torch.device) -> Any:
