@@ -152,7 +152,8 @@ class BufferPool:
             end = _End(view, self._ended.append)
             end.segment, end.offset, end.length = segment, offset, length
             self._live[id(end)] = end
-        return view, Buffer(segment.address + start, nbytes, view, padded=True)
+        # Not by Buffer(...), which is a Python function: there is a lease for every read.
+        return view, tuple.__new__(Buffer, (segment.address + start, nbytes, view, True, False))
 
     def retain(self, owner: object, ready: Callable[[], bool]) -> None:
         """Keep what holds a lease until `ready()`, a device's answer that its copy is over.

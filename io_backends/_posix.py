@@ -102,7 +102,7 @@ class PosixStore(FileStore[ScratchFile]):
 
     @property
     def alignment(self) -> int:
-        return self.open().alignment
+        return (self._file or self.open()).alignment
 
     def write(
         self,

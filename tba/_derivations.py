@@ -44,11 +44,12 @@ class Derivations:
         self._first_number = 0  # of the step
         self._comparing = 0  # the thread that does, or 0
 
-    def look_for(self, record: Record, root: Tensor, view: View) -> None:
+    def look_for(self, record: Record) -> None:
         """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
-        if root._version == 0 and root.grad_fn is not None:
+        root = record.root()
+        if root is not None and root._version == 0 and root.grad_fn is not None:
             record.recipe = recipe(root, self._unpack, _depth)
-            remember(root, self._unpack, _weakly(record, view))
+            remember(root, self._unpack, _weakly(record, View.of(root)))
 
     def replaces(self, record: Record) -> bool:
         """Whether a finished, pending record needs no bytes; it then has let go of them."""

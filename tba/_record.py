@@ -4,8 +4,8 @@ The graph owns records: handles in autograd's nodes hold them, nothing else does
 When the last handle goes, the record goes, and its finaliser appends what is to be given back to a deque.
 
 Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
-(`root`: the base of a view, else the tensor), and the version. A detached alias with a root of its own may have been
-edited through `.data` without a trace, so it counts as another tensor.
+(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
+root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -204,7 +204,14 @@ class Record:
     )
 
     def __init__(
-        self, number: int, tensor: Tensor, root: Tensor, begin: int, end: int, remains: deque[Remains]
+        self,
+        number: int,
+        tensor: Tensor,
+        root: Tensor,
+        storage: torch.UntypedStorage,
+        begin: int,
+        end: int,
+        remains: deque[Remains],
     ) -> None:
         # What `__del__` needs comes first: all else may raise.
         self.number = number
@@ -212,7 +219,8 @@ class Record:
         self.write: Ticket | None = None
         self.resident_bytes = 0
         self.held_bytes = 0
-        storage = root.untyped_storage()
+        if root is not tensor and root.untyped_storage() is not storage:
+            root = tensor  # one of the two was given other memory (`x.data = ...`)
         self.begin = begin
         self.end = end
         self.nbytes = end - begin

@@ -128,7 +128,7 @@ class Saver:
             return self._pack_odd(tensor)
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, zero tensors: plain by type
+        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, a zero tensor once: plain by type
             return self._pack_odd(tensor)
         if getattr(storage, MARK, None) is WEIGHT:
             return self._pass_weight(tensor)
@@ -173,22 +173,22 @@ class Saver:
                 if record.stream is not None:
                     _streams.also_used(tensor, record.stream)
                 return record, view
-        if tensor.is_quantized:
-            return self._keep(tensor, nbytes, "quantized")
+        if tensor.is_quantized or tensor._is_zerotensor():
+            return self._pack_odd(tensor)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
-        record = Record(self._numbers, tensor, root, begin, end, self._remains)
+        record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
         record.stream = _streams.producer_stream(tensor)
         self.residency.records[self._numbers] = record.ref
         self._numbers += 1
         self.counters.live_records += 1
-        setattr(storage, MARK, [*(other for other in known if other() is not None), record.ref])
+        setattr(storage, MARK, [*(ref for ref in known if ref() is not None), record.ref] if known else [record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK
         if compressor is not None:
             compressor.choose(record, kind)
         if self.derivations is not None:
-            self.derivations.look_for(record, root, View.of(root))
+            self.derivations.look_for(record)
         record.offloaded = decision is SEND
         if record.offloaded:
             self.counters.offloaded_bytes += nbytes
@@ -203,8 +203,8 @@ class Saver:
             return self._pass_weight(tensor)
         reason = type(tensor).__name__
         if type(tensor) is Tensor:
-            if tensor.is_nested:
-                reason = "nested"
+            if tensor.is_nested or tensor.is_quantized:
+                reason = "nested" if tensor.is_nested else "quantized"
             elif tensor.layout is not strided:
                 reason = str(tensor.layout)
             else:
@@ -338,7 +338,8 @@ class Saver:
 
     def settle(self) -> None:
         """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
-        self.mover.land()
+        if self.mover.ended:
+            self.mover.land()
         while self._remains:
             remains = self._remains.popleft()
             self.residency.bury(remains)

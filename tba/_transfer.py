@@ -220,7 +220,8 @@ class Mover:
     def discard(self, ticket: Ticket) -> None:
         """A dead record's place in the store is free again."""
         if self.store is not None:
-            self._cancel(ticket)
+            if not ticket.done():
+                self._cancel(ticket)
             self.store.discard(ticket)
 
     # -- back ----------------------------------------------------------------------------------------------------

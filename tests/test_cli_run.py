@@ -18,7 +18,7 @@ JEMALLOC, MIMALLOC = "/lib/libjemalloc.so.2", "/venv/libmimalloc.so.3"
 BOTH = Facts({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
 ONLY_MIMALLOC = Facts({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
 NEITHER = Facts({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
-CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always"
+CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
 
 
 def test_auto_takes_the_first_that_is_here() -> None:

@@ -16,7 +16,7 @@ LOSSY, EXACT = Saved.LINEAR_INPUT, Saved.UNKNOWN
 
 
 def record_of(tensor: torch.Tensor) -> Record:
-    return Record(0, tensor, tensor, 0, tensor.nbytes, deque[Remains]())
+    return Record(0, tensor, tensor, tensor.untyped_storage(), 0, tensor.nbytes, deque[Remains]())
 
 
 def test_the_strictest_saver_decides_until_the_codec_has_begun() -> None:

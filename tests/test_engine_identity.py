@@ -9,6 +9,7 @@ import torch
 from engine_tools import activation, engine, save
 from helpers import assert_adds_up, assert_bit_equal
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -79,6 +80,29 @@ def test_1_exact_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look,
     assert stats.read_bytes >= stats.offloaded_bytes > 0
     if whole:
         assert back[0].storage_offset() == offset
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+@pytest.mark.parametrize("moved", ["base", "view"])
+def test_1_exact_a_view_that_shares_no_memory_with_its_base(moved: str, saved_before: bool, scratch: Path) -> None:
+    """`x.data = other` gives one of the two other memory; they share a version counter all the same."""
+    weight = torch.randn(BASE, BASE, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with engine(scratch) as offload:
+        base = weight * 1
+        view = base.t()
+        with offload:
+            early = save(base) if saved_before else None
+            {"base": base, "view": view}[moved].data = torch.full((BASE, BASE), 2.0)
+            expected = [view.detach().cos().t(), base.detach().cos(), -view.detach().sin().t()]
+            results = [view.sin(), base.sin(), view.cos()]
+        del base, view
+        offload.flush()
+        gradients = [torch.autograd.grad(result.sum(), weight, retain_graph=True)[0] for result in results]
+        stats = offload.stats()
+    assert_bit_equal([found.contiguous() for found in gradients], [wanted.contiguous() for wanted in expected])
+    assert early is None or early.requires_grad
+    assert stats.forwarded_bytes == 0
+    assert stats.read_bytes >= 2 * weight.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
@@ -299,6 +323,27 @@ def test_10_invisible_to_the_default_generator_autocast_and_modes(scratch: Path)
     assert ours[0] == plain[0]
     assert_bit_equal(ours[1], plain[1])
     assert torch.equal(ours[2], plain[2])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_10_invisible_to_forward_mode_over_a_double_backward(scratch: Path) -> None:
+    """Its tangents are zero tensors in part, which have a storage without memory."""
+    weight, direction = torch.randn(8, 8).requires_grad_(), torch.randn(8, 8)
+
+    def product() -> Tensor:
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(weight, direction) * 2
+            (gradient,) = torch.autograd.grad((x.sin() * x).sum(), weight, create_graph=True)
+            tangent = forward_ad.unpack_dual(gradient).tangent
+            assert tangent is not None
+            return tangent.detach()
+
+    plain = product()
+    with engine(scratch) as offload:
+        with offload:
+            found = product()
+        assert offload.stats().kept_by_reason["no storage"]
+    assert_bit_equal(found, plain)
 
 
 def test_10_invisible_to_a_flop_counter_and_a_default_device(scratch: Path) -> None:

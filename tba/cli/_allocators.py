@@ -21,9 +21,11 @@ from tba._errors import ConfigError
 
 ALLOCATORS = ("auto", "jemalloc", "mimalloc", "glibc", "none")
 
-# jemalloc: large blocks share the arenas instead of going back to the kernel one by one, freed pages never age out, and
-# memory comes in huge pages (pinning it page by page is most of what a direct write costs the CPU).
-_JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always"
+# jemalloc: large blocks share the arena instead of going back to the kernel one by one, freed pages never age out, and
+# memory comes in huge pages (pinning it page by page is most of what a direct write costs the CPU). One arena for all
+# threads: what one keeps no other would reuse, and each would begin with huge pages of its own (measured: 8 MiB for the
+# few blocks that a compute thread and an I/O worker allocate). Tensors are allocated by one thread of a step.
+_JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
 # mimalloc 2.1 and later: never give freed pages back.
 _MIMALLOC = {"MIMALLOC_PURGE_DELAY": "-1"}
 # glibc: blocks of 1 MiB and more leave the heap (setting it also stops glibc from raising it by itself), small ones
