@@ -58,9 +58,13 @@ class _ExactCodec(abc.ABC):
         """The tensor, bit for bit, on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
-        target = Target(spec, buffer.device)
+        if spec.dtype is not torch.bool:
+            target = Target(spec, buffer.device)
+            self._restore(packed, buffer, target.flat)
+            return target.settle()
+        target = Target(spec._replace(dtype=torch.uint8), buffer.device)
         self._restore(packed, buffer, target.flat)
-        return target.settle()
+        return target.settle().view(torch.bool)
 
     def _takes(self, dtype: torch.dtype) -> bool:
         return True
@@ -69,7 +73,8 @@ class _ExactCodec(abc.ABC):
         """The spec and the stored elements of a tensor that the codec takes."""
         spec = Spec.of(tensor)
         self.packed_nbytes(spec)
-        return spec, flat(tensor)
+        # PyTorch's copies make every byte of a boolean 0 or 1; memory that is viewed as such may have others.
+        return spec, flat(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
 
     def _forms(self, packed: Packed) -> dict[str, int]:
         """Bytes of the codec's own forms."""
@@ -96,24 +101,16 @@ class Verbatim(_ExactCodec):
 class Mask(_ExactCodec):
     """A `Codec` for tensors of two values, one bit an element: booleans, and float masks such as dropout's 0 and 1/q.
 
-    Takes booleans and every dtype of 1, 2, 4 or 8 bytes. The values are bit patterns, so 0.0 and -0.0 are two.
+    Takes booleans and every dtype of 1, 2, 4 or 8 bytes. The values are bit patterns, so 0.0 and -0.0 are two, and a
+    boolean may have any: memory that is viewed as such need not be 0 or 1.
     """
 
     name = "mask"
     takes = "elements of 1, 2, 4 or 8 bytes that are not complex"
 
-    def packed_nbytes(self, spec: Spec) -> int:
-        """Of booleans an eighth; else at most the stored elements' own bytes. Raises UnsupportedTensor."""
-        nbytes = super().packed_nbytes(spec)
-        return packed_count(nbytes, 1) if spec.dtype is torch.bool else nbytes
-
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding. The flag holds the two bit patterns and whether there is a third (none for booleans)."""
+        """Queue the encoding. The flag holds the two bit patterns and whether there is no third."""
         spec, values = self._open(tensor)
-        if spec.dtype is torch.bool:
-            # Not every byte of a boolean tensor need be 0 or 1 (memory viewed as such): any other counts as true.
-            packed = Packed(spec, "bits", (_pack_bits(values),), (0, 1))
-            return Pending(None, lambda _: packed)
         bits = values.view(_BITS_OF[spec.dtype.itemsize])
         if not bits.numel():
             empty = verbatim(values, spec)
@@ -139,11 +136,8 @@ class Mask(_ExactCodec):
         if packed.form != "bits":
             return super()._restore(packed, buffer, out)
         is_high = unpack(buffer, 1)[: out.numel()].view(torch.bool)
-        if out.dtype is torch.bool:
-            out.copy_(is_high)
-        else:
-            low, high = packed.numbers
-            out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
+        low, high = packed.numbers
+        out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
 
 
 def _pack_bits(mask: Tensor) -> Tensor:
@@ -253,7 +247,7 @@ class Exact(_ExactCodec):
         return codec.begin(tensor, key)
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """At most the stored elements' own bytes; an eighth for booleans."""
+        """At most the stored elements' own bytes."""
         return _by_dtype(spec.dtype).packed_nbytes(spec)
 
     def decode(self, packed: Packed) -> Tensor:

@@ -26,7 +26,7 @@ from ._derive import recipe, remember
 from ._look import look
 from ._recipe import Recipe
 from ._recipes import same_bits
-from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View
+from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View, span
 
 # A recipe that is wrong is off by the tensor's own size. One that starts from 4 bits is off by about a tenth.
 _NEAR = 0.25
@@ -49,7 +49,10 @@ class Derivations:
         root = record.root()
         if root is not None and root._version == 0 and root.grad_fn is not None:
             record.recipe = recipe(root, self._unpack, _depth)
-            remember(root, self._unpack, _weakly(record, View.of(root)))
+            view = View.of(root)
+            begin, end = span(root, view)
+            if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
+                remember(root, self._unpack, _weakly(record, view))
 
     def replaces(self, record: Record) -> bool:
         """Whether a finished, pending record needs no bytes; it then has let go of them."""

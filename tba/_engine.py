@@ -28,6 +28,7 @@ from ._storage_path import storage_directories
 class _PerThread(threading.local):
     def __init__(self) -> None:
         self.entries: list[bool] = []  # per entry of the context on this thread: whether its hooks could be pushed
+        self.forwards = 0  # of them, those a model's forward has entered
 
 
 class Offloader:
@@ -189,11 +190,13 @@ def _enter(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
     if offloader is not None and not offloader.closed:
         offloader.__enter__()
+        offloader._per_thread.forwards += 1
 
 
 def _leave(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
-    if offloader is not None and offloader.entered:
+    if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
+        offloader._per_thread.forwards -= 1
         offloader.leave()
 
 

@@ -8,10 +8,12 @@ Guarantees:
    the version counter, and a gradient that somebody else has too is copied by whoever accumulates it, who counts the
    references to the tensor; a view that was made for unpack has neither.
 
-Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `owned`.
+Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `kept_for_code`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from torch import Tensor, UntypedStorage, strided
 
@@ -42,12 +44,12 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     if record.state is RESTORED:
         restored, given = record.restored, record.given
         assert restored is not None
-        if alone or record.begin:
+        if alone:
             tensor = view.over(restored.untyped_storage(), record.begin)
         elif given is not None and given[0] == view:
             tensor = given[1]
         else:
-            tensor = view.on_plain(restored)
+            tensor = view.on_plain(restored, record.begin)
             if record.saves > 1:
                 record.given = view, tensor
         if record.ready is not None:
@@ -97,8 +99,43 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
     return apart(tensor), False
 
 
-def owned(tensor: Tensor, *, shared: bool) -> Tensor:
+def kept_for_code(packed: tuple[Any, ...], *, shared: bool) -> Tensor:
     """A tensor that was kept, for a program's own code; `shared` if others may be derived from it."""
+    tensor: Tensor = packed[0]
+    if type(packed) is Detached:
+        return _owned(tensor, shared=shared)
+    if current_graph_task_id() != -1:
+        _guard(tensor)
+    return tensor
+
+
+def _guard(leaf: Tensor) -> None:
+    """See to it that the node which runs now returns no gradient in the memory of `leaf`, such as a weight.
+
+    In plain PyTorch a Function may return what it saved, and whoever accumulates that copies it, as the program has it
+    too. Of what an unpack hook gave, PyTorch makes a tensor of its own, nobody else's, and takes it for `.grad` as it
+    is. The weight's memory would be the gradient's.
+    """
+
+    def copied(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:
+        handle.remove()
+        found = [gradient is not None and _same_memory(gradient, leaf) for gradient in gradients]
+        if not any(found):
+            return None
+        pairs = zip(gradients, found, strict=True)
+        return tuple(gradient.clone() if same and gradient is not None else gradient for gradient, same in pairs)
+
+    handle = current_node().register_hook(copied)
+
+
+def _same_memory(one: Tensor, other: Tensor) -> bool:
+    try:
+        return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers: no storage
+        return False
+
+
+def _owned(tensor: Tensor, *, shared: bool) -> Tensor:
     if type(tensor) is not Tensor or tensor.layout is not strided or tensor.is_nested or not tensor.numel():
         return tensor
     try:

@@ -1,11 +1,13 @@
 """Recipe: the operators to run, in which state, on which packed objects, to have one tensor again.
 
 Guarantees: `compute` runs each operator as it ran in forward: without autocast (its casts are operators of their own),
-under the recorded number of threads and deterministic setting. It gives the recorded dtype, shape and strides, or
-raises; it leaves the state as it found it. A recipe never changes, holds no node of the graph and takes no lock.
+under the recorded number of threads, deterministic setting and use of mkldnn. It gives the recorded dtype, shape and
+strides, or raises; it leaves the state as it found it. A recipe never changes, holds no node of the graph and takes no
+lock.
 
-Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which nobody can ask for. The
-deterministic setting belongs to the process: where it differs, another thread may see the recorded one for a moment.
+Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which nobody can ask for. All
+of it but the number of threads belongs to the process: where it differs, another thread may see the recorded one for a
+moment.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ._recipes import Operator, Output, Scalars, same_bits
+from ._torch import enable_mkldnn, mkldnn_enabled
 
 # Packed objects are opaque here: this hook, which they were packed for, brings them back.
 Unpack = Callable[[Any], Tensor]
@@ -46,6 +49,7 @@ class State(NamedTuple):
     threads: int
     deterministic: bool
     warn_only: bool
+    mkldnn: bool
 
 
 class Recipe:
@@ -122,6 +126,7 @@ def _state() -> State:
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
+        mkldnn_enabled(),
     )
 
 
@@ -144,5 +149,7 @@ def _restored(state: State, device_type: str) -> Iterator[None]:
 def _switch(now: State, to: State) -> None:
     if now.threads != to.threads:
         torch.set_num_threads(to.threads)
-    if now[1:] != to[1:]:
+    if now[1:3] != to[1:3]:
         torch.use_deterministic_algorithms(to.deterministic, warn_only=to.warn_only)
+    if now.mkldnn != to.mkldnn:
+        enable_mkldnn(to.mkldnn)

@@ -75,16 +75,20 @@ class View(NamedTuple):
         )
 
     def on(self, whole: Tensor) -> Tensor:
-        """The same over the storage of `whole`, which lies as the original did."""
+        """The same over the storage of `whole`, which lies as the original did. Shares its version counter."""
         if whole.is_neg() or whole.is_conj():
-            return self.over(whole.untyped_storage(), 0)
+            return self._with_counter_of(whole, 0)
         return self.on_plain(whole)
 
-    def on_plain(self, whole: Tensor) -> Tensor:
-        """The same where `whole` is known to be neither conjugated nor negated."""
-        if self.dtype is whole.dtype and not (self.conj or self.neg):
-            return whole.as_strided(self.size, self.stride, self.offset)  # half the price
-        return self.over(whole.untyped_storage(), 0)
+    def on_plain(self, whole: Tensor, begin_bytes: int = 0) -> Tensor:
+        """The same where `whole` is neither conjugated nor negated, and may begin within the original: a view of it."""
+        if self.dtype is not whole.dtype:
+            return self._with_counter_of(whole, begin_bytes)
+        offset = self.offset
+        if begin_bytes:
+            offset -= begin_bytes // self.dtype.itemsize
+        tensor = whole.as_strided(self.size, self.stride, offset)  # half the price of `over`
+        return self._turned(tensor) if self.conj or self.neg else tensor
 
     def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
         """A new tensor that looks the same way at `storage`, whose first byte is byte `begin_bytes` of the original."""
@@ -93,6 +97,14 @@ class View(NamedTuple):
             offset -= begin_bytes // self.dtype.itemsize
         tensor = _empty(self.dtype, storage.device).new_empty(0)  # cheaper than torch.empty
         tensor.set_(storage, offset, self.size, self.stride)
+        return self._turned(tensor)
+
+    def _with_counter_of(self, whole: Tensor, begin_bytes: int) -> Tensor:
+        tensor = whole.detach()
+        tensor.data = self.over(whole.untyped_storage(), begin_bytes)
+        return tensor
+
+    def _turned(self, tensor: Tensor) -> Tensor:
         if self.conj:
             tensor = torch._conj(tensor)
         if self.neg:
@@ -108,6 +120,14 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
         return begin, begin + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(view.size, view.stride, strict=True))
     return begin, begin + (last + 1) * itemsize
+
+
+def _is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether a view over `storage` still shares memory with its base, seen as plainly.
+
+    Not where one of them was given other memory (`x.data = ...`), nor where the base is sparse or nested.
+    """
+    return base.layout is torch.strided and not base.is_nested and base.untyped_storage() is storage
 
 
 def apart(tensor: Tensor) -> Tensor:
@@ -219,8 +239,8 @@ class Record:
         self.write: Ticket | None = None
         self.resident_bytes = 0
         self.held_bytes = 0
-        if root is not tensor and root.untyped_storage() is not storage:
-            root = tensor  # one of the two was given other memory (`x.data = ...`)
+        if root is not tensor and not _is_over(root, storage):
+            root = tensor
         self.begin = begin
         self.end = end
         self.nbytes = end - begin
@@ -272,6 +292,12 @@ class Record:
             return self.encoded is None
         alias = self.alias
         return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
+
+    def edited(self) -> bool:
+        """Whether a program's own code has edited what was brought back: a hook that looks at its node's tensors, or
+        one that recomputes from them, gets them as operators do, which only read."""
+        restored = self.restored
+        return restored is not None and not restored.is_inference() and restored._version != 0
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""

@@ -37,7 +37,7 @@ from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
 from ._held import Held
-from ._look import Detached, goes_to_code, look, look_for_code, look_in_child, owned
+from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
@@ -177,11 +177,11 @@ class Saver:
             return self._pack_odd(tensor)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
+        self.counters.live_records += 1  # first: one that cannot be made is buried as well
         record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
         record.stream = _streams.producer_stream(tensor)
         self.residency.records[self._numbers] = record.ref
         self._numbers += 1
-        self.counters.live_records += 1
         setattr(storage, MARK, [*(ref for ref in known if ref() is not None), record.ref] if known else [record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK
@@ -240,8 +240,8 @@ class Saver:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if type(packed) is Detached and goes_to_code(current_graph_task_id()):
-                return owned(first, shared=self.derivations is not None)
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id()):
+                return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         if dispatch_mode_count() or function_mode_count():
             with quiet():
@@ -267,6 +267,8 @@ class Saver:
                 self.steps.backward_seen = True
             if record.state is PENDING:
                 self.finished.wanted(record)
+            elif record.restored is not None and record.edited():
+                self.residency.hand_over(record)  # and is read again
             derived = record.state is DERIVED
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
             if again_asked and not to_code and record.shows():
@@ -338,8 +340,7 @@ class Saver:
 
     def settle(self) -> None:
         """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
-        if self.mover.ended:
-            self.mover.land()
+        self.mover.land()
         while self._remains:
             remains = self._remains.popleft()
             self.residency.bury(remains)

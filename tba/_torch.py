@@ -48,6 +48,9 @@ function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
 DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")
 # Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
 transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
+# Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
+mkldnn_enabled: Callable[[], bool] = _find("_get_mkldnn_enabled")
+enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
 # Whether a node shows what a pack hook made of a tensor without calling the unpack hook: what derivations stand on.
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")

@@ -135,6 +135,16 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def mkldnn(enabled: bool) -> Iterator[None]:
+    """With oneDNN's kernels or without. (`torch.backends.mkldnn.flags` warns of TF32 where there is none.)"""
+    (before, *_) = torch.backends.mkldnn.set_flags(_enabled=enabled)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(_enabled=before)
+
+
 def depth_of(packed: Packed) -> int:
     made = packed[0].recipe
     return 0 if made is None else made.depth

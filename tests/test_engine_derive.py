@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from derive_tools import mkldnn
 from engine_tools import activation, engine, save
 from helpers import equal
 from torch import Tensor, nn
@@ -194,3 +195,41 @@ def test_a_llama_block_in_bf16_stores_no_more_than_it_may(preset: str) -> None:
         assert equal(ours, theirs)
     for mine, wanted in zip(ours, theirs, strict=True):
         assert functional.cosine_similarity(mine.float().flatten(), wanted.float().flatten(), 0) > least_cosine
+
+
+def test_what_follows_from_a_tensor_of_which_a_part_was_stored(scratch: Path) -> None:
+    a, b, w = (torch.randn(size).requires_grad_() for size in (100, 100, 10))
+
+    def loss() -> Tensor:
+        total = a + b
+        part = total[:10] * w
+        twice = total + total
+        return part.sum() + (twice * twice).sum()
+
+    expected = torch.autograd.grad(loss(), (a, b, w))
+    with engine(scratch, compress="exact") as offload:
+        for _ in range(2):
+            with offload:
+                result = loss()
+            offload.flush()
+            assert equal(list(torch.autograd.grad(result, (a, b, w))), list(expected))
+
+
+@pytest.mark.parametrize("in_forward", [False, True])
+def test_what_is_made_again_does_not_depend_on_a_backend_switched_since(in_forward: bool, scratch: Path) -> None:
+    """GELU by oneDNN and by PyTorch's own kernel differ in the last bits."""
+    x, w = (torch.randn(64, 64).requires_grad_() for _ in range(2))
+
+    def loss() -> Tensor:
+        y = functional.gelu(x * 1) * w
+        return y.square().sum()
+
+    with mkldnn(in_forward):
+        expected = torch.autograd.grad(loss(), w)
+        with engine(scratch, compress="exact", tier="keep") as offload:
+            for _ in range(2):
+                with offload:
+                    result = loss()
+                with mkldnn(not in_forward):
+                    assert equal(list(torch.autograd.grad(result, w)), list(expected))
+            assert offload.stats().derived_bytes > 0

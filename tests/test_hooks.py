@@ -214,6 +214,24 @@ def test_an_attached_model_can_be_copied_and_only_it_is_followed(scratch: Path) 
     offload.close()
 
 
+def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scratch: Path) -> None:
+    model = nn.Linear(8, 8)
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+
+    def refuses(*_: object) -> None:
+        raise ValueError("not now")
+
+    with offload:
+        handle = nn.modules.module.register_module_forward_pre_hook(refuses)
+        with handle, pytest.raises(ValueError, match="not now"):
+            model(torch.randn(5, 8))
+        assert offload.entered
+        torch.randn(5, 8, requires_grad=True).sin()
+        assert offload.stats().saved_bytes > 0
+    assert not offload.entered
+    offload.close()
+
+
 # -- torch.func ----------------------------------------------------------------------------------------------------
 
 
