@@ -23,10 +23,11 @@ from torch import Tensor
 from . import _streams
 from ._compress import is_whole
 from ._derive import recipe, remember
+from ._errors import OffloadError
 from ._look import look
 from ._recipe import Recipe
 from ._recipes import same_bits
-from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View, span
+from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View, counted, is_edited, span
 
 # A recipe that is wrong is off by the tensor's own size. One that starts from 4 bits is off by about a tenth.
 _NEAR = 0.25
@@ -104,6 +105,8 @@ class Derivations:
         self._comparing = threading.get_ident()
         try:
             made = found.compute()
+        except OffloadError:  # an operand could not be read back, which says nothing about the recipe
+            return False
         except RuntimeError:  # an operand was edited, or its operator was run in place
             self._wrong[place] = signature
             return False
@@ -116,17 +119,17 @@ class Derivations:
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
     """A saved tensor of a derived record; `alone` if whoever asks may overwrite it. Raises what its sources raise."""
-    stream = _streams.current(record.device)
-    if record.decoded is not None and record.decoded[1] == stream:
-        storage = record.decoded[0].clone() if alone else record.decoded[0]
+    stream, decoded = _streams.current(record.device), record.decoded
+    if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
+        whole = decoded[0].clone() if alone else decoded[0]
     else:
         assert record.recipe is not None
-        storage = _own(record.recipe.compute())
-        record.decoded = (storage, stream) if record.asks + 1 < record.saves and not alone else None
+        whole = counted(_own(record.recipe.compute()))
+        record.decoded = (whole, stream) if record.asks + 1 < record.saves and not alone else None
     record.asks += 1
     if record.asks >= record.saves:
         record.decoded = None
-    return view.over(storage, 0)
+    return view.over(whole.untyped_storage(), 0) if alone else view.on_plain(whole)
 
 
 def _own(made: Tensor) -> torch.UntypedStorage:

@@ -174,6 +174,9 @@ class Offloader:
             untie, self._untie = self._untie, None
         if untie is not None:
             untie()
+            while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
+                self._per_thread.forwards -= 1
+                self.leave()
         store = self._saver.mover.store or self._store
         if store is not None:
             store.close()

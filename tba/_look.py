@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage, strided
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
-from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record, View, apart
+from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record, View, apart, counted, is_edited
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
@@ -40,7 +40,7 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     Raises TransferError for an emptied storage.
     """
     if record.encoded is not None:
-        return view.over(_decoded(record, record.encoded), record.encoded.begin)
+        return view.on_plain(_decoded(record, record.encoded), record.encoded.begin)
     if record.state is RESTORED:
         restored, given = record.restored, record.given
         assert restored is not None
@@ -166,18 +166,18 @@ def look_in_child(record: Record, view: View) -> Tensor:
     )
 
 
-def _decoded(record: Record, encoded: Encoded) -> UntypedStorage:
+def _decoded(record: Record, encoded: Encoded) -> Tensor:
     """The bytes of an encoded record, unpacked once for all that saved it and are asked for on the same stream."""
-    stream = _streams.current(record.device)
-    if record.decoded is not None and record.decoded[1] == stream:
-        storage = record.decoded[0]
+    stream, decoded = _streams.current(record.device), record.decoded
+    if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
+        whole = decoded[0]
     else:
         payload = payload_of(encoded, _storage(record))
         if record.ready is not None:
             _streams.use(payload, record.ready)
-        storage = unpacked(encoded, payload)
-    record.decoded = (storage, stream) if record.asks < record.saves else None
-    return storage
+        whole = counted(unpacked(encoded, payload))
+    record.decoded = (whole, stream) if record.asks < record.saves else None
+    return whole
 
 
 def _storage(record: Record) -> UntypedStorage:

@@ -112,6 +112,18 @@ class View(NamedTuple):
         return tensor
 
 
+def counted(storage: torch.UntypedStorage) -> Tensor:
+    """The bytes of a storage, uint8 [nbytes], whose version counter stands at 0: see `is_edited`."""
+    flat = _empty(torch.uint8, storage.device).new_empty(0)
+    flat.set_(storage)
+    return flat.data  # setting it has been counted
+
+
+def is_edited(tensor: Tensor) -> bool:
+    """Whether memory the engine has filled was edited, through any view of this tensor of it."""
+    return not tensor.is_inference() and tensor._version != 0
+
+
 def span(tensor: Tensor, view: View) -> tuple[int, int]:
     """The bytes of its storage that a non-empty strided tensor, which looks so, touches: [first, behind the last)."""
     itemsize = view.dtype.itemsize
@@ -260,7 +272,7 @@ class Record:
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None
         self.encoded: Encoded | None = None
-        self.decoded: tuple[torch.UntypedStorage, object] | None = None
+        self.decoded: tuple[Tensor, object] | None = None
         self.recipe: Recipe | None = None
         self.stays = False
         self.wanted = False
@@ -296,8 +308,7 @@ class Record:
     def edited(self) -> bool:
         """Whether a program's own code has edited what was brought back: a hook that looks at its node's tensors, or
         one that recomputes from them, gets them as operators do, which only read."""
-        restored = self.restored
-        return restored is not None and not restored.is_inference() and restored._version != 0
+        return self.restored is not None and is_edited(self.restored)
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""

@@ -177,11 +177,11 @@ class Saver:
             return self._pack_odd(tensor)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
-        self.counters.live_records += 1  # first: one that cannot be made is buried as well
-        record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
-        record.stream = _streams.producer_stream(tensor)
-        self.residency.records[self._numbers] = record.ref
+        self.counters.live_records += 1  # first, both: one that cannot be made is buried as well
         self._numbers += 1
+        record = Record(self._numbers - 1, tensor, root, storage, begin, end, self._remains)
+        record.stream = _streams.producer_stream(tensor)
+        self.residency.records[record.number] = record.ref
         setattr(storage, MARK, [*(ref for ref in known if ref() is not None), record.ref] if known else [record.ref])
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK

@@ -6,7 +6,8 @@ learns of the stall at once, until a transfer ends: a disk that hangs delays a s
 tensor.
 
 `condition` shares the engine's lock: waiting releases it, so that workers can land their transfers. `catch_up` lands
-what had ended before; whoever lands later sees `waiters` and takes the lock.
+what had ended before; whoever lands later sees `waiters` and takes the lock. A worker does not insist on it, as another
+thread may hold it that waits for this very worker: then a wait lands for itself, a moment later.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+
+_PERIOD_S = 0.05  # how often a wait looks for what a worker could not land
+_PATIENCE_S = 0.01
 
 
 class Staging:
@@ -47,6 +51,11 @@ class Staging:
         self._stalled_at = self._landings
         return False
 
+    @property
+    def patience_s(self) -> float:
+        """How long a worker that has ended a transfer should wait for the lock to land it."""
+        return _PATIENCE_S if self.waiters else 0.0
+
     def has_room(self, nbytes: int, cap_bytes: int) -> bool:
         """Whether `nbytes` more fit below the cap."""
         return not self.count or self.bytes + nbytes <= cap_bytes
@@ -79,8 +88,11 @@ class Staging:
                 landings = self._landings
                 deadline_s = time.monotonic() + self._timeout_s
                 while not satisfied() and self._landings == landings:
-                    if not self._condition.wait(max(0.0, deadline_s - time.monotonic())) and self._landings == landings:
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0:
                         return False
+                    if not self._condition.wait(min(left_s, _PERIOD_S)):
+                        self._catch_up()
             return True
         finally:
             self.waiters -= 1

@@ -96,8 +96,7 @@ class Mover:
         alias = record.alias
         if record.state not in (PENDING, HELD) or alias is None:
             return _policy.FITS  # changed hands while we waited
-        storage = alias.untyped_storage()
-        if self._moved(record, storage):
+        if self._moved(record, alias.untyped_storage()):
             return _MOVED
         if not self.allowance.take(nbytes):
             return _policy.DECLINED
@@ -126,8 +125,9 @@ class Mover:
     def _write_ended(self, ticket: Ticket) -> None:
         """On the worker: a write has ended."""
         self.ended.append(ticket)
-        # Who waits for room lets go of the lock. Everybody else who holds it looks at `ended` after letting go of it.
-        if self._sending or not self.lock.acquire(blocking=self.staging.waiters > 0):
+        # Who waits for room lets go of the lock. Everybody else who holds it looks at `ended` afterwards, but may be
+        # waiting for a read that is this worker's next.
+        if self._sending or not self.lock.acquire(timeout=self.staging.patience_s):
             return
         try:
             self.land()
@@ -310,7 +310,8 @@ class Mover:
 
     def _restore(self, record: Record, host: Tensor) -> None:
         memory = None if record.stream is None else self.memory.of(record.device)
-        record.restored, arrival = _streams.into(host, record.device, memory)
+        restored, arrival = _streams.into(host, record.device, memory)
+        record.restored = restored if memory is None else restored.data  # whose counter does not count the copy
         record.ready = arrival or record.ready  # read into device memory, it has been ready since `fetch`
         record.state = RESTORED
 

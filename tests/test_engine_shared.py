@@ -51,6 +51,27 @@ def test_what_a_hook_edits_of_its_nodes_tensors_is_read_again(
         assert_bit_equal(weight.grad.resolve_conj(), seen.conj().resolve_conj().to(kind))
 
 
+@pytest.mark.parametrize("tier", ["nvme", "keep"])
+@pytest.mark.parametrize("made", ["packed", "derived"])
+def test_what_a_hook_edits_of_a_tensor_made_again_is_made_again(made: str, tier: str, scratch: Path) -> None:
+    source = torch.randn(N, N).requires_grad_()
+    one, other = (torch.randn(N, N).requires_grad_() for _ in range(2))
+    with engine(scratch, tier=tier, compress="exact") as offload:
+        with offload:
+            x = nn.functional.gelu(source) if made == "derived" else (source > 0).float()
+            first, second = x * one, x * other
+        expected = x.detach().clone()
+        del x
+        if tier == "nvme":
+            offload.flush()
+        node: Any = second.grad_fn
+        second.register_hook(lambda gradient: _edit(node._saved_self))
+        (first.sum() + second.sum()).backward()
+        stats = offload.stats()
+        assert stats.derived_bytes > 0 if made == "derived" else stats.kept_bytes + stats.read_bytes > 0
+    assert_bit_equal([one.grad, other.grad], [expected, expected])
+
+
 def test_what_recomputation_is_given_and_edits_is_read_again(scratch: Path) -> None:
     given: list[Tensor] = []
     c = torch.randn(N)

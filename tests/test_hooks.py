@@ -232,6 +232,19 @@ def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scr
     offload.close()
 
 
+def test_closed_by_the_models_own_forward(scratch: Path) -> None:
+    class Closes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            offload.close()
+            return x.sin()
+
+    model = Closes()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    model(torch.randn(8, requires_grad=True)).sum().backward()
+    assert not offload.entered
+    assert _torch.top_hooks(True) is None
+
+
 # -- torch.func ----------------------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from engine_tools import activation, engine, save
 from store_tools import WAIT_S
 
+from io_backends.testing import Fault, Operation
 from tba import _staging
 from tba._staging import Staging
 
@@ -48,6 +53,7 @@ class Scripted:
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Scripted:
     scripted = Scripted()
     monkeypatch.setattr(_staging, "time", scripted)
+    monkeypatch.setattr(_staging, "_PERIOD_S", math.inf)
     return scripted
 
 
@@ -98,6 +104,20 @@ def test_idle_is_waited_for(scripted: Scripted) -> None:
     scripted.script = [(1.0, lambda: staging.land(60)), (1.0, lambda: staging.land(0))]
     assert staging.wait_until_idle()
     assert scripted.script == []
+
+
+def test_a_wait_lands_for_itself_what_a_worker_could_not(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It found the lock taken, and goes on: whoever has the lock may be waiting for it."""
+    monkeypatch.setattr(_staging, "_PERIOD_S", 4.0)
+    ended = [False, False, False, True]  # the first look is ahead of the wait
+    staging = Staging(
+        cast(threading.Condition, scripted), TIMEOUT_S, lambda: staging.land(10) if ended.pop(0) else None
+    )
+    staging.depart(10)
+    scripted.script = [(99.0, lambda: None)] * 3
+    assert staging.wait_until_idle()
+    assert scripted.waits == [4.0, 4.0, 2.0]  # together no longer than the timeout
+    assert not ended
 
 
 def test_nothing_landing_for_the_timeout_is_a_stall(scripted: Scripted) -> None:
@@ -173,3 +193,36 @@ def test_waiting_releases_the_lock_and_a_landing_on_another_thread_ends_it() -> 
         assert staging.wait_for_room(60, cap_bytes=100)
         assert staging.count == 0
     thread.join()
+
+
+def test_a_worker_whose_write_has_ended_does_not_wait_for_who_waits_for_it(scratch: Path) -> None:
+    """One thread has the lock and waits for a read (a comparison in pack does), another waits for room."""
+    hold, go_on = threading.Event(), threading.Event()
+
+    def plan(operation: Operation, _: int) -> Fault | None:
+        return Fault(gate=go_on) if operation == "write" and hold.is_set() else None
+
+    with engine(scratch, plan, threads=1, prefetch_bytes=0) as offload:
+        mover = offload._saver.mover
+        with offload:
+            graphs = [save(activation(4096)[1])]
+            offload.flush()
+            (stored,) = (reference() for reference in offload._saver.residency.records.values())
+            hold.set()
+            graphs.append(save(activation(4096)[1]))
+        flushing = threading.Thread(target=offload.flush)
+        flushing.start()
+        deadline_s = time.monotonic() + WAIT_S
+        while not mover.staging.waiters and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        assert stored is not None
+        assert stored.write is not None
+        assert mover.store is not None
+        with mover.lock:
+            go_on.set()
+            _, buffer = mover.memory.of(stored.device).lease(stored.nbytes, stored.write.location.skew)
+            assert mover.store.read(stored.write.location, buffer).wait(WAIT_S)
+        flushing.join(WAIT_S)
+        assert not flushing.is_alive()
+        assert offload.stats().written_bytes >= 2 * 4096 * 4
+        del graphs
