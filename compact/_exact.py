@@ -58,13 +58,11 @@ class _ExactCodec(abc.ABC):
         """The tensor, bit for bit, on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
-        if spec.dtype is not torch.bool:
-            target = Target(spec, buffer.device)
-            self._restore(packed, buffer, target.flat)
-            return target.settle()
-        target = Target(spec._replace(dtype=torch.uint8), buffer.device)
+        as_bytes = spec.dtype is torch.bool  # see `_open`
+        target = Target(spec._replace(dtype=torch.uint8) if as_bytes else spec, buffer.device)
         self._restore(packed, buffer, target.flat)
-        return target.settle().view(torch.bool)
+        made = target.settle()
+        return made.view(torch.bool) if as_bytes else made
 
     def _takes(self, dtype: torch.dtype) -> bool:
         return True
