@@ -120,7 +120,10 @@ def counted(storage: torch.UntypedStorage) -> Tensor:
 
 
 def is_edited(tensor: Tensor) -> bool:
-    """Whether memory the engine has filled was edited, through any view of this tensor of it."""
+    """Whether memory the engine has filled was edited, through any view of this tensor of it.
+
+    Hooks that look at their node's tensors, and code that recomputes, get them as operators do, which only read.
+    """
     return not tensor.is_inference() and tensor._version != 0
 
 
@@ -304,11 +307,6 @@ class Record:
             return self.encoded is None
         alias = self.alias
         return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
-
-    def edited(self) -> bool:
-        """Whether a program's own code has edited what was brought back: a hook that looks at its node's tensors, or
-        one that recomputes from them, gets them as operators do, which only read."""
-        return self.restored is not None and is_edited(self.restored)
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""

@@ -41,7 +41,7 @@ from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, l
 from ._open import make_mover
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
-from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains, View, span
+from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains, View, is_edited, span
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
@@ -267,8 +267,8 @@ class Saver:
                 self.steps.backward_seen = True
             if record.state is PENDING:
                 self.finished.wanted(record)
-            elif record.restored is not None and record.edited():
-                self.residency.hand_over(record)  # and is read again
+            elif record.restored is not None and is_edited(record.restored):
+                self.residency.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
             derived = record.state is DERIVED
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
             if again_asked and not to_code and record.shows():

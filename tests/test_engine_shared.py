@@ -116,15 +116,15 @@ def test_a_saved_weight_that_is_returned_as_gradient_stays_the_weights(
     """Without the engine whoever accumulates it copies it. An unpack hook's tensor would be taken as it is."""
     weight = nn.Parameter(torch.randn(8, 8))
     before = weight.detach().clone()
-    x = torch.randn(8, 8).requires_grad_()
+    x: Any = torch.randn(8, 8).requires_grad_()
     with engine(scratch, tier=tier) as offload:
         with offload:
-            y = _ReturnsWeight.apply(x, weight.t() if transposed else weight)
+            y: Any = _ReturnsWeight.apply(x, weight.t() if transposed else weight)
         for _ in range(2):
             x.grad = None
-            y.backward(torch.ones(8, 8), retain_graph=True)  # type: ignore[union-attr]  # apply has no type
-            assert_bit_equal(x.grad.contiguous(), (before.t() if transposed else before).contiguous())  # type: ignore[union-attr]
-            x.grad.zero_()  # type: ignore[union-attr]
+            y.backward(torch.ones(8, 8), retain_graph=True)
+            assert_bit_equal(x.grad.contiguous(), (before.t() if transposed else before).contiguous())
+            x.grad.zero_()
             assert_bit_equal(weight.detach(), before)
         del y
         gc.collect()
