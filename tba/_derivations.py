@@ -4,9 +4,12 @@ Guarantees:
 
 1. A derivation is used only where it has been compared with the tensor it replaces, at that place of the step: each
    place in the first step, and again where another recipe comes up at it. Where all that it starts from is exact it
-   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
+   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that, and it
+   is compared every time if its operators may cancel or divide, as that depends on values.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. What is used where does not depend on timing: a first comparison reads back what it needs and has been written.
+4. A derivation stands on no tensor that was edited between being saved and being used, nor on a weight that is gathered
+   for a while (FSDP, ZeRO) and may be gone when it is needed.
 
 Wants the engine's lock held, except `again`.
 """
@@ -14,23 +17,27 @@ Wants the engine's lock held, except `again`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
 
 from . import _streams
 from ._compress import is_whole
 from ._derive import recipe, remember
 from ._errors import OffloadError
+from ._kinds import is_weight
 from ._look import look
 from ._recipe import Recipe
 from ._recipes import same_bits
 from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View, counted, is_edited, span
+from ._weights import MARK, WEIGHT, is_sharded
 
-# A recipe that is wrong is off by the tensor's own size. One that starts from 4 bits is off by about a tenth.
-_NEAR = 0.25
+# How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),
+# and from fewer (4 by about a tenth). One that is wrong is off by the tensor's own size.
+_NEAR = 0.03
+_NEAR_OF_FEW_BITS = 0.25
 
 Packed = tuple[Any, ...]
 
@@ -38,18 +45,24 @@ Packed = tuple[Any, ...]
 class Derivations:
     """What can be made again, and what has been found to come out right."""
 
-    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, unpack: Callable[[Any], Tensor], model: Callable[[], nn.Module | None]) -> None:
         self._unpack = unpack
+        self._model = model
         self._right: dict[int, Any] = {}  # signature by place in the step
         self._wrong: dict[int, Any] = {}
         self._first_number = 0  # of the step
         self._comparing = 0  # the thread that does, or 0
+        self._sharded = False  # whether the model's weights have ever been gathered ones
+        self._looked = False  # whether that has been looked at in this step
 
     def look_for(self, record: Record) -> None:
         """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
         root = record.root()
-        if root is not None and root._version == 0 and root.grad_fn is not None:
-            record.recipe = recipe(root, self._unpack, _depth)
+        if root is None:
+            return
+        record.keep_counter(root)
+        if root._version == 0 and root.grad_fn is not None:
+            record.recipe = recipe(root, self._unpack, self._about)
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
@@ -92,13 +105,36 @@ class Derivations:
     def end_step(self, next_number: int) -> None:
         """Places count from here."""
         self._first_number = next_number
+        self._looked = False
+
+    def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
+        first, second = packed
+        if isinstance(first, Record):
+            if upstream and (first.counter is None or first.counter._version != first.saved_version):
+                return None
+            return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
+        if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
+            return None
+        if (upstream and first._version != second) or (is_weight(first) and self._may_go(first)):
+            return None
+        return 0, (first.dtype, first.shape)
+
+    def _may_go(self, weight: Tensor) -> bool:
+        """Whether somebody may empty a weight's memory before backward has come by."""
+        if not distributed.is_available() or not distributed.is_initialized():
+            return False
+        if not self._looked:
+            self._looked, model = True, self._model()
+            self._sharded = self._sharded or model is None or is_sharded(model)
+        return self._sharded or getattr(weight.untyped_storage(), MARK, None) is not WEIGHT
 
     def _right_for(self, record: Record, found: Recipe, alias: Tensor) -> bool:
-        lossy = any(map(_is_lossy, found.sources))
-        if lossy and (record.codec is None or record.codec.properties.exact):
+        off = max(map(_off, found.sources), default=0.0)
+        if off and (record.codec is None or record.codec.properties.exact):
             return False
-        place, signature = record.number - self._first_number, found.signature
-        if self._right.get(place) == signature:
+        place, signature = record.number - self._first_number, (found.signature, off)
+        depends_on_values = off and found.amplifies
+        if self._right.get(place) == signature and not depends_on_values:
             return True
         if self._wrong.get(place) == signature:
             return False
@@ -112,8 +148,9 @@ class Derivations:
             return False
         finally:
             self._comparing = 0
-        right = made.stride() == alias.stride() and (same_bits(made, alias) or (lossy and _near(made, alias)))
-        (self._right if right else self._wrong)[place] = signature
+        right = made.stride() == alias.stride() and (same_bits(made, alias) or _near(made, alias, off))
+        if not depends_on_values:
+            (self._right if right else self._wrong)[place] = signature
         return right
 
 
@@ -149,22 +186,23 @@ def _weakly(record: Record, view: View) -> Callable[[], Packed | None]:
     return packed
 
 
-def _depth(packed: Packed) -> int:
-    return packed[0].recipe.depth if isinstance(packed[0], Record) and packed[0].recipe is not None else 0
-
-
-def _is_lossy(packed: Packed) -> bool:
+def _off(packed: Packed) -> float:
+    """How far off what follows from a packed object may be; 0 for exact ones."""
     record = packed[0]
     if not isinstance(record, Record):
-        return False
+        return 0.0
     if record.state is DERIVED:
-        return record.recipe is not None and any(map(_is_lossy, record.recipe.sources))
+        return 0.0 if record.recipe is None else max(map(_off, record.recipe.sources), default=0.0)
     codec = record.encoded.codec if record.encoded is not None else None
     if record.state is PENDING:  # its codec may be waiting for the device
         codec = record.codec
-    return codec is not None and not codec.properties.exact
+    if codec is None or codec.properties.exact:
+        return 0.0
+    return _NEAR if (codec.properties.bits_per_element or 0) >= 8 else _NEAR_OF_FEW_BITS
 
 
-def _near(made: Tensor, wanted: Tensor) -> bool:
+def _near(made: Tensor, wanted: Tensor, off: float) -> bool:
+    if not off:
+        return False
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
-    return bool(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= _NEAR * scale)
+    return bool(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale)

@@ -14,12 +14,15 @@ Guarantees:
    What `remember` leaves at a node is a weak reference. So a graph that is dropped is freed at once.
 4. It does not need the graph: the packed objects live as long as the recipe, also when backward has freed the node.
 
+5. No emptied memory is computed with: `compute` raises instead.
+
 Assumptions:
 
 1. What a node saved is what it computed with, and a tensor at version 0 is what its node made. Edits behind autograd's
    back (`.data`, NumPy) break this for the tensor itself.
-2. If not `direct`: no operand in between was edited in place under `no_grad`, which leaves its node as it was and no
-   trace that can be found from here. Whoever compares the first result (`matches`) learns of edits made every time.
+2. If not `direct`: no operand in between that nobody saved was edited in place under `no_grad`, which leaves its node
+   as it was and no trace that can be found from here. Whoever compares the first result (`matches`) learns of edits
+   made every time. Of those that somebody saved, `about` tells.
 3. No other thread frees this graph while `recipe` looks at it.
 
 A difference from plain PyTorch: an operand edited in place after it was saved raises for what is derived from it too,
@@ -47,7 +50,12 @@ _NOTE: Final = "tba_saved"  # the key in a node's metadata
 _REAL: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def recipe(tensor: Tensor, unpack: Unpack, depth_of: Callable[[Any], int] | None = None) -> Recipe | None:
+# Of a packed object, and whether another node than its user saved it: the depth of the recipe it stands for, 0 if it is
+# kept, and what is part of the signature; or None, if it may not be used.
+About = Callable[[Any, bool], tuple[int, Hashable] | None]
+
+
+def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe | None:
     """How to make `tensor` again from what was packed for the hook `unpack`, or None.
 
     To be called in a pack hook with the tensor to be saved or, if that is a view, with its base. Only packed objects of
@@ -57,7 +65,7 @@ def recipe(tensor: Tensor, unpack: Unpack, depth_of: Callable[[Any], int] | None
         tensor: any tensor; None is the answer for leaves, subclasses, complex and integer numbers, tensors edited in
             place, unknown operators, results that their own node saves, and operands nobody saved.
         unpack: the unpack hook, compared by equality with that of each saved tensor.
-        depth_of: `depth` of the recipe that a packed object of this hook stands for, 0 if it is kept.
+        about: what is known of packed objects of this hook; without it each is kept, unedited and there to stay.
     """
     node: Any = tensor.grad_fn
     if node is None or not _torch.shows_packed or type(tensor) is not Tensor or tensor.dtype not in _REAL:
@@ -68,14 +76,14 @@ def recipe(tensor: Tensor, unpack: Unpack, depth_of: Callable[[Any], int] | None
     number = tensor.output_nr
     if number in RESULTS.get(name, ()):
         return None
-    finder = _Finder(unpack, depth_of)
+    finder = _Finder(unpack, about)
     step = finder.step(node, number, MAX_OPERATORS, _MAX_MOVES)
     if step is None:
         return None
     output = step.output
     if output.shape != tensor.shape or output.dtype != tensor.dtype or output.device != tensor.device:
         return None
-    return Recipe(step, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.direct)
+    return Recipe(step, tensor.stride(), unpack, finder)
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
@@ -92,12 +100,13 @@ def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
 class _Finder:
     """One search for operands, and what it met on the way."""
 
-    def __init__(self, unpack: Unpack, depth_of: Callable[[Any], int] | None) -> None:
+    def __init__(self, unpack: Unpack, about: About | None) -> None:
         self._unpack = unpack
-        self._depth_of = depth_of
+        self._about = about
         self.sources: list[Any] = []
         self.depth = 0
         self.direct = True
+        self.amplifies = False
 
     def step(self, node: Any, number: int, operators_left: int, moves_left: int) -> Step | None:
         """`node`'s output `number` from its operands; None if one of them cannot be had."""
@@ -117,6 +126,7 @@ class _Finder:
             return None
         used = MAX_OPERATORS - operators_left
         self.depth = max(self.depth, used)
+        self.amplifies |= operator.amplifies
         edges = node.next_functions
         if len(edges) != len(operator.operands):
             return None
@@ -145,7 +155,7 @@ class _Finder:
         keys = tuple(each.key if isinstance(each, Saved | Step) else repr(each) for each in operands)
         return Step(operator, tuple(operands), scalars, output, (name, repr(scalars), output, keys))
 
-    def _saved(self, node: Any, name: str, used: int, about: Hashable) -> Any:
+    def _saved(self, node: Any, name: str, used: int, about: Hashable, *, upstream: bool = False) -> Any:
         """What `node` saved under `name`: `Saved`, a Python number, or None."""
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None or raw.data is None:
@@ -153,19 +163,19 @@ class _Finder:
         packed = raw.data
         hook = raw.unpack_hook
         if hook is not None:
-            return self._source(packed, used, (name, about)) if hook == self._unpack else None
+            return self._source(packed, used, (name, about), upstream=upstream) if hook == self._unpack else None
         # Numbers come without a hook; so do tensors saved outside of any hook, which someone may still edit.
         if about is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu and not packed._version:
             return packed.item()
         return None
 
-    def _source(self, packed: Any, used: int, key: Hashable) -> Saved | None:
-        below = 0 if self._depth_of is None else self._depth_of(packed)
-        if used + below > MAX_OPERATORS:
+    def _source(self, packed: Any, used: int, key: Hashable, *, upstream: bool) -> Saved | None:
+        known = (0, None) if self._about is None else self._about(packed, upstream)
+        if known is None or used + known[0] > MAX_OPERATORS:
             return None
-        self.depth = max(self.depth, used + below)
+        self.depth = max(self.depth, used + known[0])
         self.sources.append(packed)
-        return Saved(packed, key)
+        return Saved(packed, (key, known[1]))
 
     def _upstream(
         self, edge: tuple[Any, int], operators_left: int, moves_left: int, device: torch.device
@@ -184,13 +194,13 @@ class _Finder:
         used = MAX_OPERATORS - operators_left
         saved_as = RESULTS.get(_name(node), {}).get(number)
         if saved_as is not None:
-            found: Saved | None = self._saved(node, saved_as, used, output)
+            found: Saved | None = self._saved(node, saved_as, used, output, upstream=True)
             if found is not None:
                 return found
         note = node.metadata.get(_NOTE, {}).get(number)
         packed = note[1]() if note is not None and note[0] == self._unpack else None
         if packed is not None:
-            found = self._source(packed, used, ("noted", output))
+            found = self._source(packed, used, ("noted", output), upstream=True)
             if found is not None:
                 return found
         return self.step(node, number, operators_left, moves_left)

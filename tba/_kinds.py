@@ -9,6 +9,8 @@ Not here, on purpose:
 
 - relu saves its result, half of it zeros, and its derivative asks only which. A codec that rotates gives zeros back as
   noise, so half of them would pass a gradient on. The same tensor is the next layer's input, kept exact with it.
+- leaky relu, elu, celu and selu: their derivatives jump or bend where the sign changes, and small values round to zero.
+- factors that need no gradient: they may be masks, whose zeros must stay zeros.
 - tanh and sigmoid save results whose derivatives, 1 - y^2 and y (1 - y), vanish where most of them are: a small error
   there is a large one in the gradient.
 - products of two activations (q k^T, probabilities times v): softmax makes large errors of small ones.
@@ -33,6 +35,8 @@ from ._weights import MARK, WEIGHT, leads_to_parameter
 
 # Class of a saved tensor, from it and the arguments of the function that saves it.
 Rule = Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Saved]
+# A function under way: its rule, and its arguments.
+Call = tuple[Rule, tuple[Any, ...], Mapping[str, Any]]
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
@@ -133,11 +137,37 @@ def _instances(x: Tensor, _: Any) -> int:
     return x.shape[0] * x.shape[1]
 
 
-def in_norm(tensor: Tensor, numel: int) -> Saved:
-    """Class of what is saved within a norm written in Python, whose input has `numel` elements."""
+def squared(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+    """The rule, within a norm written in Python, of what is squared for its mean; elsewhere a power is UNKNOWN."""
+    exponent = argument(args, kwargs, 1, "exponent")
+    return Saved.NORM_INPUT if isinstance(exponent, (int, float)) and exponent == 2 else Saved.UNKNOWN
+
+
+def quotient(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+    """The same of what is divided by its root. Errors of small divisors would be large."""
+    return Saved.NORM_INPUT if tensor is argument(args, kwargs, 0, "input") else Saved.UNKNOWN
+
+
+def other(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+    """The rule of functions that have none."""
+    return Saved.UNKNOWN
+
+
+_PARTS_OF_NORMS = frozenset((squared, quotient, other))
+
+
+def in_norm(tensor: Tensor, numel: int, call: Call | None) -> Saved | None:
+    """Class of what is saved within a norm written in Python, whose input has `numel` elements.
+
+    By which function, or none: a custom Function is taken for the whole norm. None where its own rule tells.
+    """
+    if call is not None and call[0] is not product_factor and call[0] not in _PARTS_OF_NORMS:
+        return None
     if not is_float(tensor):
         return Saved.UNKNOWN
-    return Saved.NORM_INPUT if tensor.numel() >= numel else Saved.NORM_STATISTICS
+    if tensor.numel() < numel:
+        return Saved.NORM_STATISTICS
+    return Saved.NORM_INPUT if call is None or call[0] is product_factor else call[0](tensor, *call[1:])
 
 
 # -- elementwise -----------------------------------------------------------------------------------------------------
@@ -155,7 +185,7 @@ def product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, A
     one, two = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
     if not is_float(tensor):
         return _index(tensor)
-    if not (isinstance(one, Tensor) and isinstance(two, Tensor)):
+    if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or not tensor.requires_grad:
         return Saved.UNKNOWN
     full = one.numel() if one.shape == two.shape else math.prod(torch.broadcast_shapes(one.shape, two.shape))
     return Saved.PRODUCT_FACTOR if tensor.numel() == full else Saved.UNKNOWN
@@ -182,7 +212,8 @@ def _attention(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return Saved.ATTENTION_STATISTICS
     if tensor is q or tensor is k or tensor is v:
         return Saved.ATTENTION
-    rows = q.numel() // max(q.shape[-1], 1)  # of q in all batches and heads: one log-sum-exp each
+    # Of q in all batches and heads, one log-sum-exp each: also where q is one for all batches of k.
+    rows = max(q.numel() // max(q.shape[-1], 1), k.numel() // max(math.prod(k.shape[-2:]), 1) * q.shape[-2])
     attention = {q.numel(), k.numel(), v.numel(), rows * v.shape[-1]}
     # What else is saved: a log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded;
     # and where no fused kernel serves, probabilities and what dropout keeps of them.
@@ -210,11 +241,10 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     _norm(_groups): ("group_norm",),
     _norm(_channels): ("batch_norm",),
     _norm(_instances): ("instance_norm",),
-    _activation: (
-        *("gelu", "silu", "silu_", "mish", "mish_", "softplus", "leaky_relu", "leaky_relu_", "hardswish", "hardswish_"),
-        *("elu", "elu_", "celu", "celu_", "selu", "selu_"),
-    ),
+    _activation: (*("gelu", "silu", "silu_", "mish", "mish_", "softplus", "hardswish", "hardswish_"),),
     product_factor: ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
+    squared: ("pow", "__pow__"),
+    quotient: ("div", "divide", "true_divide", "__truediv__"),
     _dropout: (
         *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
         *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),

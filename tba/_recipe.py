@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ class State(NamedTuple):
     mkldnn: bool
 
 
+class Found(Protocol):
+    """What a search for operands has met: see `Recipe`."""
+
+    sources: list[Any]
+    depth: int
+    direct: bool
+    amplifies: bool
+
+
 class Recipe:
     """How to make one tensor again.
 
@@ -62,20 +71,23 @@ class Recipe:
         sources: the packed objects it asks for, each as often as it does.
         depth: the most operators on a path to what is really kept, recipes underneath included.
         direct: whether each operand was saved by the node that used it, so that assumption 2 is not needed.
+        amplifies: whether a small error of a source may be a large one of the tensor.
     """
 
-    __slots__ = ("__weakref__", "_state", "_step", "_strides", "_unpack", "depth", "direct", "signature", "sources")
+    __slots__ = (
+        *("__weakref__", "_state", "_step", "_strides", "_unpack"),
+        *("amplifies", "depth", "direct", "signature", "sources"),
+    )
 
-    def __init__(
-        self, step: Step, strides: tuple[int, ...], unpack: Unpack, sources: tuple[Any, ...], depth: int, direct: bool
-    ) -> None:
+    def __init__(self, step: Step, strides: tuple[int, ...], unpack: Unpack, found: Found) -> None:
         self._step = step
         self._strides = strides
         self._unpack = unpack
         self._state = _state()
-        self.sources = sources
-        self.depth = depth
-        self.direct = direct
+        self.sources = tuple(found.sources)
+        self.depth = found.depth
+        self.direct = found.direct
+        self.amplifies = found.amplifies
         self.signature: Hashable = (step.key, strides, self._state)
 
     def compute(self) -> Tensor:
@@ -108,7 +120,7 @@ class Recipe:
         for operand in step.operands:
             kind = type(operand)
             if kind is Saved:
-                operands.append(self._unpack(operand.packed).detach())
+                operands.append(_there(self._unpack(operand.packed).detach()))
             else:
                 operands.append(self._run(operand) if kind is Step else operand)
         output = step.output
@@ -119,6 +131,16 @@ class Recipe:
                 f"{list(output.shape)}; the operator was run in place or its operands have changed: keep this tensor"
             )
         return result
+
+
+def _there(operand: Tensor) -> Tensor:
+    """A kernel would read from nowhere what was emptied, such as a weight that was gathered for a while."""
+    if operand.numel() and not operand.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"the memory of {operand.dtype} {list(operand.shape)} has been emptied, and another saved tensor is to be "
+            "made again from it: fill it before backward, or train without compress="
+        )
+    return operand
 
 
 def _state() -> State:

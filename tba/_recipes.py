@@ -49,6 +49,7 @@ class Operator(NamedTuple):
         extras: names of further saved tensors.
         optional: operands, saved whenever the operator had them, that may be absent (a norm's weight).
         moves: it computes nothing: views, and copies into another order.
+        amplifies: a small error of an operand may be a large one of the result, by cancellation or division.
     """
 
     operands: tuple[str | None, ...]
@@ -57,11 +58,14 @@ class Operator(NamedTuple):
     extras: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     moves: bool = False
+    amplifies: bool = False
 
 
-def _simple(run: Callable[..., Tensor], *operands: str | None, scalars: tuple[str, ...] = ()) -> Operator:
+def _simple(
+    run: Callable[..., Tensor], *operands: str | None, scalars: tuple[str, ...] = (), amplifies: bool = False
+) -> Operator:
     """An operator that takes its operands, then its scalars."""
-    return Operator(operands, lambda tensors, values, _: run(*tensors, *values), scalars)
+    return Operator(operands, lambda tensors, values, _: run(*tensors, *values), scalars, amplifies=amplifies)
 
 
 def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Operator:
@@ -69,6 +73,7 @@ def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Op
 
 
 _last_eps: dict[Any, float] = {}  # by normalized shape: where to begin to search, no more
+_ONE_BITS: Final = 0x3FF0_0000_0000_0000  # of 1.0, as a double
 
 
 def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
@@ -79,8 +84,11 @@ def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
     wide as the kernel computes with, which a CPU rounds to bfloat16 where the weight is in bfloat16. The comparison
     waits for the current stream.
 
+    Those of `EPSILONS` are tried first. Then it is searched for between 0 and 1: statistics fall as it grows. One that
+    large values had swallowed thus comes to light where small ones need it.
+
     Raises:
-        RuntimeError: no `eps` of `EPSILONS` gives the saved statistics, or they are narrower than float32.
+        RuntimeError: no `eps` gives the saved statistics, or they are narrower than float32.
     """
     x, weight, bias, mean, rstd = tensors
     if rstd.itemsize < 4:
@@ -102,9 +110,23 @@ def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
         if same_bits(torch.cat((new_mean, new_rstd)), torch.cat((mean, rstd))):  # once: a device is waited for
             _last_eps[scalars[0]] = eps
             return result
+    low, high = 0, _ONE_BITS  # doubles in the order of their bits
+    while low <= high:
+        bits = (low + high) // 2
+        eps = float(torch.tensor(bits).view(torch.float64))
+        result, new_mean, new_rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        if not same_bits(new_mean, mean):
+            break
+        if same_bits(new_rstd, rstd):
+            _last_eps[scalars[0]] = eps
+            return result
+        if bool((new_rstd > rstd).any()):
+            low = bits + 1
+        else:
+            high = bits - 1
     raise RuntimeError(
-        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: none of eps = {', '.join(map(str, EPSILONS))} gives "
-        "the statistics that forward saved; keep the tensor instead of making it again"
+        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: no eps gives the statistics that forward saved; keep "
+        "the tensor instead of making it again"
     )
 
 
@@ -132,11 +154,15 @@ _RESHAPE: Final = _view(lambda x, _, output: x.reshape(output.shape))
 
 OPERATORS: Final[Mapping[str, Operator]] = {
     "MulBackward0": _simple(torch.mul, "self", "other"),
-    "DivBackward0": _simple(torch.div, "self", "other"),
-    "AddBackward0": Operator((None, None), lambda t, s, _: torch.add(t[0], t[1], alpha=s[0]), ("alpha",)),
-    "SubBackward0": Operator((None, None), lambda t, s, _: torch.sub(t[0], t[1], alpha=s[0]), ("alpha",)),
+    "DivBackward0": _simple(torch.div, "self", "other", amplifies=True),
+    "AddBackward0": Operator(
+        (None, None), lambda t, s, _: torch.add(t[0], t[1], alpha=s[0]), ("alpha",), amplifies=True
+    ),
+    "SubBackward0": Operator(
+        (None, None), lambda t, s, _: torch.sub(t[0], t[1], alpha=s[0]), ("alpha",), amplifies=True
+    ),
     "NegBackward0": _simple(torch.neg, None),
-    "PowBackward0": _simple(torch.pow, "self", scalars=("exponent",)),
+    "PowBackward0": _simple(torch.pow, "self", scalars=("exponent",), amplifies=True),
     "AbsBackward0": _simple(torch.abs, "self"),
     "SiluBackward0": _simple(functional.silu, "self"),
     "GeluBackward0": Operator(

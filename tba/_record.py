@@ -185,6 +185,8 @@ class Record:
             confirmed, a tensor without bytes that still shares the version counter.
         version: of that alias; another value later means it was edited in place.
         saved_version: of the tensor at pack, which is what a later save is recognised by.
+        counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
+            needs it.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
@@ -207,6 +209,7 @@ class Record:
         "asks",
         "begin",
         "codec",
+        "counter",
         "decoded",
         "device",
         "encoded",
@@ -274,6 +277,7 @@ class Record:
         self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
         self.stream: object = None  # device: the producer's stream
         self.codec: Codec | None = None
+        self.counter: Tensor | None = None
         self.encoded: Encoded | None = None
         self.decoded: tuple[Tensor, object] | None = None
         self.recipe: Recipe | None = None
@@ -314,6 +318,11 @@ class Record:
         self.alias, self.version, self.encoded = payload, payload._version, encoded
         self.begin, self.end, self.nbytes = 0, payload.numel(), payload.numel()
         self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
+
+    def keep_counter(self, root: Tensor) -> None:
+        """From now on `counter` tells of edits, wherever the bytes are."""
+        self.counter = root.detach()
+        self.counter.data = _empty(root.dtype, root.device)
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from compact import Saved
 
 from ._hooks import _ModelHook
-from ._kinds import RULES, Rule, argument, in_norm, is_weight, product_factor
+from ._kinds import RULES, Call, argument, in_norm, is_weight, other, quotient, squared
 
 # Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
@@ -48,7 +48,7 @@ class _Now(threading.local):
     """Per thread: the function under way, and the norm modules under way, by identity, with the size of their input."""
 
     def __init__(self) -> None:
-        self.call: tuple[Rule, tuple[Any, ...], dict[str, Any]] | None = None
+        self.call: Call | None = None
         self.norms: list[tuple[int, int]] = []
 
 
@@ -86,9 +86,9 @@ class SavedBy(TorchFunctionMode):
         rule = RULES.get(func)
         before = _now.call
         if rule is None:
-            if before is None:
+            if before is None and not _now.norms:
                 return func(*args, **kwargs)
-            _now.call = None
+            _now.call = (other, (), {}) if _now.norms else None
         else:
             if self._linear is not None and before is None and func in _LINEAR and torch.is_grad_enabled():
                 taken = _taken(self._linear, func, args, kwargs)
@@ -103,8 +103,9 @@ class SavedBy(TorchFunctionMode):
     def norms(self, model: nn.Module) -> Callable[[], None]:
         """Note norms of `model` that are written in Python (LlamaRMSNorm, T5LayerNorm), while their forward runs.
 
-        Taken for one is a module without children whose class is not torch's own and has "norm" in its name. Within it,
-        functions of known kind but for products are known by their own rules.
+        Taken for one is a module without children whose class is not torch's own and has "norm" in its name. Within it
+        squares, products and quotients are the norm's; functions of known kind are known by their own rules, and what
+        others save is exact.
 
         Returns:
             What takes the notes' hooks off again. Copies and pickles of the model do not have them.
@@ -138,16 +139,11 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         bias, x, weight = args[0], args[1], args[2].t() if args[2].dim() == 2 else args[2]
         if (bias.dim(), x.dim(), weight.dim()) != (1, 2, 2):
             return None
-    _now.call = _of_others, (), {}  # nor do modes around this one take over what is called within
+    _now.call = other, (), {}  # nor do modes around this one take over what is called within
     try:
         return linear(x, weight, bias)
     finally:
         _now.call = None
-
-
-def _of_others(tensor: Tensor, args: tuple[Any, ...], kwargs: Any) -> Saved:
-    """The rule of what others do in a function's place."""
-    return Saved.UNKNOWN
 
 
 def kind_of(tensor: Tensor) -> Saved:
@@ -158,12 +154,11 @@ def kind_of(tensor: Tensor) -> Saved:
     call, norms = _now.call, _now.norms
     if type(tensor) is not Tensor or (call is None and not norms):
         return Saved.UNKNOWN
-    if norms and (call is None or call[0] is product_factor):
-        kind = in_norm(tensor, norms[-1][1])
-    else:
+    kind = in_norm(tensor, norms[-1][1], call) if norms else None
+    if kind is None:
         assert call is not None
         rule, args, kwargs = call
-        kind = rule(tensor, args, kwargs)
+        kind = Saved.UNKNOWN if rule in (squared, quotient) else rule(tensor, args, kwargs)
     return Saved.UNKNOWN if kind is not Saved.UNKNOWN and is_weight(tensor) else kind
 
 

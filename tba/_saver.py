@@ -68,7 +68,7 @@ class Saver:
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
-        self.derivations = Derivations(self.unpack) if self.compressor is not None else None
+        self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()

@@ -68,6 +68,17 @@ def leads_to_parameter(node: Any) -> bool:
     return False
 
 
+# Classes of modules that gather their parameters for a forward or a backward, and empty them afterwards.
+_GATHERS: Final = frozenset(("FSDPModule", "FullyShardedDataParallel"))
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a model's parameters are whole for a while only: FSDP, DeepSpeed's ZeRO 3, tensor parallelism."""
+    if any(hasattr(parameter, "ds_id") or type(parameter.data) is not Tensor for parameter in model.parameters()):
+        return True
+    return any(not _GATHERS.isdisjoint(kind.__name__ for kind in type(module).__mro__) for module in model.modules())
+
+
 def mark_weights(model: nn.Module) -> None:
     """Mark the storages of the model's parameters and buffers. Cheap enough to repeat every step (storages change)."""
     for tensors in (model.parameters(), model.buffers()):

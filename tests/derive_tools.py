@@ -79,7 +79,7 @@ class Harness:
 
     def _keep(self, root: Tensor) -> Kept:
         name = "leaf" if root.grad_fn is None else root.grad_fn.name()
-        made = recipe(root, self.unpack, depth_of)
+        made = recipe(root, self.unpack, about)
         if made is not None and not made.matches(root):
             self.refused[name] += 1
             made = None
@@ -145,9 +145,9 @@ def mkldnn(enabled: bool) -> Iterator[None]:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def depth_of(packed: Packed) -> int:
+def about(packed: Packed, upstream: bool) -> tuple[int, None]:
     made = packed[0].recipe
-    return 0 if made is None else made.depth
+    return 0 if made is None else made.depth, None
 
 
 def operands(dtype: torch.dtype = torch.float32, *, layout: str = "odd", seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def operands(dtype: torch.dtype = torch.float32, *, layout: str = "odd", seed: i
 
 def derive(harness: Harness, tensor: Tensor) -> Recipe | None:
     """The recipe of `tensor` from what `harness` packed."""
-    return recipe(tensor, harness.unpack, depth_of)
+    return recipe(tensor, harness.unpack, about)
 
 
 def check(harness: Harness, tensor: Tensor) -> Recipe:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from derive_tools import Harness, depth_of, gradients, threads
+from derive_tools import Harness, about, gradients, threads
 from engine_tools import save
 from helpers import assert_bit_equal
 from torch import Tensor, nn
@@ -79,7 +79,7 @@ def test_a_recipe_holds_packed_objects_and_no_node() -> None:
     with harness.hooks():
         x = torch.randn(4, requires_grad=True) * 1
         tensor = functional.silu(x)
-        made = recipe(tensor, harness.unpack, depth_of)
+        made = recipe(tensor, harness.unpack, about)
     assert made is not None
     expected = tensor.detach().clone()
     probe = tensor.grad_fn.metadata["probe"] = Probe()  # nodes take no weak references; this dies with one
@@ -142,9 +142,9 @@ def test_an_operand_edited_in_secret_is_told_by_matches() -> None:
         between = x * y
         with torch.no_grad():
             between.clamp_(max=0)  # leaves no trace at the node
-        made = recipe(-between, harness.unpack, depth_of)
+        made = recipe(-between, harness.unpack, about)
         save(-between)
-        own = recipe(functional.silu(between), harness.unpack, depth_of)
+        own = recipe(functional.silu(between), harness.unpack, about)
     assert made is not None
     assert own is not None
     assert not made.direct
@@ -161,7 +161,7 @@ def test_an_operator_run_in_place_on_a_narrower_tensor_is_an_error() -> None:
         y = torch.randn(6, requires_grad=True)
         between = x.clone()
         between.mul_(y)  # bfloat16, while bfloat16 times float32 is float32
-        made = recipe(-between, harness.unpack, depth_of)
+        made = recipe(-between, harness.unpack, about)
     assert made is not None
     with pytest.raises(RuntimeError, match=r"made torch.float32 \[6\] again where forward had torch.bfloat16 \[6\]"):
         made.compute()

@@ -135,13 +135,13 @@ def test_layer_norm_is_not_guessed_at() -> None:
     harness = Harness()
     with harness.hooks():
         x, _ = operands()
-        unusual = derive(harness, functional.layer_norm(x, (13,), eps=0.037))
         weight = torch.rand(13, dtype=torch.bfloat16, requires_grad=True)
         narrow = derive(harness, functional.layer_norm(x.to(torch.bfloat16), (13,), weight, weight))
-    assert unusual is not None
+        above = derive(harness, functional.layer_norm(x, (13,), eps=1.5))
     assert narrow is not None
-    with pytest.raises(RuntimeError, match="none of eps"):
-        unusual.compute()
+    assert above is not None
+    with pytest.raises(RuntimeError, match="no eps"):
+        above.compute()
     with pytest.raises(RuntimeError, match=r"saved as torch\.bfloat16, which does not tell"):
         narrow.compute()
     assert not narrow.matches(torch.zeros(7, 13))
@@ -153,3 +153,12 @@ def test_the_eps_of_the_last_layer_norm_is_only_where_the_search_begins() -> Non
         x = operands()[0] * 0.01
         for eps in (1e-3, 1e-12, 1e-3):
             check(harness, functional.layer_norm(x, (13,), eps=eps))
+
+
+@pytest.mark.parametrize("eps", [0.037, 2e-5, 1e-15, 1e-20, torch.finfo(torch.float32).eps])
+def test_an_eps_that_nobody_uses_is_found(eps: float) -> None:
+    harness = Harness()
+    with harness.hooks():
+        x = operands()[0]
+        for scale in (1e3, 1.0, 1e-3, 0.0):  # large values swallow it, small ones show it
+            check(harness, functional.layer_norm(x * scale, (13,), eps=eps))

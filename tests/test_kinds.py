@@ -72,13 +72,18 @@ CASES: dict[str, tuple[Callable[[], Any], Found]] = {
     ),
     **{
         name: (lambda name=name: getattr(functional, name)(x), [("activation_input", X)])
-        for name in ("gelu", "silu", "mish", "softplus", "leaky_relu", "elu", "celu", "selu", "hardswish")
+        for name in ("gelu", "silu", "mish", "softplus", "hardswish")
+    },
+    **{
+        name: (lambda name=name: getattr(functional, name)(x), [("unknown", X)])
+        for name in ("leaky_relu", "elu", "celu", "selu")
     },
     "silu in place": (lambda: functional.silu(x + 0, inplace=True), [("activation_input", X)]),
     **{name: (lambda name=name: getattr(x, name)(), [("unknown", X)]) for name in ("relu", "tanh", "sigmoid", "exp")},
     "x * y": (lambda: x * y, [FACTOR, FACTOR]),
     "torch.mul": (lambda: torch.mul(x, y), [FACTOR, FACTOR]),
     "mul_": (lambda: (x + 0).mul_(y), [FACTOR, FACTOR]),
+    "x * a mask": (lambda: x * (y.detach() > 0).float(), [("unknown", X)]),
     "x * a row": (lambda: x * rand(N), [FACTOR, ("unknown", (N,))]),
     "column * row": (lambda: rand(M, 1) * rand(1, N), [("unknown", (1, N)), ("unknown", (M, 1))]),
     "x * a weight": (lambda: x * weight(*X), [FACTOR]),
@@ -107,6 +112,10 @@ CASES: dict[str, tuple[Callable[[], Any], Found]] = {
             *(("attention", shape) for shape in ((B, 1, S, D), (B, 1, S, D), Q, Q)),
             ("attention_statistics", Q[:3]),
         ],
+    ),
+    "attention of one query's batch to many": (  # not fused: its probabilities have as many elements as q
+        lambda: functional.scaled_dot_product_attention(rand(1, 3, 4, 4), rand(2, 3, 4, 4), rand(2, 3, 4, 4)),
+        [("attention_statistics", (2, 3, 4, 4)), *[("attention_statistics", (6, 4, 4))] * 4],
     ),
     "softmax": (lambda: x.softmax(-1), [("probabilities", X)]),
     "functional.log_softmax": (lambda: functional.log_softmax(x, -1), [("probabilities", X)]),
