@@ -68,7 +68,8 @@ def compare(program: list[Instruction], scratch: Path, plan: Any, **chosen: Any)
             break  # what is derived from an edited tensor is refused too
         name = program[number - 1] if number else "enter"
         assert found == wanted, f"step {number}, {name}: {_difference(wanted, found)}"
-    assert (stats.live_records, stats.resident_bytes) == (0, 0)
+    if not any(EDITED in told for told, *_ in ours):  # PyTorch keeps the last error of an unpack hook, and its frames
+        assert (stats.live_records, stats.resident_bytes) == (0, 0), "the graphs are gone, their records are not"
 
 
 def _difference(wanted: tuple[Any, ...], found: tuple[Any, ...]) -> str:
@@ -107,7 +108,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 @settings(
     derandomize=True,
     deadline=None,
-    max_examples=40,
+    max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(program=PROGRAMS)
