@@ -4,8 +4,8 @@ Guarantees:
 
 1. A derivation is used only where it has been compared with the tensor it replaces, at that place of the step: each
    place in the first step, and again where another recipe comes up at it. Where all that it starts from is exact it
-   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that, and it
-   is compared every time if its operators may cancel or divide, as that depends on values.
+   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that, and is
+   compared every time if its operators may cancel or divide, as that depends on values.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. What is used where does not depend on timing: a first comparison reads back what it needs and has been written.
 4. A derivation stands on no tensor that was edited between being saved and being used, nor on a weight that is gathered
@@ -115,25 +115,25 @@ class Derivations:
             return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
-        if (upstream and first._version != second) or (is_weight(first) and self._may_go(first)):
+        if (upstream and first._version != second) or self._may_go(first):
             return None
         return 0, (first.dtype, first.shape)
 
-    def _may_go(self, weight: Tensor) -> bool:
-        """Whether somebody may empty a weight's memory before backward has come by."""
-        if not distributed.is_available() or not distributed.is_initialized():
+    def _may_go(self, kept: Tensor) -> bool:
+        """Whether it is a weight whose memory somebody may empty before backward has come by."""
+        if not distributed.is_available() or not distributed.is_initialized() or not is_weight(kept):
             return False
         if not self._looked:
             self._looked, model = True, self._model()
             self._sharded = self._sharded or model is None or is_sharded(model)
-        return self._sharded or getattr(weight.untyped_storage(), MARK, None) is not WEIGHT
+        return self._sharded or getattr(kept.untyped_storage(), MARK, None) is not WEIGHT
 
     def _right_for(self, record: Record, found: Recipe, alias: Tensor) -> bool:
         off = max(map(_off, found.sources), default=0.0)
         if off and (record.codec is None or record.codec.properties.exact):
             return False
         place, signature = record.number - self._first_number, (found.signature, off)
-        depends_on_values = off and found.amplifies
+        depends_on_values = off > 0 and found.amplifies
         if self._right.get(place) == signature and not depends_on_values:
             return True
         if self._wrong.get(place) == signature:
@@ -148,7 +148,7 @@ class Derivations:
             return False
         finally:
             self._comparing = 0
-        right = made.stride() == alias.stride() and (same_bits(made, alias) or _near(made, alias, off))
+        right = made.stride() == alias.stride() and (same_bits(made, alias) or (off > 0 and _near(made, alias, off)))
         if not depends_on_values:
             (self._right if right else self._wrong)[place] = signature
         return right
@@ -202,7 +202,5 @@ def _off(packed: Packed) -> float:
 
 
 def _near(made: Tensor, wanted: Tensor, off: float) -> bool:
-    if not off:
-        return False
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
     return bool(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale)

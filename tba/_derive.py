@@ -9,11 +9,10 @@ Guarantees:
 1. No unpack hook runs before `compute`: `recipe` reads `_raw_saved_*`, which shows packed objects, and plain scalars.
 2. `compute` ends. A recipe never changes and holds only packed objects that existed before it, so asking for them, even
    where they are recipes too, goes strictly back in time; and at most `MAX_OPERATORS` operators lie on any path,
-   those of the recipes underneath included (`depth_of`).
+   those of the recipes underneath included (`about`).
 3. No cycle. A recipe holds packed objects and no node; a node that saves its own result is never asked to derive it.
    What `remember` leaves at a node is a weak reference. So a graph that is dropped is freed at once.
 4. It does not need the graph: the packed objects live as long as the recipe, also when backward has freed the node.
-
 5. No emptied memory is computed with: `compute` raises instead.
 
 Assumptions:
@@ -48,7 +47,6 @@ _MAX_MOVES: Final = 6  # views and copies on a path; `x.transpose(1, 2).reshape(
 _UNKNOWN: Final = object()  # what a torch that has renamed something saves under the name it had
 _NOTE: Final = "tba_saved"  # the key in a node's metadata
 _REAL: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
 
 # Of a packed object, and whether another node than its user saved it: the depth of the recipe it stands for, 0 if it is
 # kept, and what is part of the signature; or None, if it may not be used.

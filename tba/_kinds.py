@@ -137,13 +137,13 @@ def _instances(x: Tensor, _: Any) -> int:
     return x.shape[0] * x.shape[1]
 
 
-def squared(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+def _squared(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     """The rule, within a norm written in Python, of what is squared for its mean; elsewhere a power is UNKNOWN."""
     exponent = argument(args, kwargs, 1, "exponent")
     return Saved.NORM_INPUT if isinstance(exponent, (int, float)) and exponent == 2 else Saved.UNKNOWN
 
 
-def quotient(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+def _quotient(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     """The same of what is divided by its root. Errors of small divisors would be large."""
     return Saved.NORM_INPUT if tensor is argument(args, kwargs, 0, "input") else Saved.UNKNOWN
 
@@ -153,21 +153,26 @@ def other(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> S
     return Saved.UNKNOWN
 
 
-_PARTS_OF_NORMS = frozenset((squared, quotient, other))
+_PARTS_OF_NORMS = frozenset((_squared, _quotient, other))
 
 
-def in_norm(tensor: Tensor, numel: int, call: Call | None) -> Saved | None:
-    """Class of what is saved within a norm written in Python, whose input has `numel` elements.
+def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
+    """Class of what a function saves.
 
-    By which function, or none: a custom Function is taken for the whole norm. None where its own rule tells.
+    Args:
+        call: the function under way; none in a custom Function, which is taken for the whole of a norm it is in.
+        norm_numel: elements of the input of the norm, written in Python, that is under way.
     """
-    if call is not None and call[0] is not product_factor and call[0] not in _PARTS_OF_NORMS:
-        return None
+    of_norms = call is None or call[0] in _PARTS_OF_NORMS
+    if norm_numel is None:
+        return Saved.UNKNOWN if call is None or of_norms else call[0](tensor, *call[1:])
+    if call is not None and not of_norms and call[0] is not _product_factor:
+        return call[0](tensor, *call[1:])
     if not is_float(tensor):
         return Saved.UNKNOWN
-    if tensor.numel() < numel:
+    if tensor.numel() < norm_numel:
         return Saved.NORM_STATISTICS
-    return Saved.NORM_INPUT if call is None or call[0] is product_factor else call[0](tensor, *call[1:])
+    return Saved.NORM_INPUT if call is None or call[0] is _product_factor else call[0](tensor, *call[1:])
 
 
 # -- elementwise -----------------------------------------------------------------------------------------------------
@@ -180,7 +185,7 @@ def _activation(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     return _index(tensor)
 
 
-def product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
+def _product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     """The rule of an elementwise product: a factor that is not broadcast. Broadcast ones are small, and stay exact."""
     one, two = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
     if not is_float(tensor):
@@ -242,9 +247,9 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     _norm(_channels): ("batch_norm",),
     _norm(_instances): ("instance_norm",),
     _activation: (*("gelu", "silu", "silu_", "mish", "mish_", "softplus", "hardswish", "hardswish_"),),
-    product_factor: ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
-    squared: ("pow", "__pow__"),
-    quotient: ("div", "divide", "true_divide", "__truediv__"),
+    _product_factor: ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
+    _squared: ("pow", "__pow__"),
+    _quotient: ("div", "divide", "true_divide", "__truediv__"),
     _dropout: (
         *("dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "alpha_dropout_"),
         *("feature_dropout", "feature_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "native_dropout"),

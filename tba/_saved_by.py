@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 from compact import Saved
 
 from ._hooks import _ModelHook
-from ._kinds import RULES, Call, argument, in_norm, is_weight, other, quotient, squared
+from ._kinds import RULES, Call, argument, is_weight, kind_in, other
 
 # Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
@@ -154,11 +154,7 @@ def kind_of(tensor: Tensor) -> Saved:
     call, norms = _now.call, _now.norms
     if type(tensor) is not Tensor or (call is None and not norms):
         return Saved.UNKNOWN
-    kind = in_norm(tensor, norms[-1][1], call) if norms else None
-    if kind is None:
-        assert call is not None
-        rule, args, kwargs = call
-        kind = Saved.UNKNOWN if rule in (squared, quotient) else rule(tensor, args, kwargs)
+    kind = kind_in(tensor, call, norms[-1][1] if norms else None)
     return Saved.UNKNOWN if kind is not Saved.UNKNOWN and is_weight(tensor) else kind
 
 

@@ -40,6 +40,8 @@ _VIEWS_AND_CASTS: Final = frozenset(
     )
     for number in range(6)
 )
+# Classes of modules that gather their parameters for a forward or a backward, and empty them afterwards.
+_GATHERS: Final = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 _passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
 
 
@@ -66,10 +68,6 @@ def leads_to_parameter(node: Any) -> bool:
             return variable is not None and is_parameter(variable)
         node = node.next_functions[0][0]
     return False
-
-
-# Classes of modules that gather their parameters for a forward or a backward, and empty them afterwards.
-_GATHERS: Final = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 
 
 def is_sharded(model: nn.Module) -> bool:
