@@ -194,7 +194,7 @@ class Record:
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
         given: of a restored record with several views, the last that an operator was given: the next wants the same.
         recipe: how to make the bytes again; None where they are kept.
-        stays: compressed in place, never moved.
+        stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
         wanted: prefetch or backward asked for it while it was being written: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
@@ -318,6 +318,7 @@ class Record:
         self.alias, self.version, self.encoded = payload, payload._version, encoded
         self.begin, self.end, self.nbytes = 0, payload.numel(), payload.numel()
         self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
+        self.stays = self.stays or not self.nbytes
 
     def keep_counter(self, root: Tensor) -> None:
         """From now on `counter` tells of edits, wherever the bytes are."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import gc
 import operator
+import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,23 +39,6 @@ class Plain:
 
     def suspend(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-class Idle(Plain):
-    """Hooks that do nothing."""
-
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-
-    def enter(self) -> None:
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
-
-    def leave(self) -> None:
-        self._stack.close()
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class Model(nn.Module):
@@ -137,7 +121,7 @@ UNARY: list[Callable[[Tensor], Any]] = [
     *(lambda x: x * x, lambda x: x.abs().log1p(), lambda x: x.cumsum(0), lambda x: x.sort(-1)[0], lambda x: x.amax(-1)),
     *(lambda x: x.max(-1)[0], lambda x: F.dropout(x, 0.5), lambda x: x.masked_fill(x > 0, 1.0), lambda x: x**3),
     *(lambda x: x.abs().sqrt(), lambda x: x.double(), lambda x: x.bfloat16(), lambda x: x.half(), lambda x: x.float()),
-    *(lambda x: x.mean(-1, keepdim=True), lambda x: x.sum(0), lambda x: x.norm(), lambda x: x.std(-1), torch.square),
+    *(lambda x: x.mean(-1, keepdim=True), lambda x: x.sum(0), lambda x: x.norm(), lambda x: x.std(-1), torch.sign),
     *(lambda x: F.normalize(x, dim=-1), lambda x: x.roll(1, 0), lambda x: x.flip(0), lambda x: x.repeat(2, 1)),
     *(lambda x: x.contiguous(), lambda x: F.rms_norm(x, x.shape[-1:]), lambda x: F.max_pool1d(x, 2), torch.angle),
     *(lambda x: torch.view_as_complex(x.reshape(-1, 2)), lambda x: torch.complex(x, x), lambda x: x.prod(0)),
@@ -220,6 +204,9 @@ class Machine:
         if self.inside:
             self._do_context(0, 0, 0)
         self.pool.clear()
+        del self.leaf, self.model.shift  # the buffer of a program that edited it holds a graph
+        for weight in self.model.parameters():
+            weight.grad = None
         gc.collect()
 
     def _leaves(self) -> list[Tensor]:
@@ -272,7 +259,8 @@ class Machine:
             self._do_unary(a, b, c)
 
     def _do_nested(self, a: int, b: int, c: int) -> None:
-        with torch.autograd.graph.save_on_cpu():
+        # Not save_on_cpu, which keeps a CPU tensor itself: results would hold their nodes, and these them, for good.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
             self._do_unary(a, b, c)
 
     def _do_elsewhere(self, a: int, b: int, c: int) -> None:
@@ -365,6 +353,7 @@ def _on_thread(call: Callable[[], None]) -> None:
     errors: list[Exception] = []
 
     def run() -> None:
+        torch.get_num_threads()  # sets it here too: oneDNN takes OpenMP's number until somebody has asked
         try:
             call()
         except Exception as error:
@@ -373,6 +362,8 @@ def _on_thread(call: Callable[[], None]) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # its C++ half lets go of graphs after that
+        os.sched_yield()
     if errors:
         raise errors[0]
 
