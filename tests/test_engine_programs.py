@@ -8,7 +8,8 @@ may notice it too or have the bytes in safety.
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -34,14 +35,25 @@ class Idle(Plain):
     """Hooks that do nothing but to know what they packed."""
 
     def __init__(self) -> None:
-        self._stack = ExitStack()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor"))
+        self._inside = False
         self.packed: WeakSet[_Box] = WeakSet()
 
     def enter(self) -> None:
-        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor")))
+        self._hooks.__enter__()
+        self._inside = True
 
     def leave(self) -> None:
-        self._stack.close()
+        self._hooks.__exit__()
+        self._inside = False
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._inside:
+                self.leave()
+                stack.callback(self.enter)
+            yield
 
     def _pack(self, tensor: Tensor) -> _Box:
         box = _Box(tensor.detach())
@@ -94,6 +106,8 @@ def compare(program: list[Instruction], scratch: Path, plan: Any, **chosen: Any)
     for number, (wanted, hooked, found) in enumerate(zip(plain, idle, ours, strict=True)):
         if wanted != hooked:
             break
+        if EDITED in wanted[0] and found != wanted:
+            break  # an operator of a backward saved what the engine gave it, which no edit reaches
         if chosen.get("compress") and EDITED in found[0]:
             break  # what is derived from an edited tensor is refused too
         name = program[number - 1] if number else "enter"
