@@ -48,11 +48,11 @@ def decide(tier: str, *, on_device: bool, used_at_once: bool, compresses: bool =
 
     `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
     """
+    if used_at_once:
+        return KEEP, USED_AT_ONCE
     stays = SHRINK if compresses else KEEP
     if tier == "keep":
         return stays, "tier keep"
-    if used_at_once:
-        return KEEP, USED_AT_ONCE
     if tier == "cpu" and not on_device:
         return stays, IN_HOST
     return (HOLD, FITS) if tier == "auto" else (SEND, "")

@@ -15,6 +15,7 @@ from engine_tools import Gate, activation, engine, save
 from helpers import equal, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from compact import PRESETS, Preset, Quantized
 from tba import ConfigError, OffloadConfig, Offloader, offload_context
@@ -95,6 +96,18 @@ def test_what_a_codec_makes_does_not_depend_on_tier_or_timing() -> None:
     for tier in ("keep", "cpu", "auto"):
         assert equal(train(tier, ALL_INT8)[0], first)
     assert equal(train("nvme", ALL_INT8, prefetch_bytes=0, staging_bytes=1 << 20)[0], first)
+
+
+@pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_backward_recomputes_is_exact_in_every_tier(scratch: Path, tier: str) -> None:
+    leaf = torch.randn(64, 64, requires_grad=True)
+    with engine(scratch, tier=tier, compress=ALL_INT8) as offload, offload:
+        y = checkpoint(lambda x: x.exp().sin(), leaf, use_reentrant=True).sum()
+        y.backward()
+        stats = offload.stats()
+    # The checkpoint itself saved the leaf, in forward.
+    assert (stats.encoded_bytes, stats.kept_by_reason["recomputed"]) == (leaf.nbytes, 2 * leaf.nbytes)
 
 
 def test_the_seed_decides_what_is_random() -> None:

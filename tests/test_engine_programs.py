@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from programs import EDITED, NAMES, Instruction, Machine, Model, Plain
 from torch import Tensor
 
+from compact import PRESETS, Quantized
 from io_backends.testing import Fault, Operation
-from tba import Offloader, OffloadWarning
+from tba import Offloader, OffloadStats, OffloadWarning
 
 NUMBERS = st.integers(0, 255)
 PROGRAMS = st.lists(st.tuples(st.sampled_from(NAMES), NUMBERS, NUMBERS, NUMBERS), min_size=4, max_size=40)
@@ -92,17 +93,23 @@ def outcomes(program: list[Instruction], machine: Machine) -> list[tuple[Any, ..
     return found
 
 
+def through_engine(
+    program: list[Instruction], scratch: Path, plan: Any, **chosen: Any
+) -> tuple[list[tuple[Any, ...]], OffloadStats]:
+    """The same with an engine, and its statistics when all graphs are gone."""
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        with engine(scratch, plan, model=model, **chosen) as offload:
+            return outcomes(program, Machine(model, Engine(offload))), offload.stats()
+
+
 def compare(program: list[Instruction], scratch: Path, plan: Any, **chosen: Any) -> None:
     """Run a program both ways."""
     plain = outcomes(program, Machine(Model(), Plain()))
     idle = outcomes(program, Machine(Model(), nothing := Idle()))
     kept = len(nothing.packed)  # by PyTorch: a backward that failed leaves its queue to the next
-    model = Model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OffloadWarning)
-        with engine(scratch, plan, model=model, **chosen) as offload:
-            ours = outcomes(program, Machine(model, Engine(offload)))
-            stats = offload.stats()
+    ours, stats = through_engine(program, scratch, plan, **chosen)
     for number, (wanted, hooked, found) in enumerate(zip(plain, idle, ours, strict=True)):
         if wanted != hooked:
             break
@@ -149,14 +156,34 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@settings(
+LOSSY = PRESETS["safe8"].override({"unknown": Quantized("int8")})
+SOME = settings(
     derandomize=True,
     deadline=None,
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@pytest.mark.parametrize("way", WAYS)
+@SOME
 @given(program=PROGRAMS)
 def test_programs_leave_the_same_bits(scratch: Path, way: str, program: list[Instruction]) -> None:
     plan, chosen = WAYS[way]
     compare(program, scratch, plan, **chosen)
+
+
+@pytest.mark.parametrize("way", ["all moves", "small window", "failing", "auto"])
+@SOME
+@given(program=PROGRAMS)
+def test_what_is_lost_does_not_depend_on_tier_or_timing(scratch: Path, way: str, program: list[Instruction]) -> None:
+    plan, chosen = WAYS[way]
+    kept, there = through_engine(program, scratch, None, tier="keep", compress=LOSSY)
+    moved, here = through_engine(program, scratch, plan, **chosen, compress=LOSSY)
+    for number, (wanted, found) in enumerate(zip(kept, moved, strict=True)):
+        assert found == wanted, f"step {number}: {_difference(wanted, found)}"
+    assert (here.encoded_bytes, here.packed_bytes, here.derived_bytes) == (
+        there.encoded_bytes,
+        there.packed_bytes,
+        there.derived_bytes,
+    )
