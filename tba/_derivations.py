@@ -8,6 +8,7 @@ Guarantees:
    compared every time if its operators may cancel or divide, as that depends on values.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. What is used where does not depend on timing: a first comparison reads back what it needs and has been written.
+   But for a source that is edited in place while it is being written: it serves if the write has ended before.
 4. A derivation stands on no tensor that was edited between being saved and being used, nor on a weight that is gathered
    for a while (FSDP, ZeRO) and may be gone when it is needed.
 
