@@ -4,8 +4,10 @@ The graph owns records: handles in autograd's nodes hold them, nothing else does
 When the last handle goes, the record goes, and its finaliser appends what is to be given back to a deque.
 
 Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
-(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
-root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
+(`root`: the base of a view where the two still share memory, else the tensor), and the version. A tensor that looks at
+the storage past that root (detached, or given the memory by `.data`) may have a counter of its own, and edits that it
+alone has counted. It is the same tensor, a `Twin`, if it is saved while the bytes are still where both see them; an
+edit that either counts from then on is an edit of the record. Saved later, it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -137,6 +139,13 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
     return begin, begin + (last + 1) * itemsize
 
 
+def _counter_of(tensor: Tensor) -> Tensor:
+    """Without bytes, with the version counter of a tensor."""
+    counter = tensor.detach()
+    counter.data = _empty(tensor.dtype, tensor.device)
+    return counter
+
+
 def _is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a view over `storage` still shares memory with its base, seen as plainly.
 
@@ -167,6 +176,14 @@ class Encoded(NamedTuple):
     end: int
 
 
+class Twin(NamedTuple):
+    """Another tensor that a record was saved as, its version counter without bytes, and the version at pack."""
+
+    root: weakref.ref[Tensor]
+    counter: Tensor
+    version: int
+
+
 class Remains(NamedTuple):
     """What a dead record leaves to be given back."""
 
@@ -185,6 +202,7 @@ class Record:
             confirmed, a tensor without bytes that still shares the version counter.
         version: of that alias; another value later means it was edited in place.
         saved_version: of the tensor at pack, which is what a later save is recognised by.
+        twins: what else it was saved as.
         counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
             needs it.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
@@ -235,6 +253,7 @@ class Record:
         "stays",
         "storage_bytes",
         "stream",
+        "twins",
         "version",
         "view",
         "wanted",
@@ -266,6 +285,7 @@ class Record:
         self.device = tensor.device
         self.version = self.saved_version = root._version
         self.root = weakref.ref(root)
+        self.twins: tuple[Twin, ...] = ()
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()
         self.storage_bytes = storage.nbytes()
@@ -297,20 +317,58 @@ class Record:
     def covers(self, root: Tensor, begin: int, end: int) -> bool:
         """Whether a view of `root` over these bytes shows what this record has."""
         has = self.encoded or self
+        return has.begin <= begin and end <= has.end and self.state is not POISONED and self._is_saved_as(root)
+
+    def lies_in(self, storage: torch.UntypedStorage, begin: int, end: int) -> bool:
+        """Whether these bytes of a storage are where the record's still are: any view of them shows the same."""
         return (
-            self.saved_version == root._version
-            and has.begin <= begin
-            and end <= has.end
-            and self.root() is root
-            and self.state is not POISONED
+            self.begin <= begin
+            and end <= self.end
+            and self.state in (PENDING, HELD)
+            and self.encoded is None
+            and self.write is None  # of a copy that has been made, nobody knows what foreign counters have counted
+            and self.alias is not None
+            and storage.data_ptr() == self.address
+            and storage.nbytes() == self.storage_bytes
+            and not self.was_edited()
         )
+
+    def also_saved_as(self, tensor: Tensor, root: Tensor) -> None:
+        """One more saved tensor is a view of it."""
+        self.saves += 1
+        if self.root() is not root and not self._is_saved_as(root):
+            self.twins += (Twin(weakref.ref(root), _counter_of(tensor), tensor._version),)
+
+    def was_edited(self) -> bool:
+        """Whether its memory has been edited since it was saved, for as long as that matters."""
+        found, saved = self.versions()
+        return found != saved
+
+    def versions(self) -> tuple[int, int]:
+        """Now, and when it was saved: of a tensor that was edited, if one was."""
+        if self.encoded is None and (twin := self._edited_twin()) is not None:
+            return twin.counter._version, twin.version
+        assert self.alias is not None
+        return self.alias._version, self.version
+
+    def is_as_saved(self) -> bool:
+        """Whether nobody can have edited what it was saved as, wherever its own bytes are; needs `counter`."""
+        counter = self.counter
+        return counter is not None and counter._version == self.saved_version and self._edited_twin() is None
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
         if self.state is RESTORED:
             return self.encoded is None
-        alias = self.alias
-        return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
+        return self.state is HELD and self.encoded is None and self.alias is not None and not self.was_edited()
+
+    def _edited_twin(self) -> Twin | None:
+        return next((twin for twin in self.twins if twin.counter._version != twin.version), None)
+
+    def _is_saved_as(self, root: Tensor) -> bool:
+        if self.root() is root:
+            return self.saved_version == root._version
+        return any(twin.root() is root and twin.version == root._version for twin in self.twins)
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""
@@ -322,8 +380,7 @@ class Record:
 
     def keep_counter(self, root: Tensor) -> None:
         """From now on `counter` tells of edits, wherever the bytes are."""
-        self.counter = root.detach()
-        self.counter.data = _empty(root.dtype, root.device)
+        self.counter = _counter_of(root)
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""

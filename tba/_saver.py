@@ -69,6 +69,8 @@ class Saver:
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
         self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
+        # What a lossy codec makes of a tensor must not depend on what is still in memory.
+        self._joins = self.compressor is None or self.compressor.exact
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
@@ -165,11 +167,11 @@ class Saver:
             if (
                 record is not None
                 and record.remains is self._remains
-                and record.covers(root, begin, end)
+                and (record.covers(root, begin, end) or (self._joins and record.lies_in(storage, begin, end)))
                 and (compressor is None or compressor.also(record, kind))
             ):
                 self.counters.duplicate_bytes += nbytes
-                record.saves += 1
+                record.also_saved_as(tensor, root)
                 if record.stream is not None:
                     _streams.also_used(tensor, record.stream)
                 return record, view
@@ -289,7 +291,7 @@ class Saver:
 
     def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency, alias = self.mover, self.residency, record.alias
+        mover, residency = self.mover, self.residency
         if record.state is READING:
             try:
                 mover.arrive(record)
@@ -297,14 +299,12 @@ class Saver:
                 residency.hand_over(record)
                 raise
         elif record.state in IN_MEMORY:
-            assert alias is not None
-            if alias._version != record.version:
-                raise edited_in_place(record.name(), alias._version, record.version)
+            if record.was_edited():
+                raise edited_in_place(record.name(), *record.versions())
             if record.offloaded and not record.asks:
                 self._forwarded(record)
         elif record.state is POISONED:
-            assert alias is not None
-            raise edited_in_place(record.name(), alias._version, record.version)
+            raise edited_in_place(record.name(), *record.versions())
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)
