@@ -24,9 +24,9 @@ from ._compress import strictness
 from ._errors import ConfigError
 from ._kinds import is_weight
 from ._quiet import quiet
-from ._record import View, span
 from ._saved_by import kind_of
 from ._torch import current_node
+from ._view import View, span
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"

@@ -32,7 +32,8 @@ from ._kinds import is_weight
 from ._look import look
 from ._recipe import Recipe
 from ._recipes import same_bits
-from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record, View, counted, is_edited, span
+from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
+from ._view import View, counted, is_edited, span
 from ._weights import MARK, WEIGHT, is_sharded
 
 # How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),

@@ -20,8 +20,9 @@ from torch import Tensor, UntypedStorage, strided
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
-from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record, View, apart, counted, is_edited
+from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
+from ._view import View, apart, counted, is_edited
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
 _ALONE = 2

@@ -41,11 +41,12 @@ from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, l
 from ._open import make_mover
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
-from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains, View, is_edited, span
+from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains
 from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
+from ._view import View, is_edited, span
 from ._weights import MARK, WEIGHT, is_parameter, leads_to_parameter, mark_weights
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
@@ -298,13 +299,10 @@ class Saver:
             except RuntimeError:  # TransferError, or no memory on the device
                 residency.hand_over(record)
                 raise
-        elif record.state in IN_MEMORY:
-            if record.was_edited():
-                raise edited_in_place(record.name(), *record.versions())
-            if record.offloaded and not record.asks:
-                self._forwarded(record)
-        elif record.state is POISONED:
+        elif record.state is POISONED or (record.state in IN_MEMORY and record.was_edited()):
             raise edited_in_place(record.name(), *record.versions())
+        elif record.state in IN_MEMORY and record.offloaded and not record.asks:
+            self._forwarded(record)
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)

@@ -10,8 +10,8 @@ from helpers import assert_bit_equal
 from torch import Tensor
 
 from tba._look import goes_to_code
-from tba._record import apart
 from tba._torch import current_graph_task_id
+from tba._view import apart
 
 
 class Asks(torch.autograd.Function):
