@@ -224,8 +224,10 @@ class Record:
 
     def was_edited(self) -> bool:
         """Whether its memory has been edited since it was saved, for as long as that matters."""
-        found, saved = self.versions()
-        return found != saved
+        assert self.alias is not None
+        if self.alias._version != self.version:
+            return True
+        return bool(self.twins) and self.encoded is None and self._edited_twin() is not None
 
     def versions(self) -> tuple[int, int]:
         """Now, and when it was saved: of a tensor that was edited, if one was."""
