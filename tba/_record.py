@@ -46,6 +46,10 @@ PENDING, HELD, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordSta
 IN_MEMORY = (HELD, WRITING, PENDING)
 
 
+# A record that outlives graph after graph, saved in each under a new name, would collect them for good.
+_MOST_TWINS = 16
+
+
 class Encoded(NamedTuple):
     """How a record's bytes are packed: by which codec, and all of `Packed` but the bytes.
 
@@ -211,6 +215,7 @@ class Record:
             and self.encoded is None
             and self.write is None  # of a copy that has been made, nobody knows what foreign counters have counted
             and self.alias is not None
+            and len(self.twins) < _MOST_TWINS
             and storage.data_ptr() == self.address
             and storage.nbytes() == self.storage_bytes
             and not self.was_edited()

@@ -67,6 +67,18 @@ def test_2_what_is_saved_under_several_names_is_one_record(
             assert_through_file(offload.stats())
 
 
+def test_8_a_record_does_not_collect_names_for_good(scratch: Path) -> None:
+    with engine(scratch) as offload:
+        leaf, x = activation(64, 64)
+        with offload:
+            results = [save(x), *(save(Detach.apply(x)) for _ in range(40))]
+        assert offload.stats().live_records == 3  # of seventeen names at most
+        offload.flush()
+        for result in results:
+            (gradient,) = torch.autograd.grad(result.sum(), x)
+            assert_bit_equal(gradient, 2 * leaf.detach())
+
+
 @WAYS
 def test_2_one_that_was_met_in_memory_is_known_once_the_copy_is_made(scratch: Path, alias: Alias) -> None:
     with engine(scratch) as offload:
