@@ -6,8 +6,8 @@ When the last handle goes, the record goes, and its finaliser appends what is to
 Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
 (`root`: the base of a view where the two still share memory, else the tensor), and the version. A tensor that looks at
 the storage past that root (detached, or given the memory by `.data`) may have a counter of its own, and edits that it
-alone has counted. It is the same tensor, a `Twin`, if it is saved while the bytes are still where both see them; an
-edit that either counts from then on is an edit of the record. Saved later, it counts as another tensor.
+alone has counted. It is the same tensor, a `Twin`, if it is saved at the same version while the bytes are still where
+both see them; an edit that either counts from then on is an edit of the record. Else it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -206,12 +206,17 @@ class Record:
         has = self.encoded or self
         return has.begin <= begin and end <= has.end and self.state is not POISONED and self._is_saved_as(root)
 
-    def lies_in(self, storage: torch.UntypedStorage, begin: int, end: int) -> bool:
-        """Whether these bytes of a storage are where the record's still are: any view of them shows the same."""
+    def lies_in(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> bool:
+        """Whether these bytes of a storage are where the record's still are, for a tensor at that version.
+
+        What is made of a pending record, and what it may be made again from, tell of the bytes when it was saved. So
+        a tensor that joins it must be one that nobody has edited, while equal counts may be of different edits.
+        """
         return (
             self.begin <= begin
             and end <= self.end
-            and self.state in (PENDING, HELD)
+            and self.saved_version == version
+            and (self.state is HELD or (self.state is PENDING and not version))
             and self.encoded is None
             and self.write is None  # of a copy that has been made, nobody knows what foreign counters have counted
             and self.alias is not None

@@ -153,7 +153,7 @@ class Saver:
         return packed
 
     def _pack_stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
-        compressor, nbytes, storage_bytes = self.compressor, tensor.nbytes, storage.nbytes()
+        compressor, joins, nbytes, storage_bytes = self.compressor, self._joins, tensor.nbytes, storage.nbytes()
         decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
         if decision is KEEP or not nbytes or self.mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
@@ -168,7 +168,9 @@ class Saver:
             if (
                 record is not None
                 and record.remains is self._remains
-                and (record.covers(root, begin, end) or (self._joins and record.lies_in(storage, begin, end)))
+                and (
+                    record.covers(root, begin, end) or (joins and record.lies_in(storage, tensor._version, begin, end))
+                )
                 and (compressor is None or compressor.also(record, kind))
             ):
                 self.counters.duplicate_bytes += nbytes
