@@ -51,11 +51,7 @@ class _Waiting(NamedTuple):
 
 
 class Compressor:
-    """Applies a preset. Without one nothing is ever smaller.
-
-    Attributes:
-        exact: no codec of it loses anything.
-    """
+    """Applies a preset. Without one nothing is ever smaller."""
 
     def __init__(
         self, preset: Preset, seed: int, counters: Counters, kind_of: Callable[[Tensor], Saved] | None = None
@@ -64,7 +60,6 @@ class Compressor:
         self._seed = seed
         self._counters = counters
         self._kind_of = kind_of
-        self.exact = kind_of is None
         self._linear: CompactFunctional | None = None
         self.waiting: list[_Waiting] = []
 
@@ -113,7 +108,7 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or record.was_edited() or not is_whole(record, alias):
+        if codec is None or alias is None or alias._version != record.version or not is_whole(record, alias):
             return True
         try:
             with _on(record):
@@ -139,7 +134,7 @@ class Compressor:
                 self.waiting.append(entry)
                 continue
             entry.there.synchronize()
-            if record.alias is not None and not record.was_edited():
+            if record.alias is not None and record.alias._version == record.version:
                 with _on(record):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)

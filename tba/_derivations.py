@@ -75,7 +75,7 @@ class Derivations:
         found, alias = record.recipe, record.alias
         if found is None or alias is None:
             return False
-        if record.was_edited() or not is_whole(record, alias) or not self._right_for(record, found, alias):
+        if alias._version != record.version or not is_whole(record, alias) or not self._right_for(record, found, alias):
             record.recipe = None
             return False
         for packed in found.sources:
@@ -112,7 +112,7 @@ class Derivations:
     def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
         first, second = packed
         if isinstance(first, Record):
-            if upstream and not first.is_as_saved():
+            if upstream and (first.counter is None or first.counter._version != first.saved_version):
                 return None
             return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:

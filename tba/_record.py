@@ -4,10 +4,8 @@ The graph owns records: handles in autograd's nodes hold them, nothing else does
 When the last handle goes, the record goes, and its finaliser appends what is to be given back to a deque.
 
 Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
-(`root`: the base of a view where the two still share memory, else the tensor), and the version. A tensor that looks at
-the storage past that root (detached, or given the memory by `.data`) may have a counter of its own, and edits that it
-alone has counted. It is the same tensor, a `Twin`, if it is saved at the same version while the bytes are still where
-both see them; an edit that either counts from then on is an edit of the record. Else it counts as another tensor.
+(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
+root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -46,10 +44,6 @@ PENDING, HELD, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordSta
 IN_MEMORY = (HELD, WRITING, PENDING)
 
 
-# A record that outlives graph after graph, saved in each under a new name, would collect them for good.
-_MOST_TWINS = 16
-
-
 class Encoded(NamedTuple):
     """How a record's bytes are packed: by which codec, and all of `Packed` but the bytes.
 
@@ -61,14 +55,6 @@ class Encoded(NamedTuple):
     sizes: tuple[int, ...]
     begin: int
     end: int
-
-
-class Twin(NamedTuple):
-    """Another tensor that a record was saved as, its version counter without bytes, and the version at pack."""
-
-    root: weakref.ref[Tensor]
-    counter: Tensor
-    version: int
 
 
 class Remains(NamedTuple):
@@ -89,7 +75,6 @@ class Record:
             confirmed, a tensor without bytes that still shares the version counter.
         version: of that alias; another value later means it was edited in place.
         saved_version: of the tensor at pack, which is what a later save is recognised by.
-        twins: what else it was saved as.
         counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
             needs it.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
@@ -140,7 +125,6 @@ class Record:
         "stays",
         "storage_bytes",
         "stream",
-        "twins",
         "version",
         "view",
         "wanted",
@@ -172,7 +156,6 @@ class Record:
         self.device = tensor.device
         self.version = self.saved_version = root._version
         self.root = weakref.ref(root)
-        self.twins: tuple[Twin, ...] = ()
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()
         self.storage_bytes = storage.nbytes()
@@ -204,66 +187,20 @@ class Record:
     def covers(self, root: Tensor, begin: int, end: int) -> bool:
         """Whether a view of `root` over these bytes shows what this record has."""
         has = self.encoded or self
-        return has.begin <= begin and end <= has.end and self.state is not POISONED and self._is_saved_as(root)
-
-    def lies_in(self, storage: torch.UntypedStorage, version: int, begin: int, end: int) -> bool:
-        """Whether these bytes of a storage are where the record's still are, for a tensor at that version.
-
-        What is made of a pending record, and what it may be made again from, tell of the bytes when it was saved. So
-        a tensor that joins it must be one that nobody has edited, while equal counts may be of different edits.
-        """
         return (
-            self.begin <= begin
-            and end <= self.end
-            and self.saved_version == version
-            and (self.state is HELD or (self.state is PENDING and not version))
-            and self.encoded is None
-            and self.write is None  # of a copy that has been made, nobody knows what foreign counters have counted
-            and self.alias is not None
-            and len(self.twins) < _MOST_TWINS
-            and storage.data_ptr() == self.address
-            and storage.nbytes() == self.storage_bytes
-            and not self.was_edited()
+            self.saved_version == root._version
+            and has.begin <= begin
+            and end <= has.end
+            and self.root() is root
+            and self.state is not POISONED
         )
-
-    def also_saved_as(self, tensor: Tensor, root: Tensor) -> None:
-        """One more saved tensor is a view of it."""
-        self.saves += 1
-        if self.root() is not root and not self._is_saved_as(root):
-            self.twins += (Twin(weakref.ref(root), counter_of(tensor), tensor._version),)
-
-    def was_edited(self) -> bool:
-        """Whether its memory has been edited since it was saved, for as long as that matters."""
-        assert self.alias is not None
-        if self.alias._version != self.version:
-            return True
-        return bool(self.twins) and self.encoded is None and self._edited_twin() is not None
-
-    def versions(self) -> tuple[int, int]:
-        """Now, and when it was saved: of a tensor that was edited, if one was."""
-        if self.encoded is None and (twin := self._edited_twin()) is not None:
-            return twin.counter._version, twin.version
-        assert self.alias is not None
-        return self.alias._version, self.version
-
-    def is_as_saved(self) -> bool:
-        """Whether nobody can have edited what it was saved as, wherever its own bytes are; needs `counter`."""
-        counter = self.counter
-        return counter is not None and counter._version == self.saved_version and self._edited_twin() is None
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
         if self.state is RESTORED:
             return self.encoded is None
-        return self.state is HELD and self.encoded is None and self.alias is not None and not self.was_edited()
-
-    def _edited_twin(self) -> Twin | None:
-        return next((twin for twin in self.twins if twin.counter._version != twin.version), None)
-
-    def _is_saved_as(self, root: Tensor) -> bool:
-        if self.root() is root:
-            return self.saved_version == root._version
-        return any(twin.root() is root and twin.version == root._version for twin in self.twins)
+        alias = self.alias
+        return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""

@@ -70,8 +70,6 @@ class Saver:
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
         self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
-        # What a lossy codec makes of a tensor must not depend on what is still in memory.
-        self._joins = self.compressor is None or self.compressor.exact
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
@@ -153,7 +151,7 @@ class Saver:
         return packed
 
     def _pack_stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
-        compressor, joins, nbytes, storage_bytes = self.compressor, self._joins, tensor.nbytes, storage.nbytes()
+        compressor, nbytes, storage_bytes = self.compressor, tensor.nbytes, storage.nbytes()
         decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
         if decision is KEEP or not nbytes or self.mover.closed:
             return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
@@ -168,13 +166,11 @@ class Saver:
             if (
                 record is not None
                 and record.remains is self._remains
-                and (
-                    record.covers(root, begin, end) or (joins and record.lies_in(storage, tensor._version, begin, end))
-                )
+                and record.covers(root, begin, end)
                 and (compressor is None or compressor.also(record, kind))
             ):
                 self.counters.duplicate_bytes += nbytes
-                record.also_saved_as(tensor, root)
+                record.saves += 1
                 if record.stream is not None:
                     _streams.also_used(tensor, record.stream)
                 return record, view
@@ -294,17 +290,19 @@ class Saver:
 
     def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency = self.mover, self.residency
+        mover, residency, alias = self.mover, self.residency, record.alias
         if record.state is READING:
             try:
                 mover.arrive(record)
             except RuntimeError:  # TransferError, or no memory on the device
                 residency.hand_over(record)
                 raise
-        elif record.state is POISONED or (record.state in IN_MEMORY and record.was_edited()):
-            raise edited_in_place(record.name(), *record.versions())
-        elif record.state in IN_MEMORY and record.offloaded and not record.asks:
-            self._forwarded(record)
+        elif record.state is POISONED or record.state in IN_MEMORY:
+            assert alias is not None
+            if record.state is POISONED or alias._version != record.version:
+                raise edited_in_place(record.name(), alias._version, record.version)
+            if record.offloaded and not record.asks:
+                self._forwarded(record)
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)

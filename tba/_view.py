@@ -42,13 +42,13 @@ class View(NamedTuple):
     def on(self, whole: Tensor) -> Tensor:
         """The same over the storage of `whole`, which lies as the original did. Shares its version counter."""
         if whole.is_neg() or whole.is_conj():
-            return self._withcounter_of(whole, 0)
+            return self._with_counter_of(whole, 0)
         return self.on_plain(whole)
 
     def on_plain(self, whole: Tensor, begin_bytes: int = 0) -> Tensor:
         """The same where `whole` is neither conjugated nor negated, and may begin within the original: a view of it."""
         if self.dtype is not whole.dtype:
-            return self._withcounter_of(whole, begin_bytes)
+            return self._with_counter_of(whole, begin_bytes)
         offset = self.offset
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
@@ -64,7 +64,7 @@ class View(NamedTuple):
         tensor.set_(storage, offset, self.size, self.stride)
         return self._turned(tensor)
 
-    def _withcounter_of(self, whole: Tensor, begin_bytes: int) -> Tensor:
+    def _with_counter_of(self, whole: Tensor, begin_bytes: int) -> Tensor:
         tensor = whole.detach()
         tensor.data = self.over(whole.untyped_storage(), begin_bytes)
         return tensor
