@@ -22,7 +22,7 @@ from compact import Codec, Packed
 from io_backends import Ticket
 
 from ._recipe import Recipe
-from ._view import View, counter_of, empty, is_over
+from ._view import View, empty, is_over
 
 
 class RecordState(enum.Enum):
@@ -212,7 +212,8 @@ class Record:
 
     def keep_counter(self, root: Tensor) -> None:
         """From now on `counter` tells of edits, wherever the bytes are."""
-        self.counter = counter_of(root)
+        self.counter = root.detach()
+        self.counter.data = empty(root.dtype, root.device)
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""

@@ -102,13 +102,6 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
     return begin, begin + (last + 1) * itemsize
 
 
-def counter_of(tensor: Tensor) -> Tensor:
-    """Without bytes, with the version counter of a tensor."""
-    counter = tensor.detach()
-    counter.data = empty(tensor.dtype, tensor.device)
-    return counter
-
-
 def is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a view over `storage` still shares memory with its base, seen as plainly.
 

@@ -12,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compact import PRESETS, Quantized
 from io_backends import Buffer, HostArena, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from tba import OffloadConfig, Offloader
+
+# Whatever is saved becomes smaller, and loses a little.
+ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
 
 
 def _striped(scratch: Path, threads: int) -> Store:
@@ -90,6 +94,18 @@ class Square(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x * gradients[0]
+
+
+class Detach(torch.autograd.Function):
+    """x -> x in a tensor that no view relates to it: the same memory and version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 def save(x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from engine_tools import Detach
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -102,18 +103,6 @@ class _Two(torch.autograd.Function):
         return grads[0] * first + grads[1] * second.transpose(0, -1) + place
 
 
-class _Pass(torch.autograd.Function):
-    """The same memory in a tensor that no view relates to it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
 def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1)[:64].reshape(8, 8)
 
@@ -175,7 +164,7 @@ BINARY: list[Callable[[Tensor, Tensor], Any]] = [
     *(lambda x, y: torch.bmm(_matrix(x).expand(2, 8, 8), _matrix(y).expand(2, 8, 8)), lambda x, y: x.type_as(y) * y),
     *(lambda x, y: torch.linalg.solve(_matrix(x) + 9 * torch.eye(8), _matrix(y)), lambda x, y: x.mul(y.detach())),
 ]
-CUSTOM: list[Callable[..., Any]] = [_Square.apply, _Dirty.apply, _Two.apply, _Pass.apply]
+CUSTOM: list[Callable[..., Any]] = [_Square.apply, _Dirty.apply, _Two.apply, Detach.apply]
 
 NAMES = [
     *["unary"] * 10,

@@ -12,27 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from engine_tools import activation, engine, save
+from engine_tools import Detach, activation, engine, save
 from helpers import assert_bit_equal
 from torch import Tensor
 from torch.nn import functional
 
-from tba import Offloader
 
-
-class Detach(torch.autograd.Function):
-    """The same memory and version counter, another tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class Viewless(torch.autograd.Function):
+class Viewless(Detach):
     """The same memory, another version counter."""
 
     @staticmethod
@@ -40,10 +26,6 @@ class Viewless(torch.autograd.Function):
         out = torch.empty(1, dtype=x.dtype)
         out.data = x.data
         return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
 
 
 Step = Callable[[Tensor, Callable[[], None]], Tensor]
@@ -72,23 +54,25 @@ def _saved_again_after_the_other_was_edited(x: Tensor, flush: Callable[[], None]
     kept, gone = save(x), save(y)
     del gone
     flush()
-    with torch.no_grad():
-        x.add_(1)
-    again = save(y)
-    flush()
+    gradient = _of_one_saved_after_an_edit(x, y, flush)
     del kept
-    return torch.autograd.grad(again.sum(), y)[0]
+    return gradient
 
 
 def _first_gone_then_edited_in_memory(x: Tensor, flush: Callable[[], None]) -> Tensor:
     y = Viewless.apply(x)
-    first, kept = save(x), save(y)
-    del first
+    gone, kept = save(x), save(y)
+    del gone
+    gradient = _of_one_saved_after_an_edit(x, y, flush)
+    del kept
+    return gradient
+
+
+def _of_one_saved_after_an_edit(x: Tensor, y: Tensor, flush: Callable[[], None]) -> Tensor:
     with torch.no_grad():
         x.add_(1)
     again = save(y)
     flush()
-    del kept
     return torch.autograd.grad(again.sum(), y)[0]
 
 
@@ -182,10 +166,8 @@ def test_2_places_in_the_step_do_not_depend_on_what_is_in_memory(scratch: Path, 
 
     expected = step(lambda: None)
 
-    def of(offload: Offloader, flush: Callable[[], None]) -> Tensor:
-        with offload:
-            return step(flush)
-
     with engine(scratch, tier=tier, compress="exact") as offload:
-        assert_bit_equal(of(offload, offload.flush), expected)
-        assert_bit_equal(of(offload, lambda: None), expected)
+        for flush in (offload.flush, lambda: None):
+            with offload:
+                found = step(flush)
+            assert_bit_equal(found, expected)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_tools import Gate, activation, engine, save
+from engine_tools import ALL_INT8, Gate, activation, engine, save
 from helpers import equal, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +22,6 @@ from tba import ConfigError, OffloadConfig, Offloader, offload_context
 
 TIERS = ("keep", "cpu", "nvme", "auto")
 # Every tensor, whoever saved it: so that small graphs of any operator go through the codec.
-ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
 LINEAR_INT4 = Preset("linear", {})
 LINEAR_INT4 = LINEAR_INT4.override({"linear_input": Quantized("int4", rounding="stochastic", rotate=True)})
 

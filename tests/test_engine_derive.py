@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from derive_tools import mkldnn
-from engine_tools import activation, engine, save
+from engine_tools import ALL_INT8, activation, engine, save
 from helpers import equal
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaModel
 
-from compact import PRESETS, Quantized, Saved
+from compact import PRESETS, Saved
 from tba import OffloadConfig, Offloader, OffloadStats
 
 WIDTH, TOKENS = 128, 64
@@ -131,8 +131,7 @@ def test_an_edited_tensor_is_no_derived_one(scratch: Path) -> None:
 
 
 def test_lossy_tensors_are_derived_from_lossy_ones_and_exact_ones_are_not(scratch: Path) -> None:
-    everything = PRESETS["safe8"].override({"unknown": Quantized("int8")})
-    with engine(scratch, tier="keep", compress=everything) as offload:
+    with engine(scratch, tier="keep", compress=ALL_INT8) as offload:
         modules = layers()
         with offload:
             loss = gated(activation(TOKENS, WIDTH)[1], *modules)

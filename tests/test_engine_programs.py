@@ -18,13 +18,12 @@ from weakref import WeakSet
 
 import pytest
 import torch
-from engine_tools import engine
+from engine_tools import ALL_INT8, engine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from programs import EDITED, NAMES, Instruction, Machine, Model, Plain
 from torch import Tensor
 
-from compact import PRESETS, Quantized
 from io_backends.testing import Fault, Operation
 from tba import Offloader, OffloadStats, OffloadWarning
 
@@ -88,7 +87,9 @@ class Engine(Plain):
 
 def outcomes(program: list[Instruction], machine: Machine) -> list[tuple[Any, ...]]:
     """What each step left."""
-    found = [machine.step(instruction) for instruction in [("context", 0, 0, 0), *program]]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as errors they would tell arms apart: PyTorch gives many once in a process
+        found = [machine.step(instruction) for instruction in [("context", 0, 0, 0), *program]]
     machine.finish()
     return found
 
@@ -156,7 +157,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-LOSSY = PRESETS["safe8"].override({"unknown": Quantized("int8")})
 SOME = settings(
     derandomize=True,
     deadline=None,
@@ -178,8 +178,8 @@ def test_programs_leave_the_same_bits(scratch: Path, way: str, program: list[Ins
 @given(program=PROGRAMS)
 def test_what_is_lost_does_not_depend_on_tier_or_timing(scratch: Path, way: str, program: list[Instruction]) -> None:
     plan, chosen = WAYS[way]
-    kept, there = through_engine(program, scratch, None, tier="keep", compress=LOSSY)
-    moved, here = through_engine(program, scratch, plan, **chosen, compress=LOSSY)
+    kept, there = through_engine(program, scratch, None, tier="keep", compress=ALL_INT8)
+    moved, here = through_engine(program, scratch, plan, **chosen, compress=ALL_INT8)
     for number, (wanted, found) in enumerate(zip(kept, moved, strict=True)):
         if EDITED in wanted[0] and found != wanted:
             return  # bytes that had moved are safe from an edit

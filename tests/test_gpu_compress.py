@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from engine_tools import ALL_INT8
 from gpu_tools import DEVICE, gpu_only, open_device
 from helpers import equal, gradients_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compact import PRESETS, Preset, Quantized
+from compact import Preset
 from tba import OffloadConfig, Offloader, OffloadStats
 
 pytestmark = gpu_only
-
-ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
 
 
 @pytest.fixture(autouse=True, scope="module")
