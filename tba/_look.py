@@ -13,20 +13,28 @@ Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `kept_f
 
 from __future__ import annotations
 
+import threading
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, strided
 
 from . import _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
+from ._recipe import Recipe
 from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
 from ._view import View, apart, counted, is_edited
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
 _ALONE = 2
-_operators: set[type] = set()  # kinds of node that are PyTorch's own: looked at once, not for every saved tensor
+# Where PyTorch's engine of autograd is called from: operators ask from there, Python code from a frame of its own.
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_RUN_RECIPE = Recipe._run.__code__
+# How many nodes Python looks at in one backward, in search of Functions written in C++: see `_weights.Chains`.
+_LOOKS = 512
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
@@ -66,20 +74,35 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     return view.on(record.alias)
 
 
-def goes_to_code(task: int) -> bool:
+class _Looks(threading.local):
+    """Per thread: the backward (graph task) under way, and how many of its nodes may still be looked at."""
+
+    def __init__(self) -> None:
+        self.task = -1
+        self.left = 0
+
+
+_looks = _Looks()
+
+
+def goes_to_code(task: int, asker: FrameType | None) -> bool:
     """Whether a program's own code asks, in backward (graph task `task`) or outside of it (-1).
 
     That is a custom Function's backward, compiled code's among them, or somebody who looks at `y.grad_fn._saved_self`.
+    `asker` is the innermost Python frame outside of the hook: the node itself would tell as well, but to look at each
+    makes a graph of 100,000 nodes crash when it is freed (`_weights.Chains`). So Functions written in C++, which have
+    no frame, are found among the first nodes of a backward only.
     """
     if task == -1:
         return True
-    kind = type(current_node())
-    if kind in _operators:
+    if asker is not None and asker.f_code is not _RUN_BACKWARD:
+        return asker.f_code is not _RUN_RECIPE
+    if _looks.task != task:
+        _looks.task, _looks.left = task, _LOOKS
+    if not _looks.left:
         return False
-    if not is_operator(kind):
-        return True
-    _operators.add(kind)
-    return False
+    _looks.left -= 1
+    return not is_operator(type(current_node()))
 
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:

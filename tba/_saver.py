@@ -16,6 +16,7 @@ Assumption: one thread does not edit in place what another thread's graph has sa
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 import weakref
@@ -47,7 +48,7 @@ from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
 from ._view import View, is_edited, span
-from ._weights import MARK, WEIGHT, is_parameter, leads_to_parameter, mark_weights
+from ._weights import MARK, WEIGHT, Chains, is_parameter, mark_weights
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
 Packed = tuple[Record, View] | tuple[Tensor, int]
@@ -66,6 +67,7 @@ class Saver:
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._model = model
+        self._chains = Chains()
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
@@ -120,7 +122,7 @@ class Saver:
         except RuntimeError:  # a sparse one has no such count
             self.counters.weight_bytes += tensor.numel() * tensor.itemsize
         # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
-        if tensor.is_leaf or leads_to_parameter(tensor.grad_fn):
+        if tensor.is_leaf or self._chains.lead_to_parameter(tensor):
             return tensor, tensor._version
         return Detached((tensor.detach(), tensor._version))
 
@@ -139,8 +141,7 @@ class Saver:
             return self._pack_odd(tensor)
         if self._remains or self.mover.unconfirmed or self.mover.ended:
             self.settle()
-        node = tensor.grad_fn
-        if node is not None and leads_to_parameter(node):
+        if self._chains.lead_to_parameter(tensor):
             return self._pass_weight(tensor)
         packed = self._pack_stored(tensor, base, on_cpu, storage)
         # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
@@ -218,7 +219,7 @@ class Saver:
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         self.counters.kept_by_reason[reason] += nbytes
-        if tensor.grad_fn is None:
+        if tensor.is_leaf:
             return tensor, tensor._version
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
         return Detached((tensor.detach(), tensor._version))
@@ -241,19 +242,22 @@ class Saver:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id()):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
+                current_graph_task_id(), sys._getframe().f_back
+            ):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
+        task = current_graph_task_id()
+        to_code = goes_to_code(task, sys._getframe().f_back)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self._unpack(first, second)
-        return self._unpack(first, second)
+                return self._unpack(first, second, task, to_code)
+        return self._unpack(first, second, task, to_code)
 
-    def _unpack(self, record: Record, view: View) -> Tensor:
+    def _unpack(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         if self.dead:
             return look_in_child(record, view)
-        task, mover, compressor = current_graph_task_id(), self.mover, self.compressor
-        to_code = goes_to_code(task)
+        mover, compressor = self.mover, self.compressor
         self.lock.acquire()
         try:
             if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
@@ -359,6 +363,7 @@ class Saver:
             self.compressor.end_step()
             self.derivations.end_step(self._numbers)
         self.held.end_step()
+        self._chains.end_step()
         self.mover.trim()
         self.steps.end(self.mover.file_bytes())
 

@@ -30,6 +30,11 @@ class _Weight:
 
 WEIGHT: Final = _Weight()
 
+# A graph of some 100,000 nodes that Python has seen ends the process when it is freed; see `Chains`.
+_LOOKS_PER_STEP: Final = 1024
+_LOOKS_PER_KIND: Final = 64
+_MAX_KINDS: Final = 4096
+
 _MAX_CHAIN = 8  # no chain of views and casts of a weight seen in practice is longer than four
 _VIEWS_AND_CASTS: Final = frozenset(
     f"{name}Backward{number}"
@@ -68,6 +73,43 @@ def leads_to_parameter(node: Any) -> bool:
             return variable is not None and is_parameter(variable)
         node = node.next_functions[0][0]
     return False
+
+
+class Chains:
+    """Asks `leads_to_parameter` of saved tensors, and looks at few nodes of autograd for it.
+
+    A node that Python has looked at keeps a Python object until it is freed, and PyTorch frees a chain of such nodes
+    recursively: a graph of some 100,000 of them overflows the stack. So tensors of one dtype and shape are looked at
+    until `_LOOKS_PER_KIND` of them have turned out to be activations and none a weight, and no more than
+    `_LOOKS_PER_STEP` activations are looked at in a step. Past that a cast of a weight counts as an activation, which
+    costs its transfer and changes no gradient.
+    """
+
+    def __init__(self) -> None:
+        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # below 0: one has been a weight
+        self._left = _LOOKS_PER_STEP
+
+    def end_step(self) -> None:
+        """A training step is over; the next one has a graph of its own."""
+        self._left = _LOOKS_PER_STEP
+
+    def lead_to_parameter(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone, as far as that may be looked at."""
+        if tensor.is_leaf:
+            return False
+        kind = tensor.dtype, tensor.shape
+        misses = self._misses.get(kind, 0)
+        if misses >= _LOOKS_PER_KIND or not self._left:
+            return False
+        if leads_to_parameter(tensor.grad_fn):
+            self._misses[kind] = -1
+            return True
+        self._left -= 1
+        if misses >= 0:
+            if len(self._misses) >= _MAX_KINDS:
+                self._misses.clear()
+            self._misses[kind] = misses + 1
+        return False
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ class Asks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        ctx.asked.append(goes_to_code(current_graph_task_id()))
+        ctx.asked.append(goes_to_code(current_graph_task_id(), sys._getframe()))
         return gradients[0], None
 
 
@@ -32,7 +33,7 @@ def test_code_of_a_program_is_told_from_operators_of_pytorch() -> None:
     asked: list[bool] = []
 
     def ask(x: Tensor) -> Tensor:
-        asked.append(goes_to_code(current_graph_task_id()))
+        asked.append(goes_to_code(current_graph_task_id(), sys._getframe().f_back))
         return x
 
     leaf = torch.ones(4, requires_grad=True)
