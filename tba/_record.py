@@ -1,7 +1,7 @@
 """Record: one range of one storage at one version, and where its bytes are.
 
 The graph owns records: handles in autograd's nodes hold them, nothing else does for longer than a transfer needs.
-When the last handle goes, the record goes, and its finaliser appends what is to be given back to a deque.
+When the last handle goes, the record goes, and its weak reference, `Remains`, is appended to a deque.
 
 Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
 (`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
@@ -57,11 +57,15 @@ class Encoded(NamedTuple):
     end: int
 
 
-class Remains(NamedTuple):
-    """What a dead record leaves to be given back."""
+class Remains(weakref.ref["Record"]):
+    """A weak reference to a record, which outlives it and knows what is to be given back then.
 
+    Its callback is `deque.append`: no Python code runs at a record's end, so nothing can interrupt it half way.
+    """
+
+    __slots__ = ("held_bytes", "number", "resident_bytes", "write")
     number: int
-    ticket: Ticket | None
+    write: Ticket | None
     resident_bytes: int
     held_bytes: int
 
@@ -105,18 +109,15 @@ class Record:
         "encoded",
         "end",
         "given",
-        "held_bytes",
         "label",
         "logical_bytes",
         "nbytes",
-        "number",
         "offloaded",
         "read",
         "ready",
         "recipe",
         "ref",
         "remains",
-        "resident_bytes",
         "restored",
         "root",
         "saved_version",
@@ -128,7 +129,6 @@ class Record:
         "version",
         "view",
         "wanted",
-        "write",
     )
 
     def __init__(
@@ -141,12 +141,6 @@ class Record:
         end: int,
         remains: deque[Remains],
     ) -> None:
-        # What `__del__` needs comes first: all else may raise.
-        self.number = number
-        self.remains = remains
-        self.write: Ticket | None = None
-        self.resident_bytes = 0
-        self.held_bytes = 0
         if root is not tensor and not is_over(root, storage):
             root = tensor
         self.begin = begin
@@ -177,23 +171,45 @@ class Record:
         self.saves = 1
         self.logical_bytes = 0
         self.offloaded = False
-        self.ref = weakref.ref(self)
+        self.remains = remains
+        ref = Remains(self, remains.append)
+        ref.number = number
+        ref.write = None
+        ref.resident_bytes = ref.held_bytes = 0
+        self.ref = ref  # last: a record that could not be made leaves nothing to be given back
+
+    @property
+    def number(self) -> int:
+        return self.ref.number
+
+    @property
+    def write(self) -> Ticket | None:
+        return self.ref.write
+
+    @write.setter
+    def write(self, ticket: Ticket | None) -> None:
+        self.ref.write = ticket
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.ref.resident_bytes
+
+    @resident_bytes.setter
+    def resident_bytes(self, nbytes: int) -> None:
+        self.ref.resident_bytes = nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        return self.ref.held_bytes
+
+    @held_bytes.setter
+    def held_bytes(self, nbytes: int) -> None:
+        self.ref.held_bytes = nbytes
 
     def name(self) -> str:
         """For messages and timelines, e.g. `float32[8, 256, 1024] #17`."""
         dtype, shape = self.label
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} #{self.number}"
-
-    def covers(self, root: Tensor, begin: int, end: int) -> bool:
-        """Whether a view of `root` over these bytes shows what this record has."""
-        has = self.encoded or self
-        return (
-            self.saved_version == root._version
-            and has.begin <= begin
-            and end <= has.end
-            and self.root() is root
-            and self.state is not POISONED
-        )
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
@@ -220,7 +236,3 @@ class Record:
         alias = self.alias
         assert alias is not None
         alias.data = empty(alias.dtype, alias.device)
-
-    def __del__(self) -> None:
-        remains = (self.number, self.write, self.resident_bytes, self.held_bytes)
-        self.remains.append(tuple.__new__(Remains, remains))  # as in `View.of`

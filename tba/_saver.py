@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn, strided
+from torch import Tensor, UntypedStorage, nn
 
 from compact import Saved
 from io_backends import Store
@@ -38,8 +38,10 @@ from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
 from ._held import Held
+from ._known import Known
 from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
+from ._plain import shown_bytes, why_not_plain
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
 from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains
@@ -49,6 +51,9 @@ from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
 from ._view import View, is_edited, span
 from ._weights import MARK, WEIGHT, Chains, is_parameter, mark_weights
+
+# A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
+_SLICES = 16
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
 Packed = tuple[Record, View] | tuple[Tensor, int]
@@ -66,6 +71,7 @@ class Saver:
         self.dead = False
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
+        self._min_slice_bytes = self._min_tensor_bytes // _SLICES
         self._model = model
         self._chains = Chains()
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
@@ -161,30 +167,29 @@ class Saver:
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
-        known: list[weakref.ref[Record]] = getattr(storage, MARK, [])
-        for reference in known:
-            record = reference()
-            if (
-                record is not None
-                and record.remains is self._remains
-                and record.covers(root, begin, end)
-                and (compressor is None or compressor.also(record, kind))
-            ):
-                self.counters.duplicate_bytes += nbytes
-                record.saves += 1
-                if record.stream is not None:
-                    _streams.also_used(tensor, record.stream)
-                return record, view
+        known: Known | None = getattr(storage, MARK, None)
+        record = known.find(root, begin, end, self._remains) if known is not None else None
+        if record is not None and (compressor is None or compressor.also(record, kind)):
+            self.counters.duplicate_bytes += nbytes
+            record.saves += 1
+            if record.stream is not None:
+                _streams.also_used(tensor, record.stream)
+            return record, view
+        if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
+            return self._keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._pack_odd(tensor)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
-        self.counters.live_records += 1  # first, both: one that cannot be made is buried as well
+        record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
+        self.counters.live_records += 1
         self._numbers += 1
-        record = Record(self._numbers - 1, tensor, root, storage, begin, end, self._remains)
         record.stream = _streams.producer_stream(tensor)
         self.residency.records[record.number] = record.ref
-        setattr(storage, MARK, [*(ref for ref in known if ref() is not None), record.ref] if known else [record.ref])
+        if known is None:
+            known = Known()
+            setattr(storage, MARK, known)
+        known.add(record)
         record.logical_bytes = nbytes
         record.stays = decision is SHRINK
         if compressor is not None:
@@ -203,19 +208,7 @@ class Saver:
         """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self._pass_weight(tensor)
-        reason = type(tensor).__name__
-        if type(tensor) is Tensor:
-            if tensor.is_nested or tensor.is_quantized:
-                reason = "nested" if tensor.is_nested else "quantized"
-            elif tensor.layout is not strided:
-                reason = str(tensor.layout)
-            else:
-                reason = "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
-        try:
-            nbytes = tensor.numel() * tensor.itemsize
-        except RuntimeError:  # an opaque tensor may have no count of elements
-            nbytes = 0
-        return self._keep(tensor, nbytes, reason)
+        return self._keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         self.counters.kept_by_reason[reason] += nbytes
@@ -347,8 +340,8 @@ class Saver:
             remains = self._remains.popleft()
             self.residency.bury(remains)
             self.held.nbytes -= remains.held_bytes
-            if remains.ticket is not None:
-                self.mover.discard(remains.ticket)
+            if remains.write is not None:
+                self.mover.discard(remains.write)
         if self.mover.unconfirmed:
             self.mover.confirm()
 
