@@ -20,9 +20,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from . import interrupts
 from ._errors import StoreBroken, StoreError, TransferCancelled
 
-_PERIOD_S = 1.0  # how often a waiter looks whether a store has its ticket in hand by now
+_PERIOD_S = 0.25  # how often a waiter looks whether a store has its ticket in hand by now
 
 
 class Buffer(NamedTuple):
@@ -155,6 +156,8 @@ class Ticket:
                 period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
             if event.wait(period_s):
                 break
+            if interrupts.pending:
+                interrupts.deliver()
             if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
                 return False
             self.check(begun_s)

@@ -36,7 +36,7 @@ from ._store import Ticket
 # A pool whose threads keep dying has a reason that new ones will not cure.
 MOST_DEATHS = 16
 # How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
-_PERIOD_S = 1.0
+_PERIOD_S = 0.25
 
 _number = itertools.count()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import weakref
@@ -10,15 +11,18 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+import torch
 from torch import nn
 
-from io_backends import Store
+from io_backends import Store, interrupts
 
-from . import _hooks, _open
+from . import _open
 from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
+from ._foreign import Foreign
+from ._hooks import Pair, before_forward, lifted, tie
 from ._quiet import quiet
 from ._saver import Saver
 from ._stats import OffloadStats, TraceEvent
@@ -27,8 +31,8 @@ from ._storage_path import storage_directories
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.entries: list[bool] = []  # per entry of the context on this thread: whether its hooks could be pushed
-        self.forwards = 0  # of them, those a model's forward has entered
+        self.pairs: list[Pair] = []  # one for each entry of the context on this thread
+        self.forwards: list[Pair | None] = []  # of the model: the entry it has made, None where it made none
 
 
 class Offloader:
@@ -67,7 +71,13 @@ class Offloader:
         self._saver = Saver(self.config, weak_model, open_it)
         self._saved_by = self._saver.compressor.mode(model) if self._saver.compressor is not None else None
         self._per_thread = _PerThread()
+        self._foreign = Foreign(self._saver.pack)
         self._untie: Callable[[], None] | None = None
+        self._untie_rest: Callable[[], object] = _no_model
+        if self._saver.rest.possible and model is not None:
+            untie = before_forward(model, partial(_begin_forward, weakref.ref(self)))
+            self._untie_rest = finalizer = weakref.finalize(self, untie)
+            finalizer.atexit = False
 
     @property
     def closed(self) -> bool:
@@ -77,39 +87,75 @@ class Offloader:
     @property
     def entered(self) -> bool:
         """Whether this thread is inside the context."""
-        return bool(self._per_thread.entries)
+        return bool(self._per_thread.pairs)
 
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
-        if not self.entered:
-            self._saver.mark_weights()
-        self._per_thread.entries.append(_hooks.push(self._saver.pack, self._saver.unpack))
-        if self._saved_by is not None:
-            self._saved_by.__enter__()
+        self._enter(None)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.leave()
-        steps = self._saver.steps
-        if kind is None and not (steps.told or self.entered or self._saver.dead):
-            steps.tell_if_idle(self.stats(), forward_seen=steps.open)
+        try:
+            self._leave()
+            steps = self._saver.steps
+            if kind is None and not (steps.told or self.entered or self._saver.dead):
+                steps.tell_if_idle(self.stats(), forward_seen=steps.open)
+        finally:
+            interrupts.disarm()
+        if interrupts.pending:
+            interrupts.deliver()
 
-    def leave(self) -> None:
-        """`__exit__` without its first-step check: a forward that `attach` follows may well be an evaluation."""
+    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
+        """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
+        interrupts.arm()
+        try:
+            saver = self._saver
+            saver.enter()
+            pair = Pair(saver.pack, saver.unpack, forward, self._forget)
+            pair.enter(push=not saver.rest.goes_on())
+            if pair.pushed:
+                self._foreign.watch(saver.model())
+            if self._saved_by is not None:
+                self._saved_by.__enter__()
+            self._per_thread.pairs.append(pair)
+            if interrupts.waiting():
+                self._leave()
+                interrupts.deliver()
+        except BaseException:
+            interrupts.disarm()
+            raise
+        return pair
+
+    def _leave(self) -> None:
+        """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
         if self._saved_by is not None:
             self._saved_by.__exit__(None, None, None)
-        if self._per_thread.entries.pop():
-            _hooks.pop()
+        self._per_thread.pairs.pop().pop()
+        self._end_packing()
+        if (foreign := self._foreign.end()) is not None:
+            self._saver.steps.tell_of_foreign(foreign)
+
+    def _end_packing(self) -> None:
         saver = self._saver
-        if not saver.dead:
+        if not (saver.dead or saver.rest.resting):
             with saver.locked(), quiet():
                 saver.finished.pass_on(None)
                 if not self.entered and saver.steps.over:
                     saver.end_step()
 
+    def _forget(self, pair: Pair) -> None:
+        """A forward that had entered has ended in a KeyboardInterrupt; its pair is off the stack."""
+        if self._saved_by is not None:
+            self._saved_by.__exit__(None, None, None)
+        self._per_thread.pairs.remove(pair)
+        self._per_thread.forwards.remove(pair)
+        self._end_packing()
+        interrupts.disarm()
+
+    @interrupts.whole
     def stats(self) -> OffloadStats:
         """A snapshot of what was moved since the start."""
         saver = self._saver
@@ -120,6 +166,7 @@ class Offloader:
                     saver.end_step()
             return saver.stats()
 
+    @interrupts.whole
     def flush(self) -> None:
         """Wait until all that this thread's graphs saved, and whatever else is queued, is written and its memory given
         back. Tier "auto" writes only what memory has no room for.
@@ -131,7 +178,10 @@ class Offloader:
         with saver.locked(), quiet():
             saver.finished.pass_on(None)
             saver.held.send_all()
-            if not saver.mover.staging.wait_until_idle():
+            while not saver.mover.staging.wait_until_idle():
+                if interrupts.waiting():
+                    interrupts.deliver()
+                    continue
                 raise StalledError(
                     f"flush: no write has ended for {self.config.io_timeout:g} s; "
                     f"{', '.join(map(str, self._directories)) or 'the store'} has stalled (TBA_IO_TIMEOUT sets how "
@@ -142,7 +192,7 @@ class Offloader:
     @contextmanager
     def suspend(self) -> Iterator[None]:
         """Lift the hooks for a region on this thread, e.g. for `torch.func.grad`, which refuses any."""
-        with _hooks.lifted(self._saver.pack):
+        with lifted(self._saver.pack):
             yield
 
     @contextmanager
@@ -155,12 +205,18 @@ class Offloader:
         finally:
             mover.trace = before
 
+    @property
+    def tied(self) -> bool:
+        """Whether the model's forward enters and leaves (`attach`)."""
+        return self._untie is not None
+
     def tie_to(self, model: nn.Module) -> None:
         """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
         if self._untie is None:
-            weak = weakref.ref(self)  # neither keeps the other alive
-            self._untie = _hooks.tie(model, partial(_enter, weak), partial(_leave, weak))
+            weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
+            self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))
 
+    @interrupts.whole
     def close(self) -> None:
         """End threads, give back files and buffers. Idempotent.
 
@@ -172,11 +228,13 @@ class Offloader:
             self._saver.settle()
             self._saver.mover.closed = True
             untie, self._untie = self._untie, None
+        self._untie_rest()
         if untie is not None:
             untie()
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
-                self._per_thread.forwards -= 1
-                self.leave()
+                if self._per_thread.forwards.pop() is not None:
+                    self._leave()
+                    interrupts.disarm()
         store = self._saver.mover.store or self._store
         if store is not None:
             store.close()
@@ -189,19 +247,36 @@ def _open_store(config: OffloadConfig, directories: tuple[Path, ...], given: Sto
     return given if given is not None else _open.open_store(config, directories, on_device=on_device)
 
 
-def _enter(weak: weakref.ref[Offloader]) -> None:
+def _enter(weak: weakref.ref[Offloader], forward: weakref.ref[nn.Module], *_: Any) -> None:
     offloader = weak()
     if offloader is not None and not offloader.closed:
-        offloader.__enter__()
-        offloader._per_thread.forwards += 1
+        enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
+        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else None)
 
 
 def _leave(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
     if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
-        offloader._per_thread.forwards -= 1
-        offloader.leave()
+        if offloader._per_thread.forwards.pop() is None:
+            return
+        offloader._leave()
+        interrupts.disarm()
+        if interrupts.pending:
+            interrupts.deliver()
+
+
+def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whether the hooks stay off depends on what the model is given."""
+    offloader = weak()
+    if offloader is not None and offloader.entered and torch.is_grad_enabled():
+        pair = offloader._per_thread.pairs[-1]
+        if not offloader._saver.rest.begins(args, kwargs) and not pair.pushed:
+            pair.push()
 
 
 def _no_model() -> None:
     """What an Offloader without a model finds where it looks for one."""
+
+
+# A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.
+interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"))

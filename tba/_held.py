@@ -32,6 +32,7 @@ class Held:
         self, config: OffloadConfig, mover: Mover, counters: Counters, model: Callable[[], nn.Module | None]
     ) -> None:
         self.nbytes = 0
+        self.peak_bytes = 0  # of this step
         self._config = config
         self._mover = mover
         self._counters = counters
@@ -47,12 +48,14 @@ class Held:
         record.state = HELD
         record.held_bytes = record.nbytes
         self.nbytes += record.nbytes
+        if self.nbytes > self.peak_bytes:
+            self.peak_bytes = self.nbytes
         self._queue.append(record.ref)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
-                self._look_at_memory()
+                self.look_at_room()
         budget_bytes = self._room_bytes if self._adapts else self._mover.window_bytes
         if self.nbytes > budget_bytes:
             staging_bytes = self._mover.limits.staging_bytes
@@ -66,6 +69,7 @@ class Held:
     def end_step(self) -> None:
         """Forget the dead; memory may look different in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
+        self.peak_bytes = self.nbytes
         self._queue = deque(reference for reference in self._queue if reference() is not None)
 
     def _send(self, budget_bytes: int) -> None:
@@ -83,14 +87,21 @@ class Held:
                 record.offloaded = False
                 self._counters.kept_to_offloaded(-record.logical_bytes, why_not)
 
-    def _look_at_memory(self) -> None:
+    @property
+    def room_bytes(self) -> int:
+        """Where the budget adapts: what memory had room for when it was looked at."""
+        return self._room_bytes
+
+    def look_at_room(self) -> int:
+        """What memory has room for now, of what is held and of what may be."""
         self._unseen_bytes = 0
         if self._config.memory_budget is not None:
             self._room_bytes = int(self._config.memory_budget)
-            return
-        self._room_bytes = min(
-            _policy.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(device)) for device in self._devices
-        )
+        elif self._devices:
+            self._room_bytes = min(
+                _policy.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(each)) for each in self._devices
+            )
+        return self._room_bytes
 
     def _free_and_reserve_bytes(self, device: torch.device) -> tuple[int, int]:
         model, pressure, limits = self._model(), self._mover.pressure, self._mover.limits

@@ -1,11 +1,18 @@
-"""Hooks: pushing a pair of saved-tensor hooks on this thread, lifting it for a region, and tying it to a model.
+"""Hooks: this thread's stack of saved-tensor hooks, as far as its pairs are ours, and hooks that follow a model.
 
-The stack of hooks is thread-local and only its innermost pair applies.
+Only the innermost pair of the stack applies, and the stack belongs to one thread.
+
+A pair that a model's forward has pushed is taken off when the forward ends, except by KeyboardInterrupt: a module's
+closing hooks do not run then. So before anything is pushed, pairs whose forward is no longer on the Python stack go.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,23 +26,94 @@ Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
 
 
-def push(pack: Pack, unpack: Unpack) -> bool:
-    """Make the pair innermost; False, with a warning, where `disable_saved_tensors_hooks` of torch rules."""
-    try:
-        _torch.push_hooks(pack, unpack)
-    except RuntimeError as error:
-        warnings.warn(
-            f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left",
-            OffloadWarning,
-            stacklevel=3,
-        )
-        return False
-    return True
+class Pair:
+    """One pair of ours on this thread's stack.
+
+    Args:
+        forward: the model whose forward has pushed it, held weakly; None for a `with` statement.
+        on_dead: called where that forward has ended without taking the pair off.
+    """
+
+    def __init__(
+        self,
+        pack: Pack,
+        unpack: Unpack,
+        forward: weakref.ref[nn.Module] | None = None,
+        on_dead: Callable[[Pair], None] = lambda pair: None,
+    ) -> None:
+        self.pack = pack
+        self.unpack = unpack
+        self.on_dead = on_dead
+        self._forward = forward
+        # Which of the calls of this model on the stack it belongs to, from the outermost; 0 where there is none.
+        self._depth = _depth(forward) if forward is not None else 0
+        self.pushed = False
+
+    def enter(self, *, push: bool) -> None:
+        """Begin to be one of this thread's pairs, without its hooks for now unless `push`."""
+        clear_dead(self._forward)
+        _ours.pairs.append(self)
+        if push:
+            self.push()
+
+    def push(self) -> None:
+        """Make its hooks innermost. Warns where `disable_saved_tensors_hooks` of torch rules, and does nothing."""
+        try:
+            _torch.push_hooks(self.pack, self.unpack)
+        except RuntimeError as error:
+            warnings.warn(
+                f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left",
+                OffloadWarning,
+                stacklevel=3,
+            )
+            return
+        self.pushed = True
+
+    def pop(self) -> None:
+        """Take it off."""
+        _ours.pairs.remove(self)
+        if self.pushed:
+            self.pushed = False
+            _torch.pop_hooks()
+
+    def is_dead(self, entering: weakref.ref[nn.Module] | None) -> bool:
+        """Whether its forward has ended; another of the same model is just beginning where that is `entering`."""
+        if self._forward is None or not self._depth:
+            return False
+        return self._depth > _depth(self._forward) - (entering is not None and entering() is self._forward())
 
 
-def pop() -> None:
-    """Take the innermost pair off."""
-    _torch.pop_hooks()
+class _Ours(threading.local):
+    """Per thread: the pairs of ours on the stack, from the outermost."""
+
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []
+
+
+_ours = _Ours()
+
+
+def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
+    """Take the innermost pairs off whose forward has ended in a KeyboardInterrupt."""
+    while _ours.pairs and (pair := _ours.pairs[-1]).is_dead(entering):
+        top = _torch.top_hooks(True)
+        if pair.pushed and (top is None or top[0] != pair.pack):
+            return  # somebody else's pair is innermost
+        pair.pop()
+        pair.on_dead(pair)
+
+
+def _depth(model: weakref.ref[nn.Module]) -> int:
+    """How many calls of a model are on this thread's Python stack."""
+    depth, frame = 0, sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL and frame.f_locals.get("self") is model():
+            depth += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth
+
+
+_CALL = nn.Module._call_impl.__code__
 
 
 @contextmanager
@@ -56,39 +134,58 @@ def lifted(pack: Pack) -> Iterator[None]:
             _torch.push_hooks(*pair)
 
 
-class _ModelHook:
-    """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing."""
+def owner_of_innermost(but: Pack) -> str | None:
+    """Who has pushed the innermost pair, as `module.Class`; None where there is none, it is ours or checkpointing's."""
+    top = _torch.top_hooks(True)
+    if top is None or top[0] == but:
+        return None
+    pack: Any = top[0]
+    owner = type(pack.__self__) if getattr(pack, "__self__", None) is not None else pack
+    module, name = getattr(owner, "__module__", ""), getattr(owner, "__qualname__", type(owner).__qualname__)
+    if module.startswith("torch.utils.checkpoint"):
+        return None
+    return f"{module}.{name.partition('.<locals>')[0].removesuffix('.__init__')}"
 
-    def __init__(self, action: Callable[[], None]) -> None:
+
+class ModelHook:
+    """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing.
+
+    What stands in a copy needs no tba to be loaded: `sys.audit`, which takes any arguments and returns None.
+    """
+
+    def __init__(self, action: Callable[..., None]) -> None:
         self._action = action
 
-    def __call__(self, *_: Any, **__: Any) -> None:
-        self._action()
+    def __call__(self, *args: Any) -> None:
+        self._action(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return not_attached
+        return _nothing()
 
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _copied, ()
-
-
-def not_attached(*_: Any, **__: Any) -> None:
-    """What stands in a copied model where the original had a hook of an Offloader."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (sys.audit, "tba.not_attached")
 
 
-def _copied() -> Callable[..., None]:
-    return not_attached
+def _nothing() -> Callable[..., None]:
+    return functools.partial(sys.audit, "tba.not_attached")
+
+
+def before_forward(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
+    """Call `action(args, kwargs)` before the model's forward. Returns what ends that."""
+    hook = ModelHook(lambda _, args, kwargs: action(args, kwargs))
+    return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
 
 
 def tie(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:
-    """Call `enter` before the model's forward and `leave` after it, also when it raises. Returns what unties them."""
-    handles = (
-        model.register_forward_pre_hook(_ModelHook(enter), prepend=True),
-        model.register_forward_hook(_ModelHook(leave), always_call=True),
-    )
+    """Call `enter` before the model's forward and `leave` after it, also when it raises.
+
+    Returns what unties them.
+    """
+    remove_first = before_forward(model, lambda *_: enter())
+    last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)
 
     def untie() -> None:
-        for handle in handles:
-            handle.remove()
+        remove_first()
+        last.remove()
 
     return untie

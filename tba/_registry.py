@@ -17,6 +17,7 @@ from compact import Preset
 from ._config import OffloadConfig
 from ._engine import Offloader
 from ._errors import ConfigError
+from ._hooks import clear_dead
 
 _offloaders: weakref.WeakKeyDictionary[nn.Module, dict[OffloadConfig, Offloader]] = weakref.WeakKeyDictionary()
 
@@ -78,6 +79,13 @@ def attach(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
     offloader = offload_context(model, tier, compress=compress, config=config, **overrides)
+    for other in _offloaders[model].values():
+        if other is not offloader and other.tied and not other.closed:
+            raise ConfigError(
+                f"attach: this {type(model).__name__} is attached already, by {other!r}; close() that one first. "
+                f"Asked for: {_differences(offloader.config, other.config)}"
+            )
+    clear_dead()
     offloader.tie_to(model)
     return offloader
 
@@ -92,6 +100,11 @@ def _resolve(
     if not isinstance(config, OffloadConfig):
         raise ConfigError(f"config must be an OffloadConfig, got {type(config).__name__}: {config!r}")
     return config.model_copy(update=given) if given else config
+
+
+def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
+    fields = ((name, getattr(asked, name), getattr(found, name)) for name in type(asked).model_fields)
+    return ", ".join(f"{name}={one!r} instead of {other!r}" for name, one, other in fields if one != other)
 
 
 def _forget_in_child() -> None:

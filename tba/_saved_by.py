@@ -33,8 +33,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from compact import Saved
+from io_backends import interrupts
 
-from ._hooks import _ModelHook
+from ._hooks import ModelHook
 from ._kinds import RULES, Call, argument, is_weight, kind_in, other
 
 # Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
@@ -76,6 +77,7 @@ class SavedBy(TorchFunctionMode):
 
         def __exit__(self, *_: object) -> None: ...
 
+    @interrupts.lets_through
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -167,7 +169,7 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-class _Enter(_ModelHook):
+class _Enter(ModelHook):
     """Before a norm's forward."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -182,7 +184,7 @@ class _Enter(_ModelHook):
             _now.norms.append((self._id, x.numel()))
 
 
-class _Leave(_ModelHook):
+class _Leave(ModelHook):
     """After it, also when it or a hook before it has raised."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -15,11 +15,9 @@ Assumption: one thread does not edit in place what another thread's graph has sa
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,15 +26,16 @@ from typing import Any
 from torch import Tensor, UntypedStorage, nn
 
 from compact import Saved
-from io_backends import Store
+from io_backends import Store, interrupts
 
-from . import _policy, _streams
+from . import _backward, _policy, _streams
 from ._compress import compressor
 from ._config import OffloadConfig
 from ._derivations import Derivations, again
 from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
+from ._fork import dies_in_child
 from ._held import Held
 from ._known import Known
 from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
@@ -46,6 +45,7 @@ from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._quiet import quiet
 from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains
 from ._residency import Residency
+from ._rest import Rest
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
@@ -72,18 +72,25 @@ class Saver:
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._min_slice_bytes = self._min_tensor_bytes // _SLICES
-        self._model = model
+        self.model = model  # gives it, or None
+        self._marked = False  # the model's weights, in this step
         self._chains = Chains()
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
         self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
+        self.rest = Rest(
+            config.tier == "auto" and self.compressor is None and model() is not None,
+            model,
+            self.held.look_at_room,
+            fixed=config.memory_budget is not None,
+        )
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
         self._numbers = 0
         self._started_s = time.monotonic()
-        _savers.add(self)
+        dies_in_child(self)
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -97,9 +104,8 @@ class Saver:
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return tensor.detach(), tensor._version
-        mover, lock = self.mover, self.lock
-        lock.acquire()  # here and in `_unpack` without `with`, which takes a fifth of the time that a weight does
-        try:
+        mover = self.mover
+        with self.lock:
             on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
             if not on_cpu and _streams.capturing(tensor):
@@ -108,7 +114,7 @@ class Saver:
             if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
                 if steps.backward_seen:
                     self.end_step()
-                    self.mark_weights()
+                self.mark_weights()
                 steps.open = True
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
@@ -116,10 +122,10 @@ class Saver:
                 packed = self._pass_weight(tensor)
             else:
                 packed = self._pack_activation(tensor, base, on_cpu)
-        finally:
-            lock.release()
         if mover.ended:
             mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
         return packed
 
     def _pass_weight(self, tensor: Tensor) -> Packed:
@@ -250,9 +256,10 @@ class Saver:
     def _unpack(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         if self.dead:
             return look_in_child(record, view)
+        if task != _backward.task:
+            _backward.begins(task)
         mover, compressor = self.mover, self.compressor
-        self.lock.acquire()
-        try:
+        with self.lock:
             if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
                 return peeked
             if self._remains or mover.unconfirmed or mover.ended:
@@ -273,8 +280,6 @@ class Saver:
                 self.residency.answered(record)
                 return look(record, view)
             tensor = None if derived else self._look(record, view, task, to_code)
-        finally:
-            self.lock.release()
         if derived:
             return again(record, view, alone=to_code)
         while tensor is None:
@@ -283,6 +288,8 @@ class Saver:
                 tensor = self._look(record, view, task, to_code)
         if mover.ended:
             mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
         return tensor
 
     def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
@@ -355,15 +362,25 @@ class Saver:
         if self.compressor is not None and self.derivations is not None:
             self.compressor.end_step()
             self.derivations.end_step(self._numbers)
+        peak_bytes = self.held.peak_bytes
         self.held.end_step()
         self._chains.end_step()
+        self._marked = False
         self.mover.trim()
-        self.steps.end(self.mover.file_bytes())
+        last = self.steps.end(self.mover.file_bytes())
+        fitted = not (last.offloaded_bytes or last.errors)
+        self.rest.end_step(peak_bytes, self.held.room_bytes, fitted=fitted)
+
+    def enter(self) -> None:
+        """The context is entered: between steps, weights may have been replaced."""
+        if not self.steps.open:
+            self._marked = False
 
     def mark_weights(self) -> None:
-        """Learn the model's storages anew: they may have been replaced."""
-        if (model := self._model()) is not None:
+        """Once a step: learn the model's storages anew, as they may have been replaced."""
+        if not self._marked and (model := self.model()) is not None:
             mark_weights(model)
+        self._marked = True
 
     def stats(self) -> OffloadStats:
         """A snapshot of the counters."""
@@ -376,21 +393,7 @@ class Saver:
             projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
         )
 
-    # -- fork ----------------------------------------------------------------------------------------------------
-
     def die(self) -> None:
         """In a forked child."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-
-
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for saver in list(_savers):
-        saver.die()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

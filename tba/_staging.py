@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from io_backends import interrupts
+
 _PERIOD_S = 0.05  # how often a wait looks for what a worker could not land
 _PATIENCE_S = 0.01
 
@@ -37,7 +39,7 @@ class Staging:
         self.peak_bytes = 0
 
     def wait_for_room(self, nbytes: int, cap_bytes: int) -> bool:
-        """Wait until `nbytes` more fit below the cap; False when transfers have stalled."""
+        """Wait until `nbytes` more fit below the cap; False when transfers have stalled, or for an interrupt."""
 
         def fits() -> bool:
             return self.has_room(nbytes, cap_bytes)
@@ -48,7 +50,8 @@ class Staging:
                 return fits()
         if self._wait(fits):
             return True
-        self._stalled_at = self._landings
+        if not interrupts.waiting():
+            self._stalled_at = self._landings
         return False
 
     @property
@@ -61,7 +64,7 @@ class Staging:
         return not self.count or self.bytes + nbytes <= cap_bytes
 
     def wait_until_idle(self) -> bool:
-        """Wait until nothing is in flight; False when transfers have stalled."""
+        """Wait until nothing is in flight; False when transfers have stalled, or for an interrupt."""
         return self._wait(lambda: not self.count)
 
     def depart(self, nbytes: int) -> None:
@@ -89,7 +92,7 @@ class Staging:
                 deadline_s = time.monotonic() + self._timeout_s
                 while not satisfied() and self._landings == landings:
                     left_s = deadline_s - time.monotonic()
-                    if left_s <= 0:
+                    if left_s <= 0 or interrupts.waiting():
                         return False
                     if not self._condition.wait(min(left_s, _PERIOD_S)):
                         self._catch_up()

@@ -13,6 +13,7 @@ import warnings
 from torch.utils import checkpoint
 
 from ._errors import OffloadWarning
+from ._policy import FITS
 from ._stats import Counters, OffloadStats, difference
 
 
@@ -33,13 +34,26 @@ class Steps:
         """Whether the open step's backward has run, or begun."""
         return self.open and self.backward_seen
 
-    def end(self, file_bytes: int) -> None:
-        """The open step has ended."""
+    def end(self, file_bytes: int) -> OffloadStats:
+        """The open step has ended: what it has moved."""
         self.open = self.backward_seen = False
         self._counters.steps += 1
         now = self._counters.snapshot(file_bytes=file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last, forward_seen=True)
+        return self.last
+
+    def tell_of_foreign(self, name: str) -> None:
+        """Another pair of hooks was innermost: say so if nothing but weights has reached ours."""
+        if self._counters.offloaded_bytes or self._counters.kept_by_reason.get(FITS):
+            return
+        self.told = True
+        warnings.warn(
+            f"tier={self._tier!r} gets nothing: the saved-tensor hooks of {name} act inside of this context, and "
+            "PyTorch asks the innermost pair alone; switch that offloading off, or enter tba inside of it",
+            OffloadWarning,
+            stacklevel=5,
+        )
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
         """Once: a tier that was asked for and moved nothing says why. What backward packs is nothing to judge by."""
@@ -49,7 +63,10 @@ class Steps:
         if step.offloaded_bytes or step.errors:
             return
         if not step.saved_bytes:
-            why = "autograd saved nothing (torch.no_grad, or no tensor that requires a gradient)"
+            why = (
+                "autograd saved nothing here (torch.no_grad, no tensor that requires a gradient, or another pair of "
+                "saved-tensor hooks inside of this context)"
+            )
         else:
             kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
             why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"

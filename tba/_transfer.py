@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from io_backends import Buffer, Store, StoreError, Ticket
+from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
 from . import _direct, _policy, _streams
 from ._endurance import Allowance
@@ -91,10 +91,10 @@ class Mover:
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
             self.counters.backpressure_s += time.perf_counter() - begun_s
             if not room:
-                self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
+                if not interrupts.waiting():
+                    self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
                 return _policy.NOT_WRITTEN
-        alias = record.alias
-        if record.state not in (PENDING, HELD) or alias is None:
+        if (alias := record.alias) is None or record.state not in (PENDING, HELD):
             return _policy.FITS  # changed hands while we waited
         if self._moved(record, alias.untyped_storage()):
             return _MOVED

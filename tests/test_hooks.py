@@ -24,7 +24,7 @@ def same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Pair:
+class Counting:
     """A pair of hooks that counts what it packs."""
 
     def __init__(self) -> None:
@@ -33,6 +33,13 @@ class Pair:
     def pack(self, tensor: Tensor) -> Tensor:
         self.packed += 1
         return tensor.detach()
+
+
+def push(pack: Pack, unpack: Pack = same) -> _hooks.Pair:
+    """Make a pair the innermost of this thread."""
+    pair = _hooks.Pair(pack, unpack)
+    pair.enter(push=True)
+    return pair
 
 
 def save() -> None:
@@ -48,42 +55,43 @@ def _stack_is_left_as_it_was() -> Iterator[None]:
 
 
 def test_the_innermost_pair_is_called_and_only_while_it_is_on() -> None:
-    outer, inner = Pair(), Pair()
-    assert _hooks.push(outer.pack, same)
+    outer, inner = Counting(), Counting()
+    first = push(outer.pack)
     save()
-    assert _hooks.push(inner.pack, same)
+    second = push(inner.pack)
     save()
-    _hooks.pop()
+    second.pop()
     save()
-    _hooks.pop()
+    first.pop()
     save()
     assert (outer.packed, inner.packed) == (2, 1)
 
 
 def test_a_pair_belongs_to_one_thread() -> None:
-    pair = Pair()
-    _hooks.push(pair.pack, same)
+    pair = Counting()
+    pushed = push(pair.pack)
     thread = threading.Thread(target=save)
     thread.start()
     thread.join()
-    _hooks.pop()
+    pushed.pop()
     assert pair.packed == 0
 
 
 def test_where_hooks_are_disabled_a_warning_says_so() -> None:
-    pair = Pair()
+    pair = Counting()
     with torch.autograd.graph.disable_saved_tensors_hooks("not in this region"):
         with pytest.warns(OffloadWarning, match="hooks are disabled here .*not in this region.*nothing is offloaded"):
-            assert not _hooks.push(pair.pack, same)
+            pushed = push(pair.pack)
+        assert not pushed.pushed
         save()
+        pushed.pop()
     assert pair.packed == 0
 
 
 def test_lifted_for_a_region_and_back_in_the_same_order() -> None:
-    pair = Pair()
+    pair = Counting()
     unpacks = (lambda tensor: tensor, lambda tensor: tensor)  # entered twice; told apart by their unpack
-    for unpack in unpacks:
-        _hooks.push(pair.pack, unpack)
+    pushed = [push(pair.pack, unpack) for unpack in unpacks]
     with _hooks.lifted(pair.pack):
         assert _torch.top_hooks(True) is None
         save()
@@ -92,13 +100,12 @@ def test_lifted_for_a_region_and_back_in_the_same_order() -> None:
         top = _torch.top_hooks(True)
         assert top is not None
         assert top == (pair.pack, unpack)
-        _hooks.pop()
+        pushed.pop().pop()
 
 
 def test_pairs_of_others_are_left_alone() -> None:
-    ours, other = Pair(), Pair()
-    _hooks.push(other.pack, same)
-    _hooks.push(ours.pack, same)
+    ours, other = Counting(), Counting()
+    theirs_pushed, ours_pushed = push(other.pack), push(ours.pack)
     with _hooks.lifted(ours.pack):
         save()  # theirs is beneath ours and acts now
     with torch.autograd.graph.saved_tensors_hooks(other.pack, same), _hooks.lifted(ours.pack):
@@ -106,17 +113,17 @@ def test_pairs_of_others_are_left_alone() -> None:
     assert (ours.packed, other.packed) == (0, 2)
     save()
     assert ours.packed == 1
-    _hooks.pop()
-    _hooks.pop()
+    ours_pushed.pop()
+    theirs_pushed.pop()
 
 
 def test_an_exception_in_the_region_brings_the_pair_back() -> None:
-    pair = Pair()
-    _hooks.push(pair.pack, same)
+    pair = Counting()
+    pushed = push(pair.pack)
     with pytest.raises(ZeroDivisionError), _hooks.lifted(pair.pack):
         raise ZeroDivisionError
     save()
-    _hooks.pop()
+    pushed.pop()
     assert pair.packed == 1
 
 

@@ -1,0 +1,158 @@
+"""Interrupts: a Ctrl-C that strikes while the engine's own code runs is delivered when that code can be left.
+
+CPython calls signal handlers between two bytecodes of the main thread, and the usual ones raise there: SIGINT's
+KeyboardInterrupt, the error of a time limit for SIGALRM. What was running is torn in two, and no order of statements is
+safe from that everywhere. So, in the manner of trio (`trio/_core/_ki.py`), a handler of ours stands in front of the
+program's while there is something to tear:
+
+    signal -> `_handle` -> is the innermost frame of protected code on the stack?
+                             no:  the program's handler is called, at once
+                             yes: it is noted in `pending`; `deliver` calls the program's handler
+
+Guarantees:
+
+1. Between `arm` and `disarm` the program's handler does not run in the midst of protected code. It runs at `deliver`,
+   which protected code calls where it may be left: at the end of every call from outside, and while it waits.
+2. A signal is never lost. Where protected code ends without `deliver` (a callback of a weak reference), a thread raises
+   it again every few milliseconds until it meets other code.
+3. Outside of `arm` and `disarm` the program's handlers are in place as it has set them. A handler that it sets in
+   between is left alone, until the next `arm` stands in front of that one.
+
+Assumptions: protected code is told by the file it stands in; what it calls and waits for in the C library returns
+within moments. Signals are handled on the main thread only, so others need no protection.
+"""
+
+from __future__ import annotations
+
+import _thread
+import functools
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Handler = Callable[[int, FrameType | None], Any]
+
+# Those whose handlers raise, in programs that live on.
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+_REMIND_S = 0.002
+
+pending: int = 0  # the signal still to be delivered, or 0
+
+_protected: tuple[str, ...] = ()  # beginnings of file names
+_unprotected: tuple[str, ...] = ()  # the same of exceptions
+_lets_through: set[CodeType] = set()
+_programs: dict[int, Handler] = {}  # the handlers that ours stands in front of
+_armed = 0
+
+
+def protect(package: str, *, but: tuple[str, ...] = ()) -> None:
+    """Protect the code in a package's folder, but for what begins with one of the paths `but` in it."""
+    global _protected, _unprotected
+    _protected = (*_protected, os.path.join(package, ""))
+    _unprotected = (*_unprotected, *(os.path.join(package, path) for path in but))
+
+
+def lets_through(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a protected function that calls code of the program: what it calls may be interrupted, it may not."""
+    _lets_through.add(function.__code__)
+    return function
+
+
+def whole(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a protected function that the program calls: an interrupt comes before it or after it."""
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = function(*args, **kwargs)
+        if pending and not _is_protected(sys._getframe(1)):
+            deliver()
+        return result
+
+    global _RUN
+    _RUN = run.__code__  # one for all
+    return functools.wraps(function)(run)
+
+
+_RUN: CodeType | None = None
+
+
+def on_main_thread() -> bool:
+    """Whether this is the thread that signals are handled on."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def arm() -> None:
+    """Stand in front of the program's handlers, on the main thread. To be undone by as many calls of `disarm`."""
+    global _armed
+    if not on_main_thread():
+        return
+    for number in _SIGNALS:  # SIGINT first: from then on this is protected itself
+        handler = signal.getsignal(number)
+        if callable(handler) and handler is not _handle:
+            _programs[number] = handler
+            signal.signal(number, _handle)
+    _armed += 1
+
+
+def disarm() -> None:
+    """Give the program its handlers back, on the main thread, once `disarm` was called as often as `arm`."""
+    global _armed
+    if not on_main_thread() or not _armed:
+        return
+    _armed -= 1
+    if not _armed:
+        for number, handler in reversed(_programs.items()):
+            if signal.getsignal(number) is _handle:
+                signal.signal(number, handler)
+
+
+def deliver() -> None:
+    """Call the program's handler for the pending signal, which may raise. Does nothing off the main thread."""
+    global pending
+    if waiting():
+        number, pending = pending, 0
+        _programs.get(number, signal.default_int_handler)(number, sys._getframe(1))
+
+
+def waiting() -> bool:
+    """Whether this thread has a signal to deliver: what it waits for may be given up."""
+    return bool(pending) and on_main_thread()
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    global pending
+    if not _is_protected(frame):
+        _programs.get(number, signal.default_int_handler)(number, frame)
+        return
+    if not pending:
+        _thread.start_new_thread(_remind, ())
+    pending = number
+
+
+def _is_protected(frame: FrameType | None) -> bool:
+    innermost = frame
+    while frame is not None:
+        code = frame.f_code
+        file = code.co_filename
+        if file.startswith(_protected) and not file.startswith(_unprotected) and code is not _RUN:
+            return frame is innermost or code not in _lets_through
+        frame = frame.f_back
+    return False
+
+
+def _remind() -> None:
+    """On a thread of its own: raise the pending signal again until somebody has delivered it."""
+    while pending:
+        time.sleep(_REMIND_S)
+        if number := pending:
+            _thread.interrupt_main(signal.Signals(number))
+
+
+protect(os.path.dirname(__file__))
