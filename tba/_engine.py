@@ -98,45 +98,51 @@ class Offloader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            self._leave()
-            steps = self._saver.steps
-            if kind is None and not (steps.told or self.entered or self._saver.dead):
-                steps.tell_if_idle(self.stats(), forward_seen=steps.open)
-        finally:
-            interrupts.disarm()
+        self._leave()
+        steps = self._saver.steps
+        if kind is None and not (steps.told or self.entered or self._saver.dead):
+            steps.tell_if_idle(self.stats(), forward_seen=steps.open)
         if interrupts.pending:
             interrupts.deliver()
 
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
-        interrupts.arm()
+        saver = self._saver
+        pushes = not saver.rest.goes_on()
+        if pushes:
+            interrupts.arm()
         try:
-            saver = self._saver
             saver.enter()
             pair = Pair(saver.pack, saver.unpack, forward, self._forget)
-            pair.enter(push=not saver.rest.goes_on())
+            pair.enter(push=pushes)
             if pair.pushed:
                 self._foreign.watch(saver.model())
             if self._saved_by is not None:
                 self._saved_by.__enter__()
+            pair.armed = pushes
             self._per_thread.pairs.append(pair)
-            if interrupts.waiting():
-                self._leave()
-                interrupts.deliver()
         except BaseException:
-            interrupts.disarm()
+            if pushes:
+                interrupts.disarm()
             raise
+        if interrupts.waiting():
+            self._leave()
+            interrupts.deliver()
         return pair
 
     def _leave(self) -> None:
         """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
-        if self._saved_by is not None:
-            self._saved_by.__exit__(None, None, None)
-        self._per_thread.pairs.pop().pop()
-        self._end_packing()
-        if (foreign := self._foreign.end()) is not None:
-            self._saver.steps.tell_of_foreign(foreign)
+        pair = self._per_thread.pairs.pop()
+        try:
+            if self._saved_by is not None:
+                self._saved_by.__exit__(None, None, None)
+            pair.pop()
+            self._end_packing()
+            if (foreign := self._foreign.end()) is not None:
+                self._saver.steps.tell_of_foreign(foreign)
+        finally:
+            if pair.armed:
+                interrupts.disarm()
 
     def _end_packing(self) -> None:
         saver = self._saver
@@ -153,7 +159,8 @@ class Offloader:
         self._per_thread.pairs.remove(pair)
         self._per_thread.forwards.remove(pair)
         self._end_packing()
-        interrupts.disarm()
+        if pair.armed:
+            interrupts.disarm()
 
     @interrupts.whole
     def stats(self) -> OffloadStats:
@@ -234,7 +241,6 @@ class Offloader:
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
                 if self._per_thread.forwards.pop() is not None:
                     self._leave()
-                    interrupts.disarm()
         store = self._saver.mover.store or self._store
         if store is not None:
             store.close()
@@ -260,7 +266,6 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
         if offloader._per_thread.forwards.pop() is None:
             return
         offloader._leave()
-        interrupts.disarm()
         if interrupts.pending:
             interrupts.deliver()
 
@@ -271,6 +276,9 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     if offloader is not None and offloader.entered and torch.is_grad_enabled():
         pair = offloader._per_thread.pairs[-1]
         if not offloader._saver.rest.begins(args, kwargs) and not pair.pushed:
+            if not pair.armed:
+                interrupts.arm()
+                pair.armed = True
             pair.push()
 
 

@@ -48,6 +48,7 @@ class Pair:
         # Which of the calls of this model on the stack it belongs to, from the outermost; 0 where there is none.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
+        self.armed = False  # whether interrupts are held back for it
 
     def enter(self, *, push: bool) -> None:
         """Begin to be one of this thread's pairs, without its hooks for now unless `push`."""

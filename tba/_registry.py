@@ -19,7 +19,17 @@ from ._engine import Offloader
 from ._errors import ConfigError
 from ._hooks import clear_dead
 
-_offloaders: weakref.WeakKeyDictionary[nn.Module, dict[OffloadConfig, Offloader]] = weakref.WeakKeyDictionary()
+
+class _Known:
+    """The Offloaders of a model, and what was asked for last: to check settings takes longer than a small step."""
+
+    def __init__(self) -> None:
+        self.by_settings: dict[OffloadConfig, Offloader] = {}
+        self.asked: tuple[Any, ...] = ()
+        self.given: Offloader | None = None
+
+
+_offloaders: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
 def offload_context(
@@ -52,13 +62,17 @@ def offload_context(
     """
     if model is not None and not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module or None, got {type(model).__name__}: {model!r}")
-    settings = _resolve(tier, compress, config, overrides)
     if model is None:
-        return Offloader(None, settings)
-    known = _offloaders.setdefault(model, {})
-    offloader = known.get(settings)
+        return Offloader(None, _resolve(tier, compress, config, overrides))
+    known = _offloaders.setdefault(model, _Known())
+    asked = tier, compress, config, overrides, _environment()
+    if known.asked == asked and known.given is not None and not known.given.closed:
+        return known.given
+    settings = _resolve(tier, compress, config, overrides)
+    offloader = known.by_settings.get(settings)
     if offloader is None or offloader.closed:
-        offloader = known[settings] = Offloader(model, settings)
+        offloader = known.by_settings[settings] = Offloader(model, settings)
+    known.asked, known.given = asked, offloader
     return offloader
 
 
@@ -79,7 +93,7 @@ def attach(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
     offloader = offload_context(model, tier, compress=compress, config=config, **overrides)
-    for other in _offloaders[model].values():
+    for other in _offloaders[model].by_settings.values():
         if other is not offloader and other.tied and not other.closed:
             raise ConfigError(
                 f"attach: this {type(model).__name__} is attached already, by {other!r}; close() that one first. "
@@ -100,6 +114,13 @@ def _resolve(
     if not isinstance(config, OffloadConfig):
         raise ConfigError(f"config must be an OffloadConfig, got {type(config).__name__}: {config!r}")
     return config.model_copy(update=given) if given else config
+
+
+def _environment() -> list[tuple[Any, Any]]:
+    """The variables that settings may come from."""
+    environment: Any = getattr(os, "environb", os.environ)  # in bytes: nothing has to be decoded
+    prefix = b"TBA_" if environment is not os.environ else "TBA_"
+    return [(name, environment[name]) for name in environment if name[:4].upper() == prefix]
 
 
 def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
