@@ -45,6 +45,7 @@ _SIGNALS = tuple(int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "S
 _REMIND_S = 0.002
 # As they are in C: the module's own take 4 us a call, to make members of an enum.
 _get: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+_trip: Callable[..., None] = _thread.interrupt_main
 _set: Callable[[int, Handler], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 
 pending: int = 0  # the signal still to be delivered, or 0
@@ -54,6 +55,7 @@ _unprotected: tuple[str, ...] = ()  # the same of exceptions
 _lets_through: set[CodeType] = set()
 _programs: dict[int, Handler] = {}  # the handlers that ours stands in front of
 _armed = 0
+_reminded = False  # whether a signal comes from `_remind`
 
 
 def protect(package: str, *, but: tuple[str, ...] = ()) -> None:
@@ -73,10 +75,15 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a protected function that the program calls: an interrupt comes before it or after it."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = function(*args, **kwargs)
-        if pending and not _is_protected(sys._getframe(1)):
-            deliver()
-        return result
+        armed = _armed
+        try:
+            arm()
+            return function(*args, **kwargs)
+        finally:
+            if _armed > armed:
+                disarm()
+            if pending and not _is_protected(sys._getframe(1)):
+                deliver()
 
     global _RUN
     _RUN = run.__code__  # one for all
@@ -130,13 +137,17 @@ def waiting() -> bool:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
-    global pending
-    if not _is_protected(frame):
-        _programs.get(number, signal.default_int_handler)(number, frame)
+    global pending, _reminded
+    reminded, _reminded = _reminded, False
+    if reminded and not pending:
+        return  # delivered meanwhile
+    if _is_protected(frame):
+        if not pending:
+            _thread.start_new_thread(_remind, ())
+        pending = number
         return
-    if not pending:
-        _thread.start_new_thread(_remind, ())
-    pending = number
+    pending = 0
+    _programs.get(number, signal.default_int_handler)(number, frame)
 
 
 def _is_protected(frame: FrameType | None) -> bool:
@@ -151,11 +162,17 @@ def _is_protected(frame: FrameType | None) -> bool:
 
 
 def _remind() -> None:
-    """On a thread of its own: raise the pending signal again until somebody has delivered it."""
+    """On a thread of its own: raise the pending signal again until it has been delivered.
+
+    From the look at `pending` to the signal the interpreter does not switch threads, as it does so only where it looks
+    for signals too. The main thread may still deliver before it looks: `_reminded` tells `_handle` of that.
+    """
+    global _reminded
     while pending:
         time.sleep(_REMIND_S)
-        if number := pending:
-            _thread.interrupt_main(signal.Signals(number))
+        if pending and _armed:
+            _reminded = True
+            _trip(pending)
 
 
 protect(os.path.dirname(__file__))
