@@ -274,8 +274,8 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     """Whether the hooks stay off depends on what the model is given."""
     offloader = weak()
     if offloader is not None and offloader.entered and torch.is_grad_enabled():
-        pair = offloader._per_thread.pairs[-1]
-        if not offloader._saver.rest.begins(args, kwargs) and not pair.pushed:
+        pair, saver = offloader._per_thread.pairs[-1], offloader._saver
+        if not saver.rest.begins(args, kwargs, next_step=saver.steps.over) and not pair.pushed:
             if not pair.armed:
                 interrupts.arm()
                 pair.armed = True

@@ -32,7 +32,6 @@ class Held:
         self, config: OffloadConfig, mover: Mover, counters: Counters, model: Callable[[], nn.Module | None]
     ) -> None:
         self.nbytes = 0
-        self.peak_bytes = 0  # of this step
         self._config = config
         self._mover = mover
         self._counters = counters
@@ -48,8 +47,6 @@ class Held:
         record.state = HELD
         record.held_bytes = record.nbytes
         self.nbytes += record.nbytes
-        if self.nbytes > self.peak_bytes:
-            self.peak_bytes = self.nbytes
         self._queue.append(record.ref)
         if self._adapts:
             self._devices.add(record.device)
@@ -69,7 +66,6 @@ class Held:
     def end_step(self) -> None:
         """Forget the dead; memory may look different in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
-        self.peak_bytes = self.nbytes
         self._queue = deque(reference for reference in self._queue if reference() is not None)
 
     def _send(self, budget_bytes: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 # Whether the model is in training mode, and its arguments in the order in which they are found (`_shapes`).
 Shapes = tuple[bool, tuple[tuple[Any, ...], ...]]
 
-# What must be left beyond a step's peak for it to have fitted with room, as a part of that peak.
+# What must be left beyond what a step kept for it to have fitted with room, as a part of that.
 _SPARE = 0.25
 _MOST_SHAPES = 16
 _MOST_ENTRIES = 1000  # without a look
@@ -44,21 +44,22 @@ class Rest:
         self._model = model
         self._room = room
         self._fixed = fixed
-        self._peak_bytes = 0
+        self._kept_bytes = 0
         self._fitted: list[Shapes] = []
-        self._met: list[Shapes] = []  # since the last step ended
+        self._met: list[Shapes] = []  # in this step, with the hooks on
+        self._met_next: list[Shapes] = []  # in the next one
         self._trained = 0
         self._entries_left = 0
 
-    def end_step(self, peak_bytes: int, room_bytes: int, *, fitted: bool) -> None:
-        """A step whose tensors were seen has ended: it held `peak_bytes` of them, and had room for `room_bytes`."""
-        met, self._met = self._met, []
-        if not self.possible or not met or not fitted or peak_bytes * (1 + _SPARE) > room_bytes:
+    def end_step(self, kept_bytes: int, room_bytes: int, *, fitted: bool) -> None:
+        """A step whose tensors were seen has ended: it kept `kept_bytes` of them, and had room for `room_bytes`."""
+        met, self._met, self._met_next = self._met, self._met_next, []
+        if not self.possible or not met or not fitted or kept_bytes * (1 + _SPARE) > room_bytes:
             return
         for shapes in met:
             if not any(covers(known, shapes) for known in self._fitted):
                 self._fitted = [*self._fitted[1 - _MOST_SHAPES :], shapes]
-        self._peak_bytes = max(self._peak_bytes, peak_bytes)
+        self._kept_bytes = max(self._kept_bytes, kept_bytes)
         self._trained = self._count_trained()
         self._entries_left = 0
         self.resting = True
@@ -70,19 +71,22 @@ class Rest:
         if self._entries_left:
             self._entries_left -= 1
             return True
-        looks = self._peak_bytes and not self._fixed
+        looks = self._kept_bytes and not self._fixed
         room_bytes = self._room() if looks else 0
-        if (looks and room_bytes < self._peak_bytes * (1 + _SPARE)) or self._count_trained() != self._trained:
+        if (looks and room_bytes < self._kept_bytes * (1 + _SPARE)) or self._count_trained() != self._trained:
             self.resting = False
             self._fitted.clear()
-            self._peak_bytes = 0
+            self._kept_bytes = 0
             return False
-        entries = room_bytes // (2 * self._peak_bytes) if looks else _MOST_ENTRIES
+        entries = room_bytes // (2 * self._kept_bytes) if looks else _MOST_ENTRIES
         self._entries_left = max(1, min(entries, _MOST_ENTRIES)) - 1
         return True
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The model's forward begins, with these arguments: whether the hooks stay off."""
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, next_step: bool = False) -> bool:
+        """The model's forward begins, with these arguments: whether the hooks stay off.
+
+        `next_step`: backward has run since the last, so what this one saves first will end the step.
+        """
         if not self.possible:
             return False
         model = self._model()
@@ -94,8 +98,10 @@ class Rest:
         if self.resting and any(covers(known, shapes) for known in self._fitted):
             return True
         self.resting = False
-        if shapes not in self._met:
-            self._met = [*self._met[1 - _MOST_SHAPES :], shapes]
+        met = self._met_next if next_step else self._met
+        if shapes not in met:
+            met.append(shapes)
+            del met[:-_MOST_SHAPES]
         return False
 
     def _count_trained(self) -> int:

@@ -362,14 +362,13 @@ class Saver:
         if self.compressor is not None and self.derivations is not None:
             self.compressor.end_step()
             self.derivations.end_step(self._numbers)
-        peak_bytes = self.held.peak_bytes
         self.held.end_step()
         self._chains.end_step()
         self._marked = False
         self.mover.trim()
         last = self.steps.end(self.mover.file_bytes())
         fitted = not (last.offloaded_bytes or last.errors)
-        self.rest.end_step(peak_bytes, self.held.room_bytes, fitted=fitted)
+        self.rest.end_step(last.kept_by_reason.get(_policy.FITS, 0), self.held.room_bytes, fitted=fitted)
 
     def enter(self) -> None:
         """The context is entered: between steps, weights may have been replaced."""
