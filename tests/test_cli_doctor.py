@@ -257,24 +257,24 @@ def test_rows_say_every_fact() -> None:
     text = "\n".join(f"{label}|{text}" for label, text in rows(facts))
     for line in (
         "path|/disk",
-        "|ext4 on /dev/vda, 100 GiB free",
+        "|ext4 on /dev/vda, 100.0 GiB free",
         "|direct I/O: yes, aligned to 512 bytes",
-        "|blocks of 16 MiB: write 2.00 GB/s, read 3.00 GB/s",
-        "memory|50 GiB free of 64 GiB (machine and cgroup)",
-        "|budgets: 32 GiB of memory, 80 GiB of disk, the node's divided by 2 ranks",
-        "|locked memory (RLIMIT_MEMLOCK): 8 MiB",
-        "cuda:0|A GPU, 79 GiB free of 80 GiB",
+        "|blocks of 16.0 MiB: write 2.00 GB/s, read 3.00 GB/s",
+        "memory|50.0 GiB free of 64.0 GiB (machine and cgroup)",
+        "|budgets: 32.0 GiB of memory, 80.0 GiB of disk, the node's divided by 2 ranks",
+        "|locked memory (RLIMIT_MEMLOCK): 8.0 MiB",
+        "cuda:0|A GPU, 79.0 GiB free of 80.0 GiB",
         "|PCIe 0000:3b:00.0: 16 lanes at 16 GT/s",
         "|pinned copies: 25.00 GB/s in, 26.00 GB/s out",
         "kvikio|kvikio is not installed",
         "allocator|jemalloc (tba run would choose jemalloc)",
-        "written|512 MiB today of 1 GiB",
+        "written|512.0 MiB today of 1.0 GiB",
     ):
         assert line in text.splitlines()
     absent = replace(FIT, paths=(replace(DISK, facts=PathFacts(path="/disk", exists=False), disk=None),))
     assert list(rows(absent))[:2] == [
         ("path", "/disk"),
-        ("memory", "50 GiB free of 64 GiB (machine and cgroup)"),
+        ("memory", "50.0 GiB free of 64.0 GiB (machine and cgroup)"),
     ]
 
 
@@ -288,7 +288,7 @@ def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -
         ("", "staging_bytes = 1.5 GiB  (from TBA_STAGING_BYTES)"),
     ]
     assert shown[3][1].startswith(
-        "by default: compress = None, rank = None, seed = 0, io_backend = auto, min_tensor_bytes = 1 MiB"
+        "by default: compress = None, rank = None, seed = 0, io_backend = auto, min_tensor_bytes = 1.0 MiB"
     )
     assert [value_text(value) for value in (None, False, 60.0)] == ["None", "False", "60.0"]
 

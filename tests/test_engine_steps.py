@@ -127,3 +127,24 @@ def test_a_tier_that_moved_nothing_says_so_where_its_context_is_left(scratch: Pa
             with warnings.catch_warnings(action="error"), offload:  # leaves nothing: the outer one is still there
                 loss = model(torch.randn(BATCH, WIDTH)).square().mean()
         loss.backward()
+
+
+def test_a_step_that_fits_in_the_window_says_that_it_was_held_back(scratch: Path) -> None:
+    nbytes = 4 * 4 << 20
+    with engine(scratch, prefetch_bytes=nbytes) as offload:
+        for _ in range(2):
+            leaf, x = activation(1 << 20)
+            with offload:
+                y = chain(x, 4)
+            y.sum().backward()
+            del leaf, x, y
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.written_bytes, stats.held_bytes) == (2 * nbytes, 0, nbytes)
+        assert "nothing was written: all fits in what is held back (16.0 MiB at most)" in str(stats)
+    with engine(scratch, prefetch_bytes=nbytes // 2) as offload:
+        x = activation(1 << 20)[1]
+        with offload:
+            chain(x, 4)
+        stats = offload.stats()
+        assert 0 < stats.held_bytes <= nbytes // 2
+        assert "nothing was written" not in str(stats)

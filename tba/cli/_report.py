@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba._config import Setting
+from tba._sizes import size
 
 from ._checks import Facts, Finding, Level, PathReport
 
@@ -118,12 +119,7 @@ def _grid(lines: Iterator[tuple[Text, Text]]) -> Table:
 
 
 def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "no limit"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{nbytes} bytes"
+    return "no limit" if nbytes is None else size(nbytes)
 
 
 def _rate(bytes_per_s: float | None) -> str:
