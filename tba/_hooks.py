@@ -5,7 +5,6 @@ The stack of hooks is thread-local and only its innermost pair applies.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import _torch
-from ._errors import OffloadWarning
+from ._frames import warn
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -24,11 +23,7 @@ def push(pack: Pack, unpack: Unpack) -> bool:
     try:
         _torch.push_hooks(pack, unpack)
     except RuntimeError as error:
-        warnings.warn(
-            f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left",
-            OffloadWarning,
-            stacklevel=3,
-        )
+        warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
         return False
     return True
 

@@ -8,11 +8,10 @@ context is left in the middle of a step.
 from __future__ import annotations
 
 import sys
-import warnings
 
 from torch.utils import checkpoint
 
-from ._errors import OffloadWarning
+from ._frames import warn
 from ._stats import Counters, OffloadStats, difference
 
 
@@ -53,7 +52,7 @@ class Steps:
         else:
             kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
             why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"
-        warnings.warn(f"tier={self._tier!r} moved nothing in its first step: {why}", OffloadWarning, stacklevel=5)
+        warn(f"tier={self._tier!r} moved nothing in its first step: {why}")
 
 
 def _inside_checkpoint() -> bool:
