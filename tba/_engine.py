@@ -21,6 +21,7 @@ from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
 from ._quiet import quiet
 from ._saver import Saver
+from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
 from ._storage_path import storage_directories
 
@@ -79,6 +80,12 @@ class Offloader:
         """Whether this thread is inside the context."""
         return bool(self._per_thread.entries)
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "entered" if self.entered else "not entered"
+        counters = self._saver.counters
+        steps = f"{counters.steps:,} step{'s' * (counters.steps != 1)}"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.offloaded_bytes)} offloaded>"
+
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
@@ -93,6 +100,7 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
+        _hooks.hint(error)
         steps = self._saver.steps
         if kind is None and not (steps.told or self.entered or self._saver.dead):
             steps.tell_if_idle(self.stats(), forward_seen=steps.open)
@@ -201,6 +209,7 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
     if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
         offloader._per_thread.forwards -= 1
         offloader.leave()
+        _hooks.hint(sys.exc_info()[1])  # of the forward: its closing hooks run while it is raised
 
 
 def _no_model() -> None:

@@ -51,6 +51,21 @@ def lifted(pack: Pack) -> Iterator[None]:
             _torch.push_hooks(*pair)
 
 
+# Of the errors of torch: the mark of those with which it refuses hooks that are active.
+_REFUSED = "saved tensor hooks"
+_HINT = (
+    "tba: the hooks that torch refuses here are those of an offload_context or attach; call this inside "
+    "`with offload.suspend():`, where nothing is offloaded"
+)
+
+
+def hint(error: BaseException | None) -> None:
+    """Add to an error with which torch refuses active hooks, as `torch.func.grad` does, how to lift ours."""
+    refused = isinstance(error, RuntimeError) and _REFUSED in str(error)
+    if refused and _HINT not in getattr(error, "__notes__", ()):
+        error.add_note(_HINT)  # type: ignore[union-attr]
+
+
 class _ModelHook:
     """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing."""
 
