@@ -281,16 +281,39 @@ def test_rows_say_every_fact() -> None:
 def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TBA_STAGING_BYTES", "1.5GiB")
     config = OffloadConfig(tier="nvme", storage_paths=["/a", "/b"])
-    shown = list(setting_rows(_examine.describe(config)))
+    shown = list(setting_rows(replace(FIT, settings=tuple(_examine.describe(config)))))
     assert shown[:3] == [
         ("settings", "tier = nvme  (from argument)"),
         ("", "storage_paths = /a:/b  (from argument)"),
         ("", "staging_bytes = 1.5 GiB  (from TBA_STAGING_BYTES)"),
     ]
     assert shown[3][1].startswith(
-        "by default: compress = None, rank = None, seed = 0, io_backend = auto, min_tensor_bytes = 1.0 MiB"
+        "by default: compress = none, rank = none, seed = 0, io_backend = auto, min_tensor_bytes = 1.0 MiB"
     )
-    assert [value_text(value) for value in (None, False, 60.0)] == ["None", "False", "60.0"]
+    assert [value_text(value) for value in (True, False, 60.0)] == ["on", "off", "60.0"]
+
+
+def test_a_default_says_what_it_means_on_this_machine() -> None:
+    facts = replace(FIT, settings=tuple(_examine.describe(OffloadConfig())), io_threads=1)
+    text = next(iter(setting_rows(facts)))[1]
+    for words in (
+        "storage_paths = /disk,",
+        "memory_budget = what is free, less a margin,",
+        "cpu_budget = half of the memory = 32.0 GiB,",
+        "nvme_budget = 80% of the free disk = 80.0 GiB,",
+        "staging_bytes = 40.0 MiB,",
+        "prefetch_bytes = by the largest tensor, at most 40.0 MiB,",
+        "io_threads = 1 a path,",
+        "checksum = off,",
+        "max_write_rate = no limit,",
+    ):
+        assert words in text
+    assert "None" not in text
+    shared = replace(facts, memory=replace(FIT.memory, local_ranks=2), devices=(GPU,), paths=())
+    text = next(iter(setting_rows(shared)))[1]
+    assert "cpu_budget = half of the memory, divided by 2 ranks, = 32.0 GiB" in text
+    assert "staging_bytes = 1.0 GiB" in text
+    assert "storage_paths = below the user's cache" in text
 
 
 def test_plain_is_what_json_gives_back() -> None:

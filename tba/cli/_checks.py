@@ -94,6 +94,7 @@ class Facts:
     kvikio: KvikioFacts
     allocator: AllocatorReport
     endurance: EnduranceReport = EnduranceReport()
+    io_threads: int = 2  # per path
     settings: tuple[Setting, ...] = ()
 
 
