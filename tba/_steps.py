@@ -11,6 +11,7 @@ import sys
 
 from torch.utils import checkpoint
 
+from . import _heap
 from ._frames import warn
 from ._stats import Counters, OffloadStats, difference
 
@@ -39,6 +40,7 @@ class Steps:
         now = self._counters.snapshot(file_bytes=file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last, forward_seen=True)
+        _heap.heap.end_step(self.last.written_bytes)
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
         """Once: a tier that was asked for and moved nothing says why. What backward packs is nothing to judge by."""
