@@ -61,7 +61,7 @@ class Saver:
     ) -> None:
         self.lock = threading.RLock()
         self.counters = Counters()
-        self.steps = Steps(config.tier, self.counters)
+        self.steps = Steps(config.tier, self.counters, model)
         self.dead = False
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
@@ -101,7 +101,7 @@ class Saver:
                 if steps.backward_seen:
                     self.end_step()
                     self.mark_weights()
-                steps.open = True
+                steps.begin()
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
             if kind is nn.Parameter or (base is not None and is_parameter(base)):
@@ -349,8 +349,8 @@ class Saver:
             self.mover.confirm()
 
     def end_step(self) -> None:
-        """A training step is over."""
-        if not self.steps.open:  # backward went on after its step's context had been left
+        """A micro-batch is over."""
+        if not self.steps.open:  # backward went on after its context had been left
             self.steps.backward_seen = False
             return
         self.settle()
@@ -370,6 +370,7 @@ class Saver:
     def stats(self) -> OffloadStats:
         """A snapshot of the counters."""
         self.settle()
+        self.steps.close()
         since_s = time.monotonic() - self._started_s
         return self.counters.snapshot(
             file_bytes=self.mover.file_bytes(),

@@ -51,7 +51,9 @@ class OffloadStats:
         projected_bytes_per_day: what is written in a day that goes on as this run has so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
         errors: transfers that failed.
-        steps: steps ended.
+        steps: steps ended. One ends with `step()` of an optimizer that has parameters of the model (of any optimizer,
+            without a model), or, while none has been seen to step, with each backward.
+        micro_batches: forwards whose backward has ended: several to a step where gradients are accumulated.
         kept_by_reason: bytes kept, by reason or by type of tensor.
     """
 
@@ -77,6 +79,7 @@ class OffloadStats:
     projected_bytes_per_day: int = 0
     errors: int = 0
     steps: int = 0
+    micro_batches: int = 0
     kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     last_step: OffloadStats | None = None
 
@@ -109,6 +112,7 @@ _SUMS = (
     "backpressure_s",
     "errors",
     "steps",
+    "micro_batches",
 )
 
 
@@ -131,6 +135,7 @@ class Counters:
         self.backpressure_s = 0.0
         self.errors = 0
         self.steps = 0
+        self.micro_batches = 0
         self.live_records = 0
         self.resident_bytes = 0
         self.held_bytes = 0
@@ -175,6 +180,7 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
 # Lines of the table: a label, the field, and for bytes the field they are a share of. A part is indented.
 _LINES = (
     ("steps", "steps", ""),
+    ("micro-batches", "micro_batches", ""),
     ("saved by autograd", "saved_bytes", ""),
     ("  weights, left alone", "weight_bytes", "saved_bytes"),
     ("  saved before", "duplicate_bytes", "saved_bytes"),
