@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -30,7 +29,8 @@ from compact import preset as preset_named
 
 from ._audit_hooks import Rehearsal
 from ._audit_report import Audit, Outcome
-from ._errors import ConfigError, OffloadWarning
+from ._errors import ConfigError
+from ._frames import warn
 from ._saved_by import SavedBy
 from ._weights import mark_weights
 
@@ -219,11 +219,9 @@ def _check_effect(table: Preset, rehearsal: Rehearsal) -> None:
             "innermost saved-tensor hooks (an attached Offloader: detach it; save_on_cpu: leave it out)"
         )
     if lossy and not rehearsal.lossy:
-        warnings.warn(
+        warn(
             f"preset {table.name!r} makes nothing smaller at a loss here: the model saves no tensor of the classes "
-            f"{', '.join(lossy)}; see `unrecognised` for what it saves",
-            OffloadWarning,
-            stacklevel=3,
+            f"{', '.join(lossy)}; see `unrecognised` for what it saves"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from compact import Saved
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from ._sizes import size as _size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,14 +129,6 @@ def _by_value(nbytes: Mapping[Saved, int]) -> dict[str, int]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _size(nbytes: int) -> str:
-    """As "512 B", "1.5 KiB", "12.0 MiB"."""
-    size, unit = float(nbytes), 0
-    while size >= 1024 and unit < len(_UNITS) - 1:
-        size, unit = size / 1024, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{nbytes} B"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -24,13 +24,13 @@ import platform
 import re
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ._errors import ClosedError, OffloadWarning
+from ._errors import ClosedError
+from ._frames import warn
 
 SYNC_S = 5.0
 # A holder of the lock needs about a millisecond. One that is stopped must not stop a training step.
@@ -214,7 +214,7 @@ class Allowance:
 
     def _speak(self) -> None:
         while self._unsaid:
-            warnings.warn(self._unsaid.pop(0), OffloadWarning, stacklevel=3)
+            warn(self._unsaid.pop(0))
 
     def _after_fork(self) -> None:
         self._lock = threading.Lock()  # another thread may have held it

@@ -22,9 +22,10 @@ from . import _open
 from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
 from ._foreign import Foreign
-from ._hooks import Pair, before_forward, lifted, tie
+from ._hooks import Pair, before_forward, hint, lifted, tie
 from ._quiet import quiet
 from ._saver import Saver
+from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
 from ._storage_path import storage_directories
 
@@ -89,6 +90,12 @@ class Offloader:
         """Whether this thread is inside the context."""
         return bool(self._per_thread.pairs)
 
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "entered" if self.entered else "not entered"
+        counters = self._saver.counters
+        steps = f"{counters.steps:,} step{'s' * (counters.steps != 1)}"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.offloaded_bytes)} offloaded>"
+
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
@@ -99,6 +106,7 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._leave()
+        hint(error)
         steps = self._saver.steps
         if kind is None and not (steps.told or self.entered or self._saver.dead):
             steps.tell_if_idle(self.stats(), forward_seen=steps.open)
@@ -266,6 +274,7 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
         if offloader._per_thread.forwards.pop() is None:
             return
         offloader._leave()
+        hint(sys.exc_info()[1])  # of the forward: its closing hooks run while it is raised
         if interrupts.pending:
             interrupts.deliver()
 

@@ -57,6 +57,8 @@ class Held:
         if self.nbytes > budget_bytes:
             staging_bytes = self._mover.limits.staging_bytes
             self._send(budget_bytes - _policy.write_burst_bytes(budget_bytes, staging_bytes))
+        if self.nbytes > self._counters.held_bytes:
+            self._counters.held_bytes = self.nbytes
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from . import _torch
-from ._errors import OffloadWarning
+from ._frames import warn
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
@@ -62,11 +61,7 @@ class Pair:
         try:
             _torch.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
-            warnings.warn(
-                f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left",
-                OffloadWarning,
-                stacklevel=3,
-            )
+            warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
             return
         self.pushed = True
 
@@ -146,6 +141,21 @@ def owner_of_innermost(but: Pack) -> str | None:
     if module.startswith("torch.utils.checkpoint"):
         return None
     return f"{module}.{name.partition('.<locals>')[0].removesuffix('.__init__')}"
+
+
+# Of the errors of torch: the mark of those with which it refuses hooks that are active.
+_REFUSED = "saved tensor hooks"
+_HINT = (
+    "tba: the hooks that torch refuses here are those of an offload_context or attach; call this inside "
+    "`with offload.suspend():`, where nothing is offloaded"
+)
+
+
+def hint(error: BaseException | None) -> None:
+    """Add to an error with which torch refuses active hooks, as `torch.func.grad` does, how to lift ours."""
+    refused = isinstance(error, RuntimeError) and _REFUSED in str(error)
+    if refused and _HINT not in getattr(error, "__notes__", ()):
+        error.add_note(_HINT)  # type: ignore[union-attr]
 
 
 class ModelHook:

@@ -11,11 +11,17 @@ Hooks that are on cost each saved tensor some microseconds; a run that fits then
 
 from __future__ import annotations
 
+import logging
 import operator
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+
+from ._policy import FITS
+from ._sizes import size
+from ._stats import Counters
 
 # Whether the model is in training mode, and its arguments in the order in which they are found (`_shapes`).
 Shapes = tuple[bool, tuple[tuple[Any, ...], ...]]
@@ -50,19 +56,34 @@ class Rest:
         self._met_next: list[Shapes] = []  # in the next one
         self._trained = 0
         self._entries_left = 0
+        self._before = 0, 0, 0  # bytes kept and moved, and errors, when the last step ended
+        self._told = False
 
-    def end_step(self, kept_bytes: int, room_bytes: int, *, fitted: bool) -> None:
-        """A step whose tensors were seen has ended: it kept `kept_bytes` of them, and had room for `room_bytes`."""
-        met, self._met, self._met_next = self._met, self._met_next, []
-        if not self.possible or not met or not fitted or kept_bytes * (1 + _SPARE) > room_bytes:
+    def end_step(self, counters: Counters, room_bytes: int) -> None:
+        """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""
+        if not self.possible:
             return
-        for shapes in met:
-            if not any(covers(known, shapes) for known in self._fitted):
-                self._fitted = [*self._fitted[1 - _MOST_SHAPES :], shapes]
-        self._kept_bytes = max(self._kept_bytes, kept_bytes)
-        self._trained = self._count_trained()
-        self._entries_left = 0
-        self.resting = True
+        now = counters.kept_by_reason.get(FITS, 0), counters.offloaded_bytes, counters.errors
+        kept_bytes, moved_bytes, errors = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
+        met, self._met, self._met_next = self._met, self._met_next, []
+        fits = not (moved_bytes or errors) and kept_bytes * (1 + _SPARE) <= room_bytes
+        self._tell(kept_bytes, moved_bytes, room_bytes, rests=bool(met and fits))
+        if met and fits:
+            for shapes in met:
+                if not any(covers(known, shapes) for known in self._fitted):
+                    self._fitted = [*self._fitted[1 - _MOST_SHAPES :], shapes]
+            self._kept_bytes = max(self._kept_bytes, kept_bytes)
+            self._trained = self._count_trained()
+            self._entries_left = 0
+            self.resting = True
+
+    def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> None:
+        """Say once what was decided, and why."""
+        if self._told or os.environ.get("RANK", "0") != "0":
+            return
+        self._told = True
+        logging.getLogger("tba").warning(decision(kept_bytes, moved_bytes, room_bytes, rests=rests))
 
     def goes_on(self) -> bool:
         """At an entry of the context: whether the hooks stay off."""
@@ -107,6 +128,15 @@ class Rest:
     def _count_trained(self) -> int:
         model = self._model()
         return sum(parameter.requires_grad for parameter in model.parameters()) if model is not None else 0
+
+
+def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
+    """What tier `auto` has decided in the first step, in a line."""
+    found = f'tier "auto": memory has room for {size(room_bytes)} of saved tensors'
+    if moved_bytes:
+        return f"{found}, the first step saved {size(kept_bytes + moved_bytes)}: {size(moved_bytes)} went out of memory"
+    then = "hooks are off until shapes, memory or the model change" if rests else "hooks stay on"
+    return f"{found}, the first step kept {size(kept_bytes)}: nothing moves, {then}"
 
 
 def covers(known: Shapes, new: Shapes) -> bool:

@@ -67,7 +67,7 @@ class Saver:
     ) -> None:
         self.lock = threading.RLock()
         self.counters = Counters()
-        self.steps = Steps(config.tier, self.counters)
+        self.steps = Steps(config.tier, self.counters, model)
         self.dead = False
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
@@ -115,7 +115,7 @@ class Saver:
                 if steps.backward_seen:
                     self.end_step()
                 self.mark_weights()
-                steps.open = True
+                steps.begin()
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
             if kind is nn.Parameter or (base is not None and is_parameter(base)):
@@ -353,8 +353,8 @@ class Saver:
             self.mover.confirm()
 
     def end_step(self) -> None:
-        """A training step is over."""
-        if not self.steps.open:  # backward went on after its step's context had been left
+        """A micro-batch is over."""
+        if not self.steps.open:  # backward went on after its context had been left
             self.steps.backward_seen = False
             return
         self.settle()
@@ -366,9 +366,8 @@ class Saver:
         self._chains.end_step()
         self._marked = False
         self.mover.trim()
-        last = self.steps.end(self.mover.file_bytes())
-        fitted = not (last.offloaded_bytes or last.errors)
-        self.rest.end_step(last.kept_by_reason.get(_policy.FITS, 0), self.held.room_bytes, fitted=fitted)
+        self.steps.end(self.mover.file_bytes())
+        self.rest.end_step(self.counters, self.held.room_bytes)
 
     def enter(self) -> None:
         """The context is entered: between steps, weights may have been replaced."""
@@ -384,6 +383,7 @@ class Saver:
     def stats(self) -> OffloadStats:
         """A snapshot of the counters."""
         self.settle()
+        self.steps.close()
         since_s = time.monotonic() - self._started_s
         return self.counters.snapshot(
             file_bytes=self.mover.file_bytes(),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from ._sizes import size
+from ._table import as_html, as_text
 
 
 class TraceEvent(NamedTuple):
@@ -21,7 +24,7 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """What moved since the start; the same for the last ended step in `last_step`.
+    """What moved since the start, and in the last ended step (`last_step`). `print` shows a table.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
     shows, or those of the range it spans where that is less (an expanded tensor).
@@ -41,12 +44,16 @@ class OffloadStats:
         backpressure_s: seconds forward stood still because writes in flight had reached their cap.
         live_records: storages that graphs still own.
         resident_bytes: restored or read ahead and not yet given back.
+        held_bytes: most bytes ever held back from writing at once, because backward wants them first (tier "auto":
+            because memory has room).
         staging_peak_bytes: most bytes ever in flight to a tier.
         written_today_bytes: of the allowance `max_write_bytes_per_day`, by every process of this user; 0 without one.
         projected_bytes_per_day: what is written in a day that goes on as this run has so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
         errors: transfers that failed.
-        steps: steps ended.
+        steps: steps ended. One ends with `step()` of an optimizer that has parameters of the model (of any optimizer,
+            without a model), or, while none has been seen to step, with each backward.
+        micro_batches: forwards whose backward has ended: several to a step where gradients are accumulated.
         kept_by_reason: bytes kept, by reason or by type of tensor.
     """
 
@@ -65,14 +72,29 @@ class OffloadStats:
     backpressure_s: float = 0.0
     live_records: int = 0
     resident_bytes: int = 0
+    held_bytes: int = 0
     staging_peak_bytes: int = 0
     file_bytes: int = 0
     written_today_bytes: int = 0
     projected_bytes_per_day: int = 0
     errors: int = 0
     steps: int = 0
+    micro_batches: int = 0
     kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     last_step: OffloadStats | None = None
+
+    def __str__(self) -> str:
+        return as_text(list(_rows(self)), _notes(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return as_html(list(_rows(self)), _notes(self))
+
+    def asdict(self) -> dict[str, Any]:
+        """Every field by name, in what JSON knows: bytes, counts and seconds; `last_step` likewise, or None."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        last = None if self.last_step is None else self.last_step.asdict()
+        return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
 
 
 # What adds up over time, so that a step's share is a difference; the rest are readings of the moment.
@@ -90,13 +112,14 @@ _SUMS = (
     "backpressure_s",
     "errors",
     "steps",
+    "micro_batches",
 )
 
 
 class Counters:
     """The engine's mutable counters; the engine's lock guards them."""
 
-    __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "staging_peak_bytes")
+    __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "held_bytes", "staging_peak_bytes")
 
     def __init__(self) -> None:
         self.weight_bytes = 0
@@ -112,8 +135,10 @@ class Counters:
         self.backpressure_s = 0.0
         self.errors = 0
         self.steps = 0
+        self.micro_batches = 0
         self.live_records = 0
         self.resident_bytes = 0
+        self.held_bytes = 0
         self.staging_peak_bytes = 0
         self.kept_by_reason: defaultdict[str, int] = defaultdict(int)  # a Counter takes twice as long to add to
 
@@ -148,3 +173,75 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
     reasons = {*now.kept_by_reason, *before.kept_by_reason}
     kept = {reason: now.kept_by_reason.get(reason, 0) - before.kept_by_reason.get(reason, 0) for reason in reasons}
     return OffloadStats(**values, kept_by_reason=MappingProxyType({r: n for r, n in kept.items() if n}))
+
+
+# -- for people ------------------------------------------------------------------------------------------------------
+
+# Lines of the table: a label, the field, and for bytes the field they are a share of. A part is indented.
+_LINES = (
+    ("steps", "steps", ""),
+    ("micro-batches", "micro_batches", ""),
+    ("saved by autograd", "saved_bytes", ""),
+    ("  weights, left alone", "weight_bytes", "saved_bytes"),
+    ("  saved before", "duplicate_bytes", "saved_bytes"),
+    ("  offloaded", "offloaded_bytes", "saved_bytes"),
+    ("  kept", "kept_bytes", "saved_bytes"),
+    ("given to codecs", "encoded_bytes", ""),
+    ("  made of it", "packed_bytes", "encoded_bytes"),
+    ("made again from others", "derived_bytes", ""),
+    ("written", "written_bytes", ""),
+    ("read", "read_bytes", ""),
+    ("asked for while in memory", "forwarded_bytes", ""),
+    ("backward waited", "wait_s", ""),
+    ("forward waited", "backpressure_s", ""),
+    ("failed transfers", "errors", ""),
+)
+_NOW = (
+    ("most held back in memory", "held_bytes", ""),
+    ("most in flight to the tier", "staging_peak_bytes", ""),
+    ("graphs own now, storages", "live_records", ""),
+    ("restored or read ahead now", "resident_bytes", ""),
+    ("the tier occupies now", "file_bytes", ""),
+    ("written today", "written_today_bytes", ""),
+    ("written a day, at this rate", "projected_bytes_per_day", ""),
+)
+
+
+def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:
+    """The table: all so far, and the last step beside it. What is 0 in both is left out."""
+    columns = [stats] if stats.last_step is None else [stats, stats.last_step]
+    yield ("", *(cell for title in ("total", "last step")[: len(columns)] for cell in (title, "")))
+    for label, name, whole in _LINES:
+        yield from _row(label, [(getattr(c, name), getattr(c, whole, 0)) for c in columns], name)
+        if name == "kept_bytes":
+            reasons = sorted({reason for c in columns for reason in c.kept_by_reason})
+            for reason in reasons:
+                yield from _row(f"    {reason}", [(c.kept_by_reason.get(reason, 0), 0) for c in columns], name)
+    for label, name, _ in _NOW:
+        yield from (
+            (*row[:3], *("",) * (2 * len(columns) - 2)) for row in _row(label, [(getattr(stats, name), 0)], name)
+        )
+
+
+def _row(label: str, amounts: Sequence[tuple[float, float]], name: str) -> Iterator[tuple[str, ...]]:
+    if any(amount for amount, _ in amounts):
+        yield (label, *(cell for amount, whole in amounts for cell in (_amount(amount, name), _share(amount, whole))))
+
+
+def _amount(amount: float, name: str) -> str:
+    if "bytes" in name:
+        return size(amount) if amount else "0"
+    return f"{amount:,.2f} s" if name.endswith("_s") else f"{amount:,}"
+
+
+def _share(amount: float, whole: float) -> str:
+    return f"{amount / whole:.0%}" if amount and whole else ""
+
+
+def _notes(stats: OffloadStats) -> Iterator[str]:
+    """What the numbers do not say by themselves."""
+    if stats.offloaded_bytes and stats.held_bytes and not stats.staging_peak_bytes:
+        yield (
+            f"nothing was written: all fits in what is held back ({size(stats.held_bytes)} at most), because backward "
+            "wants it first. A larger step or a smaller TBA_PREFETCH_BYTES writes, and so does flush()."
+        )

@@ -9,13 +9,13 @@ import os
 import re
 import stat
 import tempfile
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ._config import OffloadConfig
-from ._errors import OffloadWarning, StorageError
+from ._errors import StorageError
+from ._frames import warn
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _RAM_DEVICES = ("/dev/ram", "/dev/zram")
@@ -207,11 +207,9 @@ def _make_private(path: Path) -> str | None:
 
 def _warn_of_network(facts: PathFacts) -> None:
     if facts.mount.over_network:
-        warnings.warn(
+        warn(
             f"storage path {facts.path!r} is on {facts.mount.point}, a network file system ({facts.mount.kind}): "
-            "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS",
-            OffloadWarning,
-            stacklevel=5,
+            "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS"
         )
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -33,7 +32,8 @@ from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
 from . import _direct, _policy, _streams
 from ._endurance import Allowance
-from ._errors import ClosedError, OffloadWarning, StalledError, TransferError
+from ._errors import ClosedError, StalledError, TransferError
+from ._frames import warn
 from ._host_memory import HostMemory
 from ._policy import Limits
 from ._pressure import Pressure
@@ -397,4 +397,4 @@ class Mover:
         self.counters.errors += 1
         if not self._warned:
             self._warned = True
-            warnings.warn(f"offloading: {text}", OffloadWarning, stacklevel=2)
+            warn(f"offloading: {text}")

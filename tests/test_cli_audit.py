@@ -11,9 +11,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tba
 from compact import Saved
 from tba import ConfigError
-from tba.cli import app
+from tba.cli import _audit, app
 from tba.cli._subject import from_callable, from_config, subject
 
 transformers = pytest.importorskip("transformers")
@@ -37,6 +38,19 @@ def make():
 
 def norm():
     return nn.LayerNorm(8), torch.randn(4, 8)
+
+def failing():
+    return helper()
+
+def helper():
+    raise FileNotFoundError(2, "no data", "here")
+
+class Mismatched(nn.Module):
+    def forward(self, x):
+        return x.view(7)
+
+def mismatched():
+    return nn.Sequential(nn.Linear(3, 3), Mismatched()), torch.randn(3)
 
 def alone():
     return Feed()
@@ -149,6 +163,48 @@ def test_what_is_no_callable_of_ours_is_refused(ours: str, name: str, message: s
 def test_a_failing_import_of_the_module_itself_is_shown_as_it_is(ours: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
         from_callable("broken_by_test:make")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("my_module.py:make", "give `my_module:make`"),
+        ("src/models/gpt.py:make", "give `src.models.gpt:make`"),
+        ("my_module.py", "give `my_module:callable`"),
+        ("../src/gpt.py:make", "give `gpt:make` in the directory ../src"),
+        ("/src/gpt.py:make", "give `gpt:make` in the directory /src"),
+    ],
+)
+def test_a_file_is_told_the_module_it_is(name: str, instead: str) -> None:
+    assert refusal(name).rstrip().endswith(f"names a file, but a module is imported by its name: {instead}")
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "last"),
+    [
+        ("failing", ["failing", "helper"], "FileNotFoundError: [Errno 2] no data: 'here'"),
+        ("mismatched", ["forward"], "RuntimeError: shape '[7]' is invalid for input of size 3"),
+    ],
+)
+def test_an_error_of_the_models_own_code_is_shown_from_its_first_frame_on(
+    ours: str, name: str, frames: list[str], last: str
+) -> None:
+    result = run(f"{ours}:{name}")
+    assert (result.exit_code, result.stdout) == (1, "")
+    first, *lines = result.stderr.splitlines()
+    assert first == f"tba audit: {ours}:{name} raised an error of its own:"
+    assert [line.split(", in ")[1] for line in lines if line.startswith("  File")] == frames
+    assert lines[-1] == last
+
+
+def test_an_error_of_ours_is_shown_whole(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_audit, "users_part", lambda trace: None)
+    assert isinstance(run(f"{ours}:mismatched").exception, RuntimeError)
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"tba {tba.__version__}\n")
 
 
 def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doctor_tools import DISK, FAST, FIT, GIB, GPU
 from typer.testing import CliRunner
 
 from tba import OffloadConfig, _storage_path
-from tba._config import Setting
-from tba._device_probe import DeviceFacts, KvikioFacts, Link
+from tba._device_probe import KvikioFacts, Link
 from tba._disk_probe import DiskFacts, Speed
 from tba._storage_path import Mount, PathFacts
 from tba.cli import _examine, app
@@ -26,48 +26,9 @@ from tba.cli._checks import (
     Facts,
     Finding,
     Level,
-    MemoryReport,
-    PathReport,
     judge,
 )
 from tba.cli._examine import examine
-from tba.cli._report import plain, rows, setting_rows, value_text
-
-GIB = 1 << 30
-FAST = DiskFacts(alignment=512, speeds=(Speed(1 << 20, 1e9, 1.2e9, GIB), Speed(16 << 20, 2e9, 3e9, GIB)))
-DISK = PathReport(
-    path="/disk",
-    facts=PathFacts(path="/disk", device=1, mount=Mount(point="/", kind="ext4", source="/dev/vda")),
-    free_bytes=100 * GIB,
-    disk=FAST,
-)
-GPU = DeviceFacts(
-    index=0,
-    name="A GPU",
-    total_bytes=80 * GIB,
-    free_bytes=79 * GIB,
-    bus_id="0000:3b:00.0",
-    link=Link(16, 16, 16.0, 16.0),
-    to_device_bytes_per_s=25e9,
-    to_host_bytes_per_s=26e9,
-)
-FIT = Facts(
-    platform="linux",
-    tier="nvme",
-    io_backend="auto",
-    paths=(DISK,),
-    memory=MemoryReport(
-        total_bytes=64 * GIB,
-        free_bytes=50 * GIB,
-        locked_limit_bytes=8 << 20,
-        local_ranks=1,
-        cpu_budget_bytes=32 * GIB,
-        nvme_budget_bytes=80 * GIB,
-    ),
-    kvikio=KvikioFacts(error="kvikio is not installed"),
-    allocator=AllocatorReport(in_force="jemalloc", best="jemalloc"),
-    settings=(Setting("tier", "nvme", "argument"), Setting("io_threads", 2, "default")),
-)
 
 
 def told(facts: Facts, level: Level, subject: str) -> Finding:
@@ -246,63 +207,6 @@ EVERY_WRONG = [
 def test_the_allocator_in_force(library: str, environ: dict[str, str], name: str) -> None:
     maps = f"7f0-7f1 r-xp 00000000 fe:00 12 {library}\n7f1-7f2 rw-p 00000000 00:00 0 [heap]\n"
     assert allocator_in_force(maps, environ) == name
-
-
-# -- what is shown -----------------------------------------------------------------------------------------------------
-
-
-def test_rows_say_every_fact() -> None:
-    endurance = EnduranceReport(limit_bytes=GIB, written_today_bytes=GIB // 2)
-    facts = replace(FIT, devices=(GPU,), endurance=endurance, memory=replace(FIT.memory, local_ranks=2))
-    text = "\n".join(f"{label}|{text}" for label, text in rows(facts))
-    for line in (
-        "path|/disk",
-        "|ext4 on /dev/vda, 100 GiB free",
-        "|direct I/O: yes, aligned to 512 bytes",
-        "|blocks of 16 MiB: write 2.00 GB/s, read 3.00 GB/s",
-        "memory|50 GiB free of 64 GiB (machine and cgroup)",
-        "|budgets: 32 GiB of memory, 80 GiB of disk, the node's divided by 2 ranks",
-        "|locked memory (RLIMIT_MEMLOCK): 8 MiB",
-        "cuda:0|A GPU, 79 GiB free of 80 GiB",
-        "|PCIe 0000:3b:00.0: 16 lanes at 16 GT/s",
-        "|pinned copies: 25.00 GB/s in, 26.00 GB/s out",
-        "kvikio|kvikio is not installed",
-        "allocator|jemalloc (tba run would choose jemalloc)",
-        "written|512 MiB today of 1 GiB",
-    ):
-        assert line in text.splitlines()
-    absent = replace(FIT, paths=(replace(DISK, facts=PathFacts(path="/disk", exists=False), disk=None),))
-    assert list(rows(absent))[:2] == [
-        ("path", "/disk"),
-        ("memory", "50 GiB free of 64 GiB (machine and cgroup)"),
-    ]
-
-
-def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TBA_STAGING_BYTES", "1.5GiB")
-    config = OffloadConfig(tier="nvme", storage_paths=["/a", "/b"])
-    shown = list(setting_rows(_examine.describe(config)))
-    assert shown[:3] == [
-        ("settings", "tier = nvme  (from argument)"),
-        ("", "storage_paths = /a:/b  (from argument)"),
-        ("", "staging_bytes = 1.5 GiB  (from TBA_STAGING_BYTES)"),
-    ]
-    assert shown[3][1].startswith(
-        "by default: compress = None, rank = None, seed = 0, io_backend = auto, min_tensor_bytes = 1 MiB"
-    )
-    assert [value_text(value) for value in (None, False, 60.0)] == ["None", "False", "60.0"]
-
-
-def test_plain_is_what_json_gives_back() -> None:
-    data = plain(replace(FIT, devices=(GPU,)))
-    assert json.loads(json.dumps(data)) == data
-    assert data["paths"][0]["disk"]["speeds"][1] == {
-        "block_bytes": 16 << 20,
-        "write_bytes_per_s": 2e9,
-        "read_bytes_per_s": 3e9,
-        "moved_bytes": GIB,
-    }
-    assert data["devices"][0]["link"]["width"] == 16
 
 
 # -- for real ----------------------------------------------------------------------------------------------------------

@@ -127,3 +127,117 @@ def test_a_tier_that_moved_nothing_says_so_where_its_context_is_left(scratch: Pa
             with warnings.catch_warnings(action="error"), offload:  # leaves nothing: the outer one is still there
                 loss = model(torch.randn(BATCH, WIDTH)).square().mean()
         loss.backward()
+
+
+def test_a_step_that_fits_in_the_window_says_that_it_was_held_back(scratch: Path) -> None:
+    nbytes = 4 * 4 << 20
+    with engine(scratch, prefetch_bytes=nbytes) as offload:
+        for _ in range(2):
+            leaf, x = activation(1 << 20)
+            with offload:
+                y = chain(x, 4)
+            y.sum().backward()
+            del leaf, x, y
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.written_bytes, stats.held_bytes) == (2 * nbytes, 0, nbytes)
+        assert "nothing was written: all fits in what is held back (16.0 MiB at most)" in str(stats)
+    with engine(scratch, prefetch_bytes=nbytes // 2) as offload:
+        x = activation(1 << 20)[1]
+        with offload:
+            chain(x, 4)
+        stats = offload.stats()
+        assert 0 < stats.held_bytes <= nbytes // 2
+        assert "nothing was written" not in str(stats)
+
+
+ACCUMULATED = 2
+
+
+def accumulate(
+    model: nn.Module,
+    around: Callable[[str], AbstractContextManager[object]],
+    optimizer: torch.optim.Optimizer,
+    seen: Callable[[], object] = lambda: None,
+) -> None:
+    """`STEPS` steps of `ACCUMULATED` micro-batches; `around` the "training", "step", "micro-batch" and "forward"."""
+    with around("training"):
+        for _ in range(STEPS):
+            with around("step"):
+                for _ in range(ACCUMULATED):
+                    with around("micro-batch"):
+                        with around("forward"):
+                            loss = model(torch.randn(BATCH, WIDTH)).square().mean()
+                        loss.backward()
+                    seen()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen()
+
+
+def assert_accumulated(stats: OffloadStats) -> None:
+    assert (stats.steps, stats.micro_batches) == (STEPS, ACCUMULATED * STEPS)
+    assert stats.last_step is not None
+    assert (stats.last_step.steps, stats.last_step.micro_batches) == (1, ACCUMULATED)
+    assert stats.last_step.saved_bytes == stats.saved_bytes // STEPS
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["asked at the end", "asked all along"])
+@pytest.mark.parametrize("around", ["training", "step", "micro-batch", "forward"])
+def test_accumulated_micro_batches_are_one_step(around: str, asked: bool, scratch: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with engine(scratch, model=model) as offload:
+        ask = offload.stats if asked else nullcontext
+        accumulate(model, lambda what: offload if what == around else nullcontext(), optimizer, ask)
+        assert_accumulated(offload.stats())
+
+
+def test_with_attach_accumulated_micro_batches_are_one_step_too(scratch: Path) -> None:
+    model = small_model()
+    tied = attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
+    try:
+        accumulate(model, lambda _: nullcontext(), torch.optim.AdamW(model.parameters()))
+        assert_accumulated(tied.stats())
+    finally:
+        tied.close()
+
+
+def test_without_a_model_any_optimizer_ends_a_step(scratch: Path) -> None:
+    model = small_model()
+    with engine(scratch) as offload:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        accumulate(model, lambda what: offload if what == "training" else nullcontext(), optimizer)
+        assert_accumulated(offload.stats())
+
+
+def test_an_optimizer_of_another_model_ends_none(scratch: Path) -> None:
+    model = small_model()
+    with engine(scratch, model=model) as offload:
+        other = torch.optim.SGD(small_model().parameters(), lr=0.1)
+        accumulate(model, lambda what: offload if what == "training" else nullcontext(), other)
+        stats = offload.stats()
+        assert (stats.steps, stats.micro_batches) == (ACCUMULATED * STEPS, ACCUMULATED * STEPS)
+
+
+def test_a_step_of_the_optimizer_that_follows_no_backward_of_ours_ends_none(scratch: Path) -> None:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with engine(scratch, model=model) as offload:
+        optimizer.step()
+        accumulate(model, lambda what: offload if what == "step" else nullcontext(), optimizer)
+        for _ in range(3):  # a training outside of the context
+            model(torch.randn(BATCH, WIDTH)).sum().backward()
+            optimizer.step()
+        assert_accumulated(offload.stats())
+
+
+def test_one_optimizer_to_each_parameter_stepping_in_backward_makes_one_step(scratch: Path) -> None:
+    model = small_model()
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with engine(scratch, model=model) as offload, offload:
+        for step in range(STEPS):
+            assert offload.stats().steps == max(0, step - 1)  # the last is open until the next begins
+            model(torch.randn(BATCH, WIDTH)).sum().backward()
+    assert (offload.stats().steps, offload.stats().micro_batches) == (STEPS, STEPS)

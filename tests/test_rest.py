@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,9 @@ from helpers import assert_bit_equal
 from torch import Tensor, nn
 
 from tba import Offloader, _torch, attach, offload_context
+from tba._policy import FITS
 from tba._rest import Rest, covers
+from tba._stats import Counters
 
 
 class Model(nn.Module):
@@ -154,6 +157,30 @@ def test_a_closed_engine_leaves_nothing_at_the_model(scratch: Path) -> None:
     assert not model._forward_pre_hooks
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"memory_budget": "1GiB"},
+            r'tier "auto": .* room for 1\.0 GiB .* first step kept .* KiB: nothing moves, hooks are off',
+        ),
+        (
+            {"memory_budget": 4096},
+            r'tier "auto": .* room for 4\.0 KiB .* first step saved .* KiB: .* went out of memory',
+        ),
+    ],
+)
+def test_the_first_step_says_what_was_decided(
+    settings: Any, line: str, scratch: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    with _used("", model, scratch, **settings) as offload:
+        for _ in range(3):
+            _step("around the step", offload, model)
+    assert len(caplog.messages) == 1
+    assert re.search(line, caplog.messages[0]), caplog.messages
+
+
 # -- by itself -----------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +217,9 @@ def test_the_more_room_the_fewer_looks() -> None:
     for kept_bytes, most in ((400, 100), (100, 20), (10, 2), (0, 0)):
         rest = Rest(True, lambda: model, room, fixed=False)
         rest.begins((torch.ones(3),), {})
-        rest.end_step(kept_bytes, 1000, fitted=True)
+        counters = Counters()
+        counters.kept_by_reason[FITS] = kept_bytes
+        rest.end_step(counters, 1000)
         looks.clear()
         for _ in range(100):
             assert rest.goes_on()

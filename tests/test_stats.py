@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from types import MappingProxyType
 
 import pytest
 
 from tba import OffloadStats
+from tba._sizes import size
 from tba._stats import _SUMS, Counters, difference
 
 DERIVED = {"saved_bytes", "kept_bytes"}
 OTHERS = {"file_bytes", "written_today_bytes", "projected_bytes_per_day"}  # readings that are no counters
-READINGS = {"live_records", "resident_bytes", "staging_peak_bytes", *OTHERS}
+READINGS = {"live_records", "resident_bytes", "held_bytes", "staging_peak_bytes", *OTHERS}
 
 
 def counters_of(**values: int) -> Counters:
@@ -117,3 +119,96 @@ def test_equal_numbers_are_equal_statistics() -> None:
     first = OffloadStats(saved_bytes=1, kept_by_reason=MappingProxyType({"a": 1}))
     assert first == OffloadStats(saved_bytes=1, kept_by_reason=MappingProxyType({"a": 1}))
     assert first != OffloadStats(saved_bytes=1)
+
+
+# -- for people and for machines ---------------------------------------------------------------------------------------
+
+MIB = 1 << 20
+STEP = OffloadStats(
+    saved_bytes=100 * MIB,
+    weight_bytes=20 * MIB,
+    kept_bytes=5 * MIB,
+    offloaded_bytes=75 * MIB,
+    written_bytes=60 * MIB,
+    wait_s=0.25,
+    steps=1,
+    staging_peak_bytes=16 * MIB,
+    kept_by_reason=MappingProxyType({"below min_tensor_bytes": 5 * MIB}),
+)
+TOTAL = dataclasses.replace(
+    STEP,
+    saved_bytes=1000 * MIB,
+    weight_bytes=200 * MIB,
+    kept_bytes=50 * MIB,
+    offloaded_bytes=750 * MIB,
+    written_bytes=600 * MIB,
+    wait_s=1.0,
+    steps=10,
+    kept_by_reason=MappingProxyType({"below min_tensor_bytes": 50 * MIB}),
+    last_step=STEP,
+)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1536, "1.5 KiB"),
+        (12 * MIB, "12.0 MiB"),
+        (-2 * MIB, "-2.0 MiB"),
+        (3 << 30, "3.0 GiB"),
+        (5 << 50, "5120.0 TiB"),
+    ],
+)
+def test_a_size_has_one_decimal_and_the_largest_unit_below_it(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_printed_it_is_a_table_of_what_is_not_zero() -> None:
+    lines = str(TOTAL).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "total last step",
+        "steps 10 1",
+        "saved by autograd 1000.0 MiB 100.0 MiB",
+        "weights, left alone 200.0 MiB 20% 20.0 MiB 20%",
+        "offloaded 750.0 MiB 75% 75.0 MiB 75%",
+        "kept 50.0 MiB 5% 5.0 MiB 5%",
+        "below min_tensor_bytes 50.0 MiB 5.0 MiB",
+        "written 600.0 MiB 60.0 MiB",
+        "backward waited 1.00 s 0.25 s",
+        "most in flight to the tier 16.0 MiB",
+    ]
+    assert lines[5].startswith("  kept")  # parts are indented below what they are parts of
+    assert lines[6].startswith("    below")
+    assert len({line.index(".0 MiB") for line in lines[2:6]}) == 1  # numbers stand below one another
+
+
+def test_without_a_step_there_is_one_column() -> None:
+    assert str(OffloadStats(steps=2)).split() == ["total", "steps", "2"]
+    assert str(OffloadStats()).split() == ["total"]
+
+
+def test_a_step_that_fits_in_what_is_held_back_says_why_nothing_was_written() -> None:
+    held = dataclasses.replace(STEP, written_bytes=0, staging_peak_bytes=0, held_bytes=75 * MIB)
+    (note,) = [line for line in str(held).splitlines() if "nothing was written" in line]
+    assert "held back (75.0 MiB at most), because backward wants it first" in note
+    assert "TBA_PREFETCH_BYTES" in note
+    for other in (STEP, dataclasses.replace(held, staging_peak_bytes=1), OffloadStats()):
+        assert "nothing was written" not in str(other)
+
+
+def test_a_notebook_shows_the_rows_escaped() -> None:
+    shown = dataclasses.replace(TOTAL, kept_by_reason=MappingProxyType({"<b>&": MIB}))._repr_html_()
+    assert shown.count("<tr>") == len(str(TOTAL).splitlines()) + 1  # TOTAL's own reason is the last step's still
+    assert "&lt;b&gt;&amp;" in shown
+    assert "<b>" not in shown
+
+
+def test_asdict_is_what_json_gives_back() -> None:
+    data = TOTAL.asdict()
+    assert json.loads(json.dumps(data)) == data
+    assert set(data) == {field.name for field in dataclasses.fields(OffloadStats)}
+    assert data["kept_by_reason"] == {"below min_tensor_bytes": 50 * MIB}
+    assert data["last_step"]["saved_bytes"] == 100 * MIB
+    assert data["last_step"]["last_step"] is None

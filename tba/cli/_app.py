@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
+
+import tba
 
 from ._audit import audit_command
 from ._doctor import doctor
 from ._run import run
 
 app = typer.Typer(
-    help="Take the activations of PyTorch training out of the way and bring them back in time.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tba {tba.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Take the activations of PyTorch training out of the way and bring them back in time."""
+
 
 # Options end at the first word that is none of ours, so that the program's own need no `--` before them.
 app.command(context_settings={"allow_interspersed_args": False})(run)

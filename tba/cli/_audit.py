@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +16,11 @@ import typer
 from tba._audit import PRESETS_AUDITED, audit
 from tba._audit_picture import check_picture
 from tba._errors import ConfigError, OffloadWarning
+from tba._frames import users_part
 
 from ._subject import subject
 
-_BAD_USAGE = 2
+_FAILED, _BAD_USAGE = 1, 2
 
 
 def audit_command(
@@ -42,13 +46,13 @@ def audit_command(
     """Say what each preset would do to MODEL: bytes of each class of saved tensor, and the gradient's error.
 
     One forward and backward is run plain and one for each preset. Nothing is trained, stored or downloaded. Ends with
-    status 2 where the model cannot be audited as asked.
+    status 2 where the model cannot be audited as asked, 1 where its own code raises.
     """
     try:
         if picture is not None:
             check_picture(picture)
-        found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype)
-        with warnings.catch_warnings(record=True) as caught:
+        with _blaming(model), warnings.catch_warnings(record=True) as caught:
+            found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype)
             warnings.simplefilter("always", OffloadWarning)
             result = audit(found, arguments, presets=preset or PRESETS_AUDITED)
         if picture is not None:
@@ -59,3 +63,19 @@ def audit_command(
     for warning in caught:
         print(f"tba audit: {warning.message}", file=sys.stderr)
     print(json.dumps(result.to_dict(), indent=2) if as_json else result)
+
+
+@contextmanager
+def _blaming(model: str) -> Iterator[None]:
+    """Show what the model's own code raises from its first frame on, and end. What only our code is in passes."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        theirs = users_part(error.__traceback__)
+        if theirs is None:
+            raise
+        print(f"tba audit: {model} raised an error of its own:", file=sys.stderr)
+        traceback.print_exception(type(error), error, theirs)
+        raise typer.Exit(_FAILED) from None

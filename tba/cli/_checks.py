@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tba._config import Setting
 from tba._device_probe import DeviceFacts, KvikioFacts
 from tba._disk_probe import DiskFacts
+from tba._sizes import size
 from tba._storage_path import PathFacts
 
 # A SATA SSD reaches this. Below it, a step that saves 1 GB of activations needs more than 2 s each way.
@@ -93,6 +94,7 @@ class Facts:
     kvikio: KvikioFacts
     allocator: AllocatorReport
     endurance: EnduranceReport = EnduranceReport()
+    io_threads: int = 2  # per path
     settings: tuple[Setting, ...] = ()
 
 
@@ -205,13 +207,13 @@ def _paths(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     memory = facts.memory
-    told = f"{_gib(memory.free_bytes)} of {_gib(memory.total_bytes)} are free"
+    told = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} are free"
     shared = f" ({memory.local_ranks} ranks share the node)" if memory.local_ranks > 1 else ""
     if facts.tier == "cpu" and memory.cpu_budget_bytes * memory.local_ranks > memory.free_bytes:
         yield Finding(
             Level.WARNING,
             "memory",
-            f"{told}, and tier cpu may take {_gib(memory.cpu_budget_bytes)} for each process{shared}",
+            f"{told}, and tier cpu may take {size(memory.cpu_budget_bytes)} for each process{shared}",
             "lower TBA_CPU_BUDGET, or end what else uses memory",
         )
     else:
@@ -303,7 +305,3 @@ def _endurance(endurance: EnduranceReport) -> Iterator[Finding]:
         )
     else:
         yield Finding(Level.OK, "endurance", told)
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"

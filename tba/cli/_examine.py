@@ -73,6 +73,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
             written_today_bytes=written,
             problems=tuple(str(warning.message).removeprefix("endurance allowance: ") for warning in caught),
         ),
+        io_threads=io_threads(config, on_device=bool(devices)),
         settings=tuple(describe(config)),
     )
 

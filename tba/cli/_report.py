@@ -12,6 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tba._config import Setting
+from tba._policy import default_window_bytes
+from tba._sizes import size
 
 from ._checks import Facts, Finding, Level, PathReport
 
@@ -23,7 +25,7 @@ Row = tuple[str, str]  # a label, empty where a line continues, and a text
 def show(facts: Facts, findings: Sequence[Finding], *, works: bool) -> None:
     """Print what was found, the settings in force, the findings and the verdict."""
     console = Console(highlight=False)
-    for block in (rows(facts), setting_rows(facts.settings)):
+    for block in (rows(facts), setting_rows(facts)):
         console.print(_grid((Text(label, "bold"), Text(text)) for label, text in block))
         console.print()
     console.print(_grid(_finding_lines(findings)))
@@ -66,21 +68,46 @@ def rows(facts: Facts) -> Iterator[Row]:
         yield "written", f"{_size(facts.endurance.written_today_bytes)} today of {_size(facts.endurance.limit_bytes)}"
 
 
-def setting_rows(settings: Sequence[Setting]) -> Iterator[Row]:
+def setting_rows(facts: Facts) -> Iterator[Row]:
     """The settings in force: a line for each that somebody gave, with where it came from, and the defaults together."""
     label = "settings"
-    for setting in settings:
+    for setting in facts.settings:
         if setting.origin != "default":
             yield label, f"{setting.name} = {value_text(setting.value)}  (from {setting.origin})"
             label = ""
-    defaults = [f"{s.name} = {value_text(s.value)}" for s in settings if s.origin == "default"]
+    defaults = [f"{s.name} = {default_text(s, facts)}" for s in facts.settings if s.origin == "default"]
     yield label, f"by default: {', '.join(defaults)}"
+
+
+def default_text(setting: Setting, facts: Facts) -> str:
+    """What a default means on this machine: None stands for something in every setting."""
+    memory = facts.memory
+    if setting.value is not None:
+        return value_text(setting.value)
+    disk = "" if memory.nvme_budget_bytes is None else f" = {size(memory.nvme_budget_bytes)}"
+    window_bytes = default_window_bytes(memory.total_bytes, min((d.total_bytes for d in facts.devices), default=None))
+    ranks = f", divided by {memory.local_ranks} ranks," if memory.local_ranks > 1 else ""
+    means = {
+        "storage_paths": ":".join(path.path for path in facts.paths) or "below the user's cache",
+        "memory_budget": "what is free, less a margin",
+        "cpu_budget": f"half of the memory{ranks} = {size(memory.cpu_budget_bytes)}",
+        "nvme_budget": f"80% of the free disk{ranks}{disk}",
+        "staging_bytes": size(window_bytes),
+        "prefetch_bytes": f"by the largest tensor, at most {size(window_bytes)}",
+        "io_threads": f"{facts.io_threads} a path",
+        "max_write_rate": "no limit",
+        "max_read_rate": "no limit",
+        "max_write_bytes_per_day": "no limit",
+    }
+    return means.get(setting.name, "none")
 
 
 def value_text(value: Any) -> str:
     """A setting's value for people."""
     if hasattr(value, "human_readable"):  # a size, which knows no spaces
         return _size(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
     if isinstance(value, tuple):
         return ":".join(str(path) for path in value)
     return str(value)
@@ -118,12 +145,7 @@ def _grid(lines: Iterator[tuple[Text, Text]]) -> Table:
 
 
 def _size(nbytes: int | None) -> str:
-    if nbytes is None:
-        return "no limit"
-    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f}".removesuffix(".0") + f" {unit}"
-    return f"{nbytes} bytes"
+    return "no limit" if nbytes is None else size(nbytes)
 
 
 def _rate(bytes_per_s: float | None) -> str:

@@ -34,6 +34,8 @@ def subject(
         ConfigError: there is no such thing, or it is not what an audit needs.
     """
     path = Path(name)
+    if name.partition(":")[0].endswith(".py"):
+        raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
     if path.exists():
         return from_config(path, batch or _BATCH, sequence, dtype)
     if ":" not in name:
@@ -47,6 +49,15 @@ def subject(
             f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config.json alone"
         )
     return from_callable(name)
+
+
+def _by_name(name: str) -> str:
+    """What to give instead of `directory/module.py:callable`."""
+    file, _, attribute = name.partition(":")
+    path, attribute = Path(file).with_suffix(""), attribute or "callable"
+    if path.is_absolute() or ".." in path.parts:
+        return f"give `{path.name}:{attribute}` in the directory {path.parent}"
+    return f"give `{'.'.join(path.parts)}:{attribute}`"
 
 
 def from_callable(name: str) -> tuple[nn.Module, Any]:
