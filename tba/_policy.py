@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from torch import Tensor, strided
+
 # A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
 # (q, k, v side by side) are then found there instead of being written again.
 _WHOLE_SHARE = 0.5
@@ -64,6 +66,17 @@ def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tupl
         (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=compresses)
         for on_device, used_at_once in product((False, True), repeat=2)
     }
+
+
+def oddity(tensor: Tensor) -> str:
+    """The reason for which a tensor is kept that is no plain one over a storage on a known device."""
+    if type(tensor) is not Tensor:
+        return type(tensor).__name__
+    if tensor.is_nested or tensor.is_quantized:
+        return "nested" if tensor.is_nested else "quantized"
+    if tensor.layout is not strided:
+        return str(tensor.layout)
+    return "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:

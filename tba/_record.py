@@ -82,6 +82,9 @@ class Record:
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
+        joined: version counters of tensors without a common base that compiled code saved with it (`_joint`), and
+            their versions at pack: an edit through any of them is an edit.
+        lent: the node that saved all of it has its memory, and nobody else looks at it.
         given: of a restored record with several views, the last that an operator was given: the next wants the same.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
@@ -106,7 +109,9 @@ class Record:
         "end",
         "given",
         "held_bytes",
+        "joined",
         "label",
+        "lent",
         "logical_bytes",
         "nbytes",
         "number",
@@ -171,6 +176,8 @@ class Record:
         self.encoded: Encoded | None = None
         self.decoded: tuple[Tensor, object] | None = None
         self.recipe: Recipe | None = None
+        self.joined: list[tuple[Tensor, int]] = []
+        self.lent = False
         self.stays = False
         self.wanted = False
         self.asks = 0
@@ -193,6 +200,7 @@ class Record:
             and end <= has.end
             and self.root() is root
             and self.state is not POISONED
+            and all(counter._version == version for counter, version in self.joined)
         )
 
     def shows(self) -> bool:
@@ -200,7 +208,26 @@ class Record:
         if self.state is RESTORED:
             return self.encoded is None
         alias = self.alias
-        return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
+        return self.state is HELD and self.encoded is None and alias is not None and not self.is_edited()
+
+    def versions(self) -> tuple[int, int]:
+        """The version found and the one expected: of a tensor that was edited in this memory, if any was."""
+        assert self.alias is not None
+        found, expected = self.alias._version, self.version
+        if self.joined and found == expected and self.encoded is None:
+            for counter, version in self.joined:
+                if counter._version != version:
+                    return counter._version, version
+        return found, expected
+
+    def is_edited(self) -> bool:
+        """Whether the memory its alias shows was edited since pack, through any of the tensors that were saved."""
+        found, expected = self.versions()
+        return found != expected
+
+    def join(self, tensor: Tensor) -> None:
+        """One more tensor shows some of these bytes, which has a version counter of its own."""
+        self.joined.append((_counter_of(tensor), tensor._version))
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""
@@ -212,8 +239,7 @@ class Record:
 
     def keep_counter(self, root: Tensor) -> None:
         """From now on `counter` tells of edits, wherever the bytes are."""
-        self.counter = root.detach()
-        self.counter.data = empty(root.dtype, root.device)
+        self.counter = _counter_of(root)
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
@@ -224,3 +250,10 @@ class Record:
     def __del__(self) -> None:
         remains = (self.number, self.write, self.resident_bytes, self.held_bytes)
         self.remains.append(tuple.__new__(Remains, remains))  # as in `View.of`
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that shares a version counter."""
+    counter = tensor.detach()
+    counter.data = empty(tensor.dtype, tensor.device)
+    return counter

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn, strided
+from torch import Tensor, UntypedStorage, nn
 
 from compact import Saved
 from io_backends import Store
@@ -37,6 +37,7 @@ from ._endurance import projected_bytes_per_day
 from ._errors import edited_in_place
 from ._finished import Finished
 from ._held import Held
+from ._joint import joined
 from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
@@ -169,11 +170,12 @@ class Saver:
                 and record.covers(root, begin, end)
                 and (compressor is None or compressor.also(record, kind))
             ):
-                self.counters.duplicate_bytes += nbytes
-                record.saves += 1
-                if record.stream is not None:
-                    _streams.also_used(tensor, record.stream)
-                return record, view
+                return self._pack_known(record, tensor, view, nbytes)
+        if known:
+            record = joined(reversed(self.finished.pending.queue), sequence_nr(), storage, begin, end)
+            if record is not None and (compressor is None or compressor.also(record, kind)):
+                record.join(tensor)
+                return self._pack_known(record, tensor, view, nbytes)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._pack_odd(tensor)
         if nbytes < storage_bytes:
@@ -198,23 +200,22 @@ class Saver:
         self.finished.add(sequence_nr(), record)
         return record, view
 
+    def _pack_known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
+        self.counters.duplicate_bytes += nbytes
+        record.saves += 1
+        if record.stream is not None:
+            _streams.also_used(tensor, record.stream)
+        return record, view
+
     def _pack_odd(self, tensor: Tensor) -> Packed:
         """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self._pass_weight(tensor)
-        reason = type(tensor).__name__
-        if type(tensor) is Tensor:
-            if tensor.is_nested or tensor.is_quantized:
-                reason = "nested" if tensor.is_nested else "quantized"
-            elif tensor.layout is not strided:
-                reason = str(tensor.layout)
-            else:
-                reason = "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
         try:
             nbytes = tensor.numel() * tensor.itemsize
         except RuntimeError:  # an opaque tensor may have no count of elements
             nbytes = 0
-        return self._keep(tensor, nbytes, reason)
+        return self._keep(tensor, nbytes, _policy.oddity(tensor))
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         self.counters.kept_by_reason[reason] += nbytes
@@ -299,8 +300,8 @@ class Saver:
                 raise
         elif record.state is POISONED or record.state in IN_MEMORY:
             assert alias is not None
-            if record.state is POISONED or alias._version != record.version:
-                raise edited_in_place(record.name(), alias._version, record.version)
+            if record.state is POISONED or record.is_edited():
+                raise edited_in_place(record.name(), *record.versions())
             if record.offloaded and not record.asks:
                 self._forwarded(record)
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
