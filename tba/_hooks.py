@@ -62,6 +62,7 @@ class _ModelHook:
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
 
+    @_torch.untraced  # else attached models could not be compiled whole: their graph would break here
     def __call__(self, *_: Any, **__: Any) -> None:
         self._action()
 

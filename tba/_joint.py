@@ -19,15 +19,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from types import FrameType
 
 from torch import UntypedStorage
-from torch.autograd import Function
 
 from ._record import PENDING, Record
+from ._torch import compiled_graph
 from ._view import is_over
-
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def joined(
@@ -42,7 +39,7 @@ def joined(
     `pending`: what operators of this thread that may still be running have saved, latest first, each with autograd's
     sequence number at that time; it is `sequence_nr` now.
     """
-    if not saved_by_compiled_code(sys._getframe(1)):
+    if compiled_graph(sys._getframe(1)) is None:
         return None
     for number, reference in pending:
         if number != sequence_nr:
@@ -51,13 +48,6 @@ def joined(
         if record is not None and record.state is PENDING and _shows(record, storage, begin, end):
             return record
     return None
-
-
-def saved_by_compiled_code(frame: FrameType | None) -> bool:
-    """Whether the pack hook that runs in `frame` was called by the node of compiled code."""
-    while frame is not None and frame.f_globals["__name__"].startswith("tba."):
-        frame = frame.f_back
-    return frame is not None and frame.f_code is _APPLY and hasattr(frame.f_locals["cls"], "_aot_id")
 
 
 def _shows(record: Record, storage: UntypedStorage, begin: int, end: int) -> bool:

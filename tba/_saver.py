@@ -47,7 +47,7 @@ from ._residency import Residency
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
-from ._view import View, is_edited, span
+from ._view import View, elements_bytes, is_edited, span
 from ._weights import MARK, WEIGHT, is_parameter, leads_to_parameter, mark_weights
 
 # What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
@@ -178,6 +178,8 @@ class Saver:
                 return self._pack_known(record, tensor, view, nbytes)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._pack_odd(tensor)
+        if decision is not SHRINK and compressor is None and self.steps.whole.keeps(sequence_nr(), nbytes):
+            return self._keep(tensor, nbytes, _policy.WHOLE)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
         self.counters.live_records += 1  # first, both: one that cannot be made is buried as well
@@ -211,11 +213,7 @@ class Saver:
         """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self._pass_weight(tensor)
-        try:
-            nbytes = tensor.numel() * tensor.itemsize
-        except RuntimeError:  # an opaque tensor may have no count of elements
-            nbytes = 0
-        return self._keep(tensor, nbytes, _policy.oddity(tensor))
+        return self._keep(tensor, elements_bytes(tensor), _policy.oddity(tensor))
 
     def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         self.counters.kept_by_reason[reason] += nbytes

@@ -14,10 +14,11 @@ from torch.utils import checkpoint
 
 from ._errors import OffloadWarning
 from ._stats import Counters, OffloadStats, difference
+from ._whole import Whole
 
 
 class Steps:
-    """Boundaries, the last step's statistics, and one word to a user whose tier had nothing to do."""
+    """Boundaries, the last step's statistics, what they teach, and a word to a user whose tier had nothing to do."""
 
     def __init__(self, tier: str, counters: Counters) -> None:
         self.backward_seen = False
@@ -26,6 +27,7 @@ class Steps:
         self._tier = tier
         self._counters = counters
         self._at_start = counters.snapshot()
+        self.whole = Whole(tier)
         self.told = tier in ("keep", "auto")  # tiers that may rightly move nothing
 
     @property
@@ -39,6 +41,7 @@ class Steps:
         self._counters.steps += 1
         now = self._counters.snapshot(file_bytes=file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
+        self.whole.end_step(self.last.offloaded_bytes, self.last.kept_bytes)
         self.tell_if_idle(self.last, forward_seen=True)
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:

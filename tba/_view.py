@@ -102,6 +102,14 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
     return begin, begin + (last + 1) * itemsize
 
 
+def elements_bytes(tensor: Tensor) -> int:
+    """What the elements of any tensor take; 0 for an opaque one, which may have no count of them."""
+    try:
+        return tensor.numel() * tensor.itemsize
+    except RuntimeError:
+        return 0
+
+
 def is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a view over `storage` still shares memory with its base, seen as plainly.
 
