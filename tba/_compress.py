@@ -108,7 +108,7 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or alias._version != record.version or not is_whole(record, alias):
+        if codec is None or alias is None or record.is_edited() or not is_whole(record, alias):
             return True
         try:
             with _on(record):
@@ -134,7 +134,7 @@ class Compressor:
                 self.waiting.append(entry)
                 continue
             entry.there.synchronize()
-            if record.alias is not None and record.alias._version == record.version:
+            if record.alias is not None and not record.is_edited():
                 with _on(record):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)

@@ -75,7 +75,7 @@ class Derivations:
         found, alias = record.recipe, record.alias
         if found is None or alias is None:
             return False
-        if alias._version != record.version or not is_whole(record, alias) or not self._right_for(record, found, alias):
+        if record.is_edited() or not is_whole(record, alias) or not self._right_for(record, found, alias):
             record.recipe = None
             return False
         for packed in found.sources:

@@ -144,10 +144,12 @@ class Offloader:
         try:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
+            packed = pair.pushed
             pair.pop()
             self._end_packing()
             if (foreign := self._foreign.end()) is not None:
                 self._saver.steps.tell_of_foreign(foreign)
+            self._foreign.suspect(packed and self._saver.steps.nothing_came)
         finally:
             if pair.armed:
                 interrupts.disarm()

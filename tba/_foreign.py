@@ -1,33 +1,38 @@
 """Foreign hooks: another pair of saved-tensor hooks that acts inside of the context, where ours then gets nothing.
 
-PyTorch asks the innermost pair alone. So in the first forward each module of the model looks, as it begins, at who is
-innermost. Afterwards the modules are as they were.
+PyTorch asks the innermost pair alone. So once nothing has come from a forward, each module of the model looks in the
+next one, as it begins, at who is innermost. Afterwards the modules are as they were. Not sooner: hooks that come and go
+have compiled modules compiled again.
 """
 
 from __future__ import annotations
 
 from torch import nn
-from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from ._hooks import ModelHook, Pack, owner_of_innermost
 
 
 class Foreign:
-    """Looks out for foreign hooks once, from `watch` to `end`."""
+    """Looks out for foreign hooks in one forward, from `watch` to `end`, once something makes it `suspect` them."""
 
     def __init__(self, pack: Pack) -> None:
         self._name: str | None = None
         self._pack = pack
-        self._watched = False
+        self._suspects: bool | None = None  # None: not asked yet
         self._handles: list[RemovableHandle] = []
 
+    def suspect(self, nothing_came: bool) -> None:
+        """The first forward has ended, and perhaps nothing came from it."""
+        if self._suspects is None:
+            self._suspects = nothing_came
+
     def watch(self, model: nn.Module | None) -> None:
-        """Have the modules of `model` look, the first time this is called."""
-        if not self._watched and model is not None:
+        """A forward begins: have the modules of `model` look if foreign hooks are suspected, once."""
+        if self._suspects and model is not None:
             hook = ModelHook(self._look)
             self._handles = [module.register_forward_pre_hook(hook) for module in model.modules()]
-        self._watched = True
+            self._suspects = False
 
     def end(self) -> str | None:
         """Take the hooks off the modules again. Who has pushed the pair that was seen, once; None if there was none."""
@@ -38,5 +43,5 @@ class Foreign:
         return name
 
     def _look(self, *_: object) -> None:
-        if self._name is None and not is_compiling():
+        if self._name is None:
             self._name = owner_of_innermost(self._pack)

@@ -167,6 +167,7 @@ class ModelHook:
     def __init__(self, action: Callable[..., None]) -> None:
         self._action = action
 
+    @_torch.untraced  # else attached models could not be compiled whole: their graph would break here
     def __call__(self, *args: Any) -> None:
         self._action(*args)
 

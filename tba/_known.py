@@ -12,7 +12,7 @@ from collections import deque
 
 from torch import Tensor
 
-from ._record import POISONED, Record, Remains
+from ._record import Record, Remains
 
 # (id of the tensor, its version, id of the engine's deque of remains)
 _Key = tuple[int, int, int]
@@ -47,7 +47,7 @@ class Known:
             if last < end:
                 return None
             record = reference()
-            if record is not None and record.state is not POISONED and record.root() is root:
+            if record is not None and record.may_be_joined(root):
                 return record
             del ranges[index]
         return None

@@ -107,6 +107,9 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
     """The same in memory of its own, and whether that is what the record had, which must let go of it then."""
+    only_once = task != -1 and not graph_is_kept()
+    if only_once and record.joined and record.saves == len(record.joined) + 1 and record.encoded is None:
+        return _lend(record, view)
     if record.encoded is not None:
         record.decoded = None  # made for this one alone
         tensor = look(record, view)
@@ -116,11 +119,23 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
     tensor = look(record, view, alone=True)
     restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
-    only_once = record.saves == 1 and task != -1 and not graph_is_kept()
-    may_go = record.asks >= record.saves if restored else only_once
+    may_go = record.asks >= record.saves if restored else only_once and record.saves == 1
     if may_go and _owners(tensor) <= _ALONE + 1:  # what the record looks at it with
         return tensor, restored
     return apart(tensor), False
+
+
+def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
+    """As `look_for_code`, to the one node that saved all of a record, which asks for each of its tensors in turn.
+
+    They share memory as they did when it saved them: a copy for each would be as many times what it spans.
+    """
+    record.given = None
+    tensor = look(record, view, alone=True)
+    if record.state is RESTORED:
+        return tensor, record.asks % record.saves == 0
+    record.lent = record.lent or _owners(tensor) <= _ALONE + 1
+    return tensor if record.lent else apart(tensor), False
 
 
 def kept_for_code(packed: tuple[Any, ...], *, shared: bool) -> Tensor:

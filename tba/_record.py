@@ -86,6 +86,9 @@ class Record:
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
+        joined: version counters of tensors without a common base that compiled code saved with it (`_joint`), and
+            their versions at pack: an edit through any of them is an edit.
+        lent: the node that saved all of it has its memory, and nobody else looks at it.
         given: of a restored record with several views, the last that an operator was given: the next wants the same.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
@@ -109,7 +112,9 @@ class Record:
         "encoded",
         "end",
         "given",
+        "joined",
         "label",
+        "lent",
         "logical_bytes",
         "nbytes",
         "offloaded",
@@ -165,6 +170,8 @@ class Record:
         self.encoded: Encoded | None = None
         self.decoded: tuple[Tensor, object] | None = None
         self.recipe: Recipe | None = None
+        self.joined: list[tuple[Tensor, int]] = []
+        self.lent = False
         self.stays = False
         self.wanted = False
         self.asks = 0
@@ -211,12 +218,37 @@ class Record:
         dtype, shape = self.label
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} #{self.number}"
 
+    def may_be_joined(self, root: Tensor) -> bool:
+        """Whether a save of `root`, at the version this was saved at, finds its bytes here."""
+        if self.state is POISONED or self.root() is not root:
+            return False
+        return all(counter._version == version for counter, version in self.joined)
+
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
         if self.state is RESTORED:
             return self.encoded is None
         alias = self.alias
-        return self.state is HELD and self.encoded is None and alias is not None and alias._version == self.version
+        return self.state is HELD and self.encoded is None and alias is not None and not self.is_edited()
+
+    def versions(self) -> tuple[int, int]:
+        """The version found and the one expected: of a tensor that was edited in this memory, if any was."""
+        assert self.alias is not None
+        found, expected = self.alias._version, self.version
+        if self.joined and found == expected and self.encoded is None:
+            for counter, version in self.joined:
+                if counter._version != version:
+                    return counter._version, version
+        return found, expected
+
+    def is_edited(self) -> bool:
+        """Whether the memory its alias shows was edited since pack, through any of the tensors that were saved."""
+        found, expected = self.versions()
+        return found != expected
+
+    def join(self, tensor: Tensor) -> None:
+        """One more tensor shows some of these bytes, which has a version counter of its own."""
+        self.joined.append((_counter_of(tensor), tensor._version))
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
         """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""
@@ -228,11 +260,17 @@ class Record:
 
     def keep_counter(self, root: Tensor) -> None:
         """From now on `counter` tells of edits, wherever the bytes are."""
-        self.counter = root.detach()
-        self.counter.data = empty(root.dtype, root.device)
+        self.counter = _counter_of(root)
 
     def drop_alias(self) -> None:
         """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
         alias = self.alias
         assert alias is not None
         alias.data = empty(alias.dtype, alias.device)
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that shares a version counter."""
+    counter = tensor.detach()
+    counter.data = empty(tensor.dtype, tensor.device)
+    return counter

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ._config import OffloadConfig
 from ._policy import FITS
 from ._sizes import size
 from ._stats import Counters
@@ -36,7 +37,7 @@ class Rest:
     """Whether the hooks may stay off.
 
     Args:
-        possible: whether they ever may: the tier lets tensors stay, no codec has to see them, the model is known.
+        possible: whether they ever may.
         model: gives the model, or None once it has died.
         room: gives the bytes that saved tensors may take now.
         fixed: whether that is a setting, so that there is no use in looking again.
@@ -58,6 +59,12 @@ class Rest:
         self._entries_left = 0
         self._before = 0, 0, 0  # bytes kept and moved, and errors, when the last step ended
         self._told = False
+
+    @classmethod
+    def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
+        """What the settings allow: the tier lets tensors stay, no codec has to see them, and the model is known."""
+        possible = config.tier == "auto" and config.compress is None and model() is not None
+        return cls(possible, model, room, fixed=config.memory_budget is not None)
 
     def end_step(self, counters: Counters, room_bytes: int) -> None:
         """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""

@@ -37,6 +37,7 @@ from ._errors import edited_in_place
 from ._finished import Finished
 from ._fork import dies_in_child
 from ._held import Held
+from ._joint import joined
 from ._known import Known
 from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
@@ -80,12 +81,7 @@ class Saver:
         self.compressor = compressor(config, self.counters)
         self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
-        self.rest = Rest(
-            config.tier == "auto" and self.compressor is None and model() is not None,
-            model,
-            self.held.look_at_room,
-            fixed=config.memory_budget is not None,
-        )
+        self.rest = Rest.of(config, model, self.held.look_at_room)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
         self._remains: deque[Remains] = deque()
         self._numbers = 0
@@ -174,17 +170,20 @@ class Saver:
         root = base if type(base) is Tensor else tensor
         kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
         known: Known | None = getattr(storage, MARK, None)
-        record = known.find(root, begin, end, self._remains) if known is not None else None
-        if record is not None and (compressor is None or compressor.also(record, kind)):
-            self.counters.duplicate_bytes += nbytes
-            record.saves += 1
-            if record.stream is not None:
-                _streams.also_used(tensor, record.stream)
-            return record, view
+        if known is not None:
+            record = known.find(root, begin, end, self._remains)
+            if record is not None and (compressor is None or compressor.also(record, kind)):
+                return self._pack_known(record, tensor, view, nbytes)
+            record = joined(reversed(self.finished.pending.queue), sequence_nr(), storage, begin, end)
+            if record is not None and (compressor is None or compressor.also(record, kind)):
+                record.join(tensor)
+                return self._pack_known(record, tensor, view, nbytes)
         if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
             return self._keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._pack_odd(tensor)
+        if decision is not SHRINK and compressor is None and self.steps.whole.keeps(sequence_nr(), nbytes):
+            return self._keep(tensor, nbytes, _policy.WHOLE)
         if nbytes < storage_bytes:
             begin, end = _policy.range_to_store(begin, end, storage_bytes)
         record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
@@ -210,8 +209,15 @@ class Saver:
         self.finished.add(sequence_nr(), record)
         return record, view
 
+    def _pack_known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
+        self.counters.duplicate_bytes += nbytes
+        record.saves += 1
+        if record.stream is not None:
+            _streams.also_used(tensor, record.stream)
+        return record, view
+
     def _pack_odd(self, tensor: Tensor) -> Packed:
-        """What is no plain tensor over a storage on a known device: subclasses, sparse, meta, ..."""
+        """What is no plain tensor: subclasses, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self._pass_weight(tensor)
         return self._keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
@@ -230,8 +236,7 @@ class Saver:
 
         Raises:
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
-            TransferError: its bytes could not be brought back.
-            ClosedError: the engine was closed, or this is a forked child, and the bytes are gone.
+            TransferError, ClosedError: its bytes could not be brought back; they are gone with the engine, or a fork.
         """
         first: Any
         second: Any
@@ -303,10 +308,13 @@ class Saver:
                 raise
         elif record.state is POISONED or record.state in IN_MEMORY:
             assert alias is not None
-            if record.state is POISONED or alias._version != record.version:
-                raise edited_in_place(record.name(), alias._version, record.version)
+            if record.state is POISONED or record.is_edited():
+                raise edited_in_place(record.name(), *record.versions())
             if record.offloaded and not record.asks:
-                self._forwarded(record)
+                self.counters.forwarded_bytes += record.logical_bytes
+                if mover.trace is not None:
+                    now_s = time.perf_counter()
+                    mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
         window_bytes = mover.read_ahead_bytes(self.held.nbytes)
         if not record.resident_bytes and not record.held_bytes and not record.stays:
             residency.demand(record, window_bytes)
@@ -322,12 +330,6 @@ class Saver:
             tensor = look(record, view)
         residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
         return tensor
-
-    def _forwarded(self, record: Record) -> None:
-        self.counters.forwarded_bytes += record.logical_bytes
-        if self.mover.trace is not None:
-            now_s = time.perf_counter()
-            self.mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -27,10 +27,11 @@ from . import _heap
 from ._frames import warn
 from ._policy import FITS
 from ._stats import Counters, OffloadStats, difference
+from ._whole import Whole
 
 
 class Steps:
-    """Boundaries, the last step's statistics, and one word to a user whose tier had nothing to do."""
+    """Boundaries, the last step's statistics, what they teach, and a word to a user whose tier had nothing to do."""
 
     def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None]) -> None:
         self.backward_seen = False
@@ -40,8 +41,9 @@ class Steps:
         self._counters = counters
         self._model = model
         self._at_start = counters.snapshot()
+        self.whole = Whole(tier)
         self._file_bytes = 0
-        self._written_bytes = 0
+        self._before = 0, 0, 0  # bytes written, offloaded and kept before the open micro-batch
         self._by_optimizer = False  # whether one has been seen to step
         self._stepped = False  # whether one has since the last step ended
         self.told = tier in ("keep", "auto")  # tiers that may rightly move nothing
@@ -63,8 +65,11 @@ class Steps:
         self.open = self.backward_seen = False
         counters = self._counters
         counters.micro_batches += 1
-        written_bytes, self._written_bytes = counters.written_bytes - self._written_bytes, counters.written_bytes
+        now = counters.written_bytes, counters.offloaded_bytes, counters.kept_bytes
+        written_bytes, offloaded_bytes, kept_bytes = (a - b for a, b in zip(now, self._before, strict=True))
+        self._before = now
         self._file_bytes = file_bytes
+        self.whole.end_step(offloaded_bytes, kept_bytes)
         self.close()
         _heap.heap.end_step(written_bytes)
 
@@ -82,9 +87,15 @@ class Steps:
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last, forward_seen=True)
 
+    @property
+    def nothing_came(self) -> bool:
+        """Whether nothing worth moving has ever been saved but weights."""
+        counters = self._counters
+        return not (counters.offloaded_bytes or counters.kept_by_reason.get(FITS))
+
     def tell_of_foreign(self, name: str) -> None:
         """Another pair of hooks was innermost: say so if nothing but weights has reached ours."""
-        if self._counters.offloaded_bytes or self._counters.kept_by_reason.get(FITS):
+        if not self.nothing_came:
             return
         self.told = True
         warn(

@@ -7,10 +7,12 @@ somewhere inside a hook.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
+from torch._compile import _disable_dynamo
+from torch.autograd.function import BackwardCFunction, Function
 
 
 def _find(path: str) -> Any:
@@ -55,6 +57,21 @@ enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
 )
+# Decorates what torch.compile is not to trace. `torch.compiler.disable` would import the compiler to do so.
+untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
+_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def compiled_graph(frame: FrameType | None) -> int | None:
+    """The number of the compiled graph whose node has called the pack hook that runs in `frame`; None if another has.
+
+    Each compiled graph is a Function of its own, which torch numbers.
+    """
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("tba."):
+        frame = frame.f_back
+    if frame is None or frame.f_code is not _APPLY:
+        return None
+    return getattr(frame.f_locals["cls"], "_aot_id", None)
 
 
 def is_operator(kind: type) -> bool:

@@ -162,7 +162,7 @@ class Mover:
         storage = alias.untyped_storage()
         if self._moved(record, storage):
             self._take_back(record, _MOVED)
-        elif alias._version != record.version:
+        elif record.is_edited():
             self._poison(record)
         elif ticket.error is not None:
             self._take_back(record, _policy.NOT_WRITTEN)
@@ -188,7 +188,7 @@ class Mover:
             record = reference()
             if record is None or record.alias is None or record.state in IN_MEMORY:
                 continue
-            if record.alias._version != record.version:
+            if record.is_edited():
                 self._poison(record)
             else:
                 record.alias = None
@@ -206,7 +206,7 @@ class Mover:
     def drop(self, record: Record) -> None:
         """Let go of bytes that are in the store too."""
         if record.state is HELD and record.write is not None:
-            if record.alias is not None and record.alias._version != record.version:
+            if record.alias is not None and record.is_edited():
                 self._poison(record)  # when the edit was made, during the write or after, nobody can tell any more
                 return
             record.drop_alias()

@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from zoo import ConvBlock
 
 from benchmarks.gpt import Block, GPTConfig
-from tba import Offloader, offload_context
+from tba import Offloader, OffloadStats, offload_context
 
 pytestmark = [
     # From the compiler itself.
@@ -76,6 +76,8 @@ BLOCKS = {
 }
 # Blocks whose backward, compiled by inductor, writes to some of what it is given.
 DONATES = {"gpt", "llama", "conv"}
+WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, WITH_COMPILER])]
 BLOCK = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -155,6 +157,28 @@ def _compare(name: str, backend: str, scratch: Path) -> tuple[nn.Module, tuple[i
     return compiled, shape
 
 
+def _moved(model: nn.Module, block: nn.Module, scratch: Path) -> OffloadStats:
+    """What a step of `block`, which is `model` or that compiled, moves."""
+    leaf = torch.randn(BATCH, SEQUENCE, 8 * WIDTH, requires_grad=True)
+    with offload_context(model, tier="nvme", min_tensor_bytes=4096, storage_paths=scratch) as offload:
+        loss = block(leaf * 1).square().mean()
+    offload.flush()
+    loss.backward()
+    stats = offload.stats()
+    offload.close()
+    return stats
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*compiled as one graph")  # the block is the whole model here
+def test_a_compiled_block_writes_what_the_block_writes(backend: str, scratch: Path) -> None:
+    block = Block(GPTConfig(layers=1, width=8 * WIDTH, heads=2, sequence=SEQUENCE))
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    eager, moved = _moved(block, block, scratch), _moved(block, compiled, scratch)
+    assert moved.read_bytes == moved.written_bytes
+    assert 0.9 * eager.written_bytes < moved.written_bytes < 1.03 * eager.written_bytes
+
+
 @BLOCK
 def test_aot_eager_block_is_exact(name: str, scratch: Path) -> None:
     _compare(name, "aot_eager", scratch)
@@ -162,7 +186,7 @@ def test_aot_eager_block_is_exact(name: str, scratch: Path) -> None:
 
 @BLOCK
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++")
+@WITH_COMPILER
 def test_inductor_block_is_exact(name: str, scratch: Path) -> None:
     compiled, shape = _compare(name, "inductor", scratch)
     if name in DONATES:
