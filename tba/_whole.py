@@ -21,8 +21,9 @@ class _Run(threading.local):
 
     def __init__(self) -> None:
         self.sequence_nr = -1
-        self.graph: int | None = None
         self.nbytes = 0
+        self.looked = False  # whether the graph has been looked for
+        self.graph: int | None = None
 
 
 class Whole:
@@ -43,10 +44,15 @@ class Whole:
         """
         run = self._run
         if run.sequence_nr != sequence_nr:
-            run.sequence_nr, run.graph, run.nbytes = sequence_nr, compiled_graph(sys._getframe(1)), 0
+            run.sequence_nr, run.nbytes, run.looked, run.graph = sequence_nr, nbytes, False, None
+            if not self._graphs:  # a look costs more than the rest, and most operators save one tensor
+                return False
+        else:
+            run.nbytes += nbytes
+        if not run.looked:
+            run.looked, run.graph = True, compiled_graph(sys._getframe(1))
         if run.graph is None:
             return False
-        run.nbytes += nbytes
         if self._largest is None or run.nbytes > self._largest[0]:
             self._largest = run.nbytes, run.graph
         return run.graph in self._graphs

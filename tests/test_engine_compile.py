@@ -170,7 +170,7 @@ def _moved(model: nn.Module, block: nn.Module, scratch: Path) -> OffloadStats:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.filterwarnings("ignore:.*compiled as one graph")  # the block is the whole model here
+@pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
 def test_a_compiled_block_writes_what_the_block_writes(backend: str, scratch: Path) -> None:
     block = Block(GPTConfig(layers=1, width=8 * WIDTH, heads=2, sequence=SEQUENCE))
     compiled = torch.compile(block, backend=backend, fullgraph=True)
