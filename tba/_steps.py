@@ -106,7 +106,7 @@ class Steps:
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: it may have been ours, after a backward of ours. Called without the lock."""
         before = self._at_start.micro_batches if self._by_optimizer else 0
-        if self._stepped or not (self.backward_seen or self._counters.micro_batches > before):
+        if self._stepped or not (self.over or self._counters.micro_batches > before):
             return
         model = self._model()
         if model is not None:
