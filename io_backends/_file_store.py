@@ -118,7 +118,7 @@ class FileStore(abc.ABC, Generic[File]):
         self._space.discard(ticket)
 
     def trim(self) -> None:
-        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
+        """Once a step: give disk blocks back that the last ones did not need. Returns at once; a worker does it."""
         allocated_bytes = self.allocated_bytes()
         if allocated_bytes and self._space.begin_trim(allocated_bytes):
             with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
@@ -129,10 +129,10 @@ class FileStore(abc.ABC, Generic[File]):
         if file is None or self._closed:
             return 0
         try:
-            blocks = os.fstat(file.fd).st_blocks
+            nbytes = self._syscalls.allocated(file.fd)
         except OSError:  # the last worker has died, and closed it, since
             return 0
-        return blocks * 512 if file is self._file else 0  # the number may be another file's by now
+        return nbytes if file is self._file else 0  # the number may be another file's by now
 
     @property
     def used_bytes(self) -> int:
