@@ -66,7 +66,9 @@ def make_mover(
     )
     # Tier "cpu" writes to no drive.
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
-    return Mover(lock, counters, open_store, limits, HostMemory(cpu_budget_bytes(config)), allowance)
+    # What is kept for transfers to come, too, stays within what the settings allow those to take.
+    memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
+    return Mover(lock, counters, open_store, limits, memory, allowance)
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
