@@ -96,8 +96,8 @@ def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None
 
 def _default_directory() -> Path:
     tried = []
-    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), _user_id()):
-        reason = _make_private(path)
+    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), user_id()):
+        reason = make_private(path)
         facts = look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
@@ -174,7 +174,7 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
         read_only=bool(space.f_flag & os.ST_RDONLY),
-        free_bytes=_free_bytes(space, reserved=_user_id() == 0),
+        free_bytes=_free_bytes(space, reserved=user_id() == 0),
         device=found.st_dev,
         mount=mount_of(real, _mountinfo()),
     )
@@ -189,7 +189,7 @@ def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
     return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
 
 
-def _make_private(path: Path) -> str | None:
+def make_private(path: Path) -> str | None:
     """Make the directory, or see that it is ours alone: in a shared place somebody else may have made it first."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -198,7 +198,7 @@ def _make_private(path: Path) -> str | None:
         return f"cannot be made ({error.strerror})"
     if not stat.S_ISDIR(found.st_mode):
         return "is a symbolic link"
-    if found.st_uid != _user_id():
+    if found.st_uid != user_id():
         return f"belongs to user {found.st_uid}"
     if found.st_mode & 0o077:
         path.chmod(0o700)
@@ -227,7 +227,8 @@ def _home() -> str | None:
     return home if os.path.isabs(home) else None
 
 
-def _user_id() -> int:
+def user_id() -> int:
+    """Whose files are ours; 0 where the system has no such numbers."""
     return os.getuid() if hasattr(os, "getuid") else 0
 
 
