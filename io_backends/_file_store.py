@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ._errors import StoreBroken, StoreClosed
+from ._scratch import ScratchFile, open_scratch
 from ._space import Space, extent_of
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Syscalls
@@ -44,8 +45,10 @@ class FileStore(abc.ABC, Generic[File]):
         capacity_bytes: int | None,
         timeout_s: float | None,
         syscalls: Syscalls | None,
+        device: int | None,
     ) -> None:
         self.directory = Path(directory)
+        self._device = device
         self._syscalls = syscalls or Syscalls()
         self._file: File | None = None
         self._files: list[File] = []  # that one; taken out by `pop`, which is atomic, so closed once
@@ -155,6 +158,9 @@ class FileStore(abc.ABC, Generic[File]):
         """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
         self._closed = True
         self._workers.stop()
+
+    def _open_scratch(self) -> ScratchFile:
+        return open_scratch(str(self.directory), self._syscalls, self._device)
 
     def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
         """On a worker: an extent for a write, laid out. Once it is the ticket's, `discard` frees it."""

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ._config import OffloadConfig
 from ._errors import OffloadWarning, StorageError
@@ -59,7 +60,14 @@ class PathFacts:
     mount: Mount = Mount()
 
 
-def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
+class Directory(NamedTuple):
+    """A directory for scratch files, and the number of the file system it was on when it was looked at."""
+
+    path: Path
+    device: int | None
+
+
+def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
     """The directories for scratch files: those `storage_paths` names, else a per-user one that is made if missing.
 
     Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory,
@@ -75,7 +83,7 @@ def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
             raise StorageError("\n".join(refused))
         for _, facts in named:
             _warn_of_network(facts)
-        return config.storage_paths
+        return tuple(Directory(path, facts.device) for path, facts in named)
     return (_default_directory(),)
 
 
@@ -94,7 +102,7 @@ def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None
     return sum(known) if len(known) == len(free) else None
 
 
-def _default_directory() -> Path:
+def _default_directory() -> Directory:
     tried = []
     for path in default_directories(os.environ, _home(), tempfile.gettempdir(), user_id()):
         reason = make_private(path)
@@ -102,7 +110,7 @@ def _default_directory() -> Path:
         reason = reason or refusal(facts)
         if reason is None:
             _warn_of_network(facts)
-            return path
+            return Directory(path, facts.device)
         tried.append(f"{path}: {reason}")
     raise StorageError(
         "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
