@@ -2,11 +2,17 @@
 
 First fit from the lowest address, neighbours merged when freed: a periodic load (a training step) then occupies a
 compact range whose end stops growing after the first period. Not thread-safe: the owner holds the lock.
+
+Guarantee: an exception that arrives between any two bytecodes (Ctrl-C) leaves an operation done or not done, never
+half: all there is to know is one list, and each operation changes it by one assignment to a slice.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
+
+# Where a file may grow without end: more than any file system holds.
+_ENDLESS = 1 << 62
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -27,11 +33,19 @@ class Extents:
             raise ValueError(f"alignment must be positive, got {alignment}")
         self.alignment = alignment
         self.capacity = capacity
-        self.end = 0  # nothing at or beyond this offset is, or has to be, in use
-        self.high_water = 0  # where the highest allocation ended since its owner last set this
-        self.used_bytes = 0
-        self._offsets: list[int] = []  # free ranges below `end`, sorted, never touching one another
-        self._lengths: list[int] = []
+        self._limit = (_ENDLESS if capacity is None else capacity) // alignment * alignment
+        # What is free, as (begin, stop): sorted, never touching one another. Without end, the last reaches the limit.
+        self._free = [(0, self._limit)] if self._limit else []
+
+    @property
+    def end(self) -> int:
+        """Nothing at or beyond this offset is in use."""
+        begin, stop = self._free[-1] if self._free else (0, 0)
+        return begin if stop == self._limit else self._limit
+
+    @property
+    def used_bytes(self) -> int:
+        return self._limit - sum([stop - begin for begin, stop in self._free])
 
     def allocate(self, length: int) -> int | None:
         """Offset of a free range of at least `length` bytes (rounded up), or None when `capacity` has no room."""
@@ -39,53 +53,26 @@ class Extents:
             raise ValueError(f"length must be positive, got {length}")
         if length % self.alignment:
             length = align_up(length, self.alignment)
-        for index, free in enumerate(self._lengths):
-            if free >= length:
-                offset = self._offsets[index]
-                if free == length:
-                    del self._offsets[index], self._lengths[index]
-                else:
-                    self._offsets[index] += length
-                    self._lengths[index] -= length
-                break
-        else:
-            offset = self.end
-            if self.capacity is not None and offset + length > self.capacity:
-                return None
-            self.end += length
-        self.used_bytes += length
-        if offset + length > self.high_water:
-            self.high_water = offset + length
-        return offset
+        for index, (begin, stop) in enumerate(self._free):
+            if stop - begin >= length:
+                self._free[index : index + 1] = [(begin + length, stop)] if stop - begin > length else []
+                return begin
+        return None
 
     def free_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
         """What is free in [start, stop), both multiples of the alignment: offsets and lengths, ascending."""
-        ranges = [
-            (max(offset, start), min(offset + length, stop) - max(offset, start))
-            for offset, length in zip(
-                [*self._offsets, self.end], [*self._lengths, max(0, stop - self.end)], strict=True
-            )
-        ]
-        return [(offset, length) for offset, length in ranges if length > 0]
+        ranges = [(max(begin, start), min(end, stop)) for begin, end in self._free]
+        return [(begin, end - begin) for begin, end in ranges if begin < end]
 
     def take(self, offset: int, length: int) -> None:
         """Take a given range out of what is free. Raises ValueError if any of it is in use or beyond `capacity`."""
         stop = offset + length
-        fits = self.capacity is None or stop <= self.capacity
-        if length <= 0 or length % self.alignment or not fits or self.free_ranges(offset, stop) != [(offset, length)]:
+        if length <= 0 or length % self.alignment or self.free_ranges(offset, stop) != [(offset, length)]:
             raise ValueError(f"range [{offset}, {stop}) is not free")
-        self.used_bytes += length
-        if offset >= self.end:
-            if offset > self.end:  # a gap, which touches no other: the last range before `end` is in use
-                self._offsets.append(self.end)
-                self._lengths.append(offset - self.end)
-            self.end = stop
-            return
-        index = bisect_right(self._offsets, offset) - 1
-        begin, free = self._offsets[index], self._lengths[index]
-        left = [(begin, offset - begin), (stop, begin + free - stop)]
-        self._offsets[index : index + 1] = [where for where, rest in left if rest]
-        self._lengths[index : index + 1] = [rest for _, rest in left if rest]
+        index = bisect_left(self._free, (offset + 1, 0)) - 1
+        begin, end = self._free[index]
+        left = [(begin, offset), (stop, end)]
+        self._free[index : index + 1] = [(first, last) for first, last in left if first < last]
 
     def free(self, offset: int, length: int) -> None:
         """Give a range back. Raises ValueError if it is not wholly in use: a double free would corrupt data."""
@@ -93,25 +80,16 @@ class Extents:
             raise ValueError(f"length must be positive, got {length}")
         if length % self.alignment:
             length = align_up(length, self.alignment)
-        index = bisect_left(self._offsets, offset)
-        before = self._offsets[index - 1] + self._lengths[index - 1] if index else 0
-        after = self._offsets[index] if index < len(self._offsets) else self.end
-        if offset < before or offset + length > after or offset % self.alignment:
-            raise ValueError(f"range [{offset}, {offset + length}) is not in use")
-        self.used_bytes -= length
-        joins_before = index > 0 and before == offset
-        joins_after = index < len(self._offsets) and offset + length == after
-        if joins_before and joins_after:
-            self._lengths[index - 1] += length + self._lengths[index]
-            del self._offsets[index], self._lengths[index]
-        elif joins_before:
-            self._lengths[index - 1] += length
-        elif joins_after:
-            self._offsets[index] = offset
-            self._lengths[index] += length
-        else:
-            self._offsets.insert(index, offset)
-            self._lengths.insert(index, length)
-        if self._offsets and self._offsets[-1] + self._lengths[-1] == self.end:
-            self.end = self._offsets.pop()
-            self._lengths.pop()
+        free, stop = self._free, offset + length
+        index = bisect_left(free, (offset, 0))
+        before = free[index - 1][1] if index else 0
+        after = free[index][0] if index < len(free) else self._limit
+        if offset < before or stop > after or offset % self.alignment:
+            raise ValueError(f"range [{offset}, {stop}) is not in use")
+        first, last = index, index
+        begin, end = offset, stop
+        if index and before == offset:
+            first, begin = index - 1, free[index - 1][0]
+        if index < len(free) and after == stop:
+            last, end = index + 1, free[index][1]
+        free[first:last] = [(begin, end)]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from ._errors import StoreBroken, StoreClosed
+from ._scratch import ScratchFile, open_scratch
 from ._space import Space, extent_of
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Syscalls
@@ -44,8 +45,10 @@ class FileStore(abc.ABC, Generic[File]):
         capacity_bytes: int | None,
         timeout_s: float | None,
         syscalls: Syscalls | None,
+        device: int | None,
     ) -> None:
         self.directory = Path(directory)
+        self._device = device
         self._syscalls = syscalls or Syscalls()
         self._file: File | None = None
         self._files: list[File] = []  # that one; taken out by `pop`, which is atomic, so closed once
@@ -118,7 +121,7 @@ class FileStore(abc.ABC, Generic[File]):
         self._space.discard(ticket)
 
     def trim(self) -> None:
-        """Once a step: give disk blocks back that the step before did not need. Returns at once; a worker does it."""
+        """Once a step: give disk blocks back that the last ones did not need. Returns at once; a worker does it."""
         allocated_bytes = self.allocated_bytes()
         if allocated_bytes and self._space.begin_trim(allocated_bytes):
             with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
@@ -129,10 +132,10 @@ class FileStore(abc.ABC, Generic[File]):
         if file is None or self._closed:
             return 0
         try:
-            blocks = os.fstat(file.fd).st_blocks
+            nbytes = self._syscalls.allocated(file.fd)
         except OSError:  # the last worker has died, and closed it, since
             return 0
-        return blocks * 512 if file is self._file else 0  # the number may be another file's by now
+        return nbytes if file is self._file else 0  # the number may be another file's by now
 
     @property
     def used_bytes(self) -> int:
@@ -155,6 +158,9 @@ class FileStore(abc.ABC, Generic[File]):
         """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
         self._closed = True
         self._workers.stop()
+
+    def _open_scratch(self) -> ScratchFile:
+        return open_scratch(str(self.directory), self._syscalls, self._device)
 
     def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
         """On a worker: an extent for a write, laid out. Once it is the ticket's, `discard` frees it."""

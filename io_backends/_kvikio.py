@@ -35,7 +35,6 @@ from typing import Any, Literal, NamedTuple
 from ._device_memory import Registry, on_device, view
 from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
 from ._file_store import FileStore
-from ._scratch import open_scratch
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
 
@@ -67,6 +66,7 @@ class KvikioStore(FileStore[_File]):
         capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
         timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
         syscalls: replaced in tests.
+        device: number of the file system (`st_dev`) the directory was found on; the file is made on no other.
 
     Raises:
         ImportError: kvikio is not installed, or a library it needs is missing.
@@ -85,6 +85,7 @@ class KvikioStore(FileStore[_File]):
         capacity_bytes: int | None = None,
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
+        device: int | None = None,
     ) -> None:
         self.threshold_bytes = threshold_bytes
         self._kvikio, self._defaults, self._driver = _import_kvikio()
@@ -97,6 +98,7 @@ class KvikioStore(FileStore[_File]):
             capacity_bytes=capacity_bytes,
             timeout_s=timeout_s,
             syscalls=syscalls,
+            device=device,
         )
 
     @property
@@ -199,7 +201,7 @@ class KvikioStore(FileStore[_File]):
     # -- the file ------------------------------------------------------------------------------------------------
 
     def _make(self) -> _File:
-        scratch = open_scratch(str(self.directory), self._syscalls)
+        scratch = self._open_scratch()
         try:
             handle, mode = self._open_by_name(f"/proc/self/fd/{scratch.fd}")
             try:

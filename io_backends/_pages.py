@@ -23,15 +23,17 @@ class Pages:
         self.touched.update(pages)
         return len(self.touched) - before
 
-    def let_go(self, free: Iterable[tuple[int, int]], most: int) -> list[int]:
-        """The offsets of touched pages that lie wholly in free ranges, the highest `most`: they count no more.
+    def idle(self, free: Iterable[tuple[int, int]], most: int) -> list[int]:
+        """The offsets of touched pages that lie wholly in free ranges, the highest `most`.
 
         Not the lowest: those are used again first.
         """
         whole = chain.from_iterable(range(-(-offset // self.page_bytes), self._until(offset + n)) for offset, n in free)
-        going = sorted(self.touched.intersection(whole), reverse=True)[:most]
-        self.touched.difference_update(going)
-        return [page * self.page_bytes for page in going]
+        return [page * self.page_bytes for page in sorted(self.touched.intersection(whole), reverse=True)[:most]]
+
+    def gone(self, offset: int) -> None:
+        """The page there has been given back: it counts no more."""
+        self.touched.discard(offset // self.page_bytes)
 
     def _until(self, end: int) -> int:
         """The page after the last that is over by then."""

@@ -15,6 +15,9 @@ Guarantees:
 7. Leases that lie badly cost no memory: one that needs pages that are not in memory gives back as many that are free,
    so there are never more in memory than leases have covered at one time. In huge pages; not where memory is locked,
    nor in an arena, whose memory is meant to be pinned.
+8. With `idle_bytes`, no more than that stays in memory for leases to come, as of the last `lease` or `trim`. A larger
+   lease has memory of its own, which goes back to the system the moment the lease ends: it would be more than that.
+9. An interrupt (Ctrl-C) at any bytecode costs at most one range, which `trim` finds again.
 
 Huge pages, where the system gives them: pinning a transfer's memory page by page is most of what direct I/O costs the
 CPU (measured: 0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory, which would
@@ -28,11 +31,12 @@ after a pause of the disk, may leave gaps that are too small for the largest unt
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -85,16 +89,25 @@ class _Segment:
         mapping = self.memory.obj
         assert isinstance(mapping, Mapping)
         begin = self.address - address_of(memoryview(mapping))
-        pages = self.pages.let_go(self.extents.free_ranges(0, self.memory.nbytes), most)
+        pages = self.pages.idle(self.extents.free_ranges(0, self.memory.nbytes), most)
         for offset in pages:
             with suppress(OSError):  # locked memory stays (mlockall)
                 mapping.madvise(mmap.MADV_DONTNEED, begin + offset, self.pages.page_bytes)
+            self.pages.gone(offset)
         return len(pages)
+
+    def mend(self, leases: Iterable[_End]) -> None:
+        """All but what these leases have is free."""
+        extents = Extents(self.extents.alignment, self.memory.nbytes)
+        for end in leases:
+            if end.segment is self:
+                extents.take(end.offset, end.length)
+        self.extents = extents
 
 
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
     __slots__ = ("length", "offset", "segment")
-    segment: _Segment
+    segment: _Segment | None  # None: memory of its own, which goes with the lease
     offset: int
     length: int
 
@@ -106,22 +119,32 @@ class BufferPool:
         alignment: bytes.
         segment_bytes: how much is mapped at once, where a lease does not need more; rounded up to whole pages.
         budget_bytes: what the segments may take together, rounded down to whole pages; None for no limit.
+        idle_bytes: what may stay in memory for leases to come; None for no limit..
     """
 
     _gives_back = hasattr(mmap, "MADV_DONTNEED")
 
-    def __init__(self, alignment: int, segment_bytes: int = SEGMENT_BYTES, *, budget_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        alignment: int,
+        segment_bytes: int = SEGMENT_BYTES,
+        *,
+        budget_bytes: int | None = None,
+        idle_bytes: int | None = None,
+    ) -> None:
         if alignment < 1 or _HUGE_PAGE_BYTES % alignment:
             raise ValueError(f"an alignment divides a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
         if budget_bytes is not None and budget_bytes < mmap.PAGESIZE:
             raise ValueError(f"a budget holds at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
         self.alignment = alignment
         self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        self._idle_bytes = None if idle_bytes is None else max(idle_bytes, _HUGE_PAGE_BYTES)
         self._segment_bytes = align_up(segment_bytes, mmap.PAGESIZE)
         self._segments: list[_Segment] = []
         self._ended: deque[_End] = deque()
         self._live: dict[int, _End] = {}  # keeps the weak references themselves alive
-        self._retained: deque[tuple[object, Callable[[], bool]]] = deque()
+        self._retained: dict[int, tuple[object, Callable[[], bool]]] = {}
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -140,33 +163,43 @@ class BufferPool:
         with self._lock:
             if self._closed:
                 raise StoreClosed("the pool is closed; make a new one")
-            if self._ended:
+            ended = bool(self._ended)
+            if ended:
                 self._reclaim()
-            segment, offset = self._place(length)
-            segment.used_since_trim = True
-            new_pages = segment.pages.touch(offset, length)
-            if new_pages and self._gives_back:
-                self._make_up_for(new_pages)
+            segment, offset = (None, 0) if self._goes_alone(length) else self._place(length)
+            if segment is None:
+                memory = self._map(align_up(length, mmap.PAGESIZE))
+                address = address_of(memory)
+            else:
+                memory, address = segment.memory, segment.address
+                self._touch(segment, offset, length)
             start = offset + skew
-            view = segment.memory[start : start + nbytes]
+            view = memory[start : start + nbytes]
             end = _End(view, self._ended.append)
             end.segment, end.offset, end.length = segment, offset, length
             self._live[id(end)] = end
+            if ended:
+                self._limit_idle()
         # Not by Buffer(...), which is a Python function: there is a lease for every read.
-        return view, tuple.__new__(Buffer, (segment.address + start, nbytes, view, True, False))
+        return view, tuple.__new__(Buffer, (address + start, nbytes, view, True, False))
 
     def retain(self, owner: object, ready: Callable[[], bool]) -> None:
         """Keep what holds a lease until `ready()`, a device's answer that its copy is over.
 
         It is asked at the next lease or `trim`, on that thread. May be called on any thread at any bytecode.
         """
-        self._retained.append((owner, ready))
+        self._retained[next(self._numbers)] = owner, ready
 
     def trim(self) -> None:
         """Give back segments that no lease has used since the last call (call it once a step)."""
         self._let_go()
         with self._lock:
             self._reclaim()
+            # An interrupt may have lost the end of a lease, or a range that no lease got: see what there really is.
+            self._live = {key: end for key, end in self._live.items() if end() is not None}
+            for segment in self._segments:
+                segment.mend(self._live.values())
+            self._limit_idle()
             self._segments = [s for s in self._segments if s.used_since_trim or s.extents.used_bytes]
             for segment in self._segments:
                 segment.used_since_trim = False
@@ -188,18 +221,15 @@ class BufferPool:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the segments, used or not."""
-        return sum(segment.memory.nbytes for segment in self._segments)
+        """Bytes of the segments, used or not, and of leases with memory of their own."""
+        alone = sum(end.length for end in self._live.copy().values() if end.segment is None and end() is not None)
+        return alone + sum(segment.memory.nbytes for segment in self._segments)
 
     def _let_go(self) -> None:
         """Of what is retained and ready. Without the lock: `ready` is somebody else's, and what goes may go far."""
-        for _ in range(len(self._retained)):
-            try:
-                owner, ready = self._retained.popleft()
-            except IndexError:  # another thread was faster
-                return
-            if not ready():
-                self._retained.append((owner, ready))
+        for number, (_, ready) in self._retained.copy().items():
+            if ready():
+                self._retained.pop(number, None)  # unless another thread was faster
 
     def _map(self, nbytes: int) -> memoryview:
         """Memory for a segment of `nbytes`, a whole number of pages."""
@@ -208,22 +238,54 @@ class BufferPool:
     def _reclaim(self) -> None:
         while self._ended:
             end = self._ended.popleft()
-            if self._live.pop(id(end), None) is not None:
+            if self._live.pop(id(end), None) is not None and end.segment is not None:
                 end.segment.extents.free(end.offset, end.length)
 
+    def _goes_alone(self, length: int) -> bool:
+        return self._idle_bytes is not None and length > self._idle_bytes
+
     def _place(self, length: int) -> tuple[_Segment, int]:
-        for segment in self._segments:
-            offset = segment.extents.allocate(length)
-            if offset is not None:
-                return segment, offset
-        segment = _Segment(self._map(self._room_for(align_up(length, mmap.PAGESIZE))), self.alignment)
+        # A segment made for a larger lease than usual is for such ones only, or it would never be out of use ...
+        usual = length <= self._segment_bytes
+        found = self._find(length, [s for s in self._segments if not usual or s.memory.nbytes <= self._segment_bytes])
+        if found is not None:
+            return found
+        try:
+            memory = self._map(self._room_for(align_up(length, mmap.PAGESIZE)))
+        except StoreFull:
+            found = self._find(length, self._segments)  # ... unless there is no room elsewhere
+            if found is None:
+                raise
+            return found
+        segment = _Segment(memory, self.alignment)
         self._segments.append(segment)
         offset = segment.extents.allocate(length)
         assert offset is not None
         return segment, offset
 
-    def _make_up_for(self, pages: int) -> None:
-        """So many are used for the first time: give back as many others, as far as they are free."""
+    def _find(self, length: int, segments: list[_Segment]) -> tuple[_Segment, int] | None:
+        for segment in segments:
+            offset = segment.extents.allocate(length)
+            if offset is not None:
+                return segment, offset
+        return None
+
+    def _touch(self, segment: _Segment, offset: int, length: int) -> None:
+        """A lease is about to use this: as many pages as that takes for the first time, others make up for."""
+        segment.used_since_trim = True
+        new_pages = segment.pages.touch(offset, length)
+        if new_pages and self._gives_back:
+            self._give_back(new_pages)
+
+    def _limit_idle(self) -> None:
+        if self._idle_bytes is not None:
+            touched = sum([len(segment.pages.touched) for segment in self._segments]) * _HUGE_PAGE_BYTES
+            leased = sum([end.length for end in self._live.values() if end.segment is not None])
+            if touched - leased > self._idle_bytes:
+                self._give_back(-(-(touched - leased - self._idle_bytes) // _HUGE_PAGE_BYTES))
+
+    def _give_back(self, pages: int) -> None:
+        """To the system, so many, as far as they are free."""
         for segment in reversed(self._segments):  # the first ones are used again first
             pages -= segment.let_go(pages)
             if not pages:

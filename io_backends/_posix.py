@@ -37,7 +37,7 @@ from ._file_store import FileStore
 from ._gather import Gather
 from ._layout import Part, Piece, Vector
 from ._rate import RateLimit
-from ._scratch import ScratchFile, open_scratch
+from ._scratch import ScratchFile
 from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
 
@@ -72,6 +72,7 @@ class PosixStore(FileStore[ScratchFile]):
         write_rate_bytes_per_s, read_rate_bytes_per_s: limits, for experiments on slow links.
         timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
         syscalls: replaced in tests.
+        device: number of the file system (`st_dev`) the directory was found on; the file is made on no other.
 
     Raises:
         StoreBroken: no scratch file can be made there. The file is made by the first transfer; `open()` makes it now.
@@ -89,9 +90,16 @@ class PosixStore(FileStore[ScratchFile]):
         read_rate_bytes_per_s: float | None = None,
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
+        device: int | None = None,
     ) -> None:
         super().__init__(
-            directory, "tba-io", threads=threads, capacity_bytes=capacity_bytes, timeout_s=timeout_s, syscalls=syscalls
+            directory,
+            "tba-io",
+            threads=threads,
+            capacity_bytes=capacity_bytes,
+            timeout_s=timeout_s,
+            syscalls=syscalls,
+            device=device,
         )
         self._digest = _checksum.digest() if checksum else None
         self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
@@ -235,7 +243,7 @@ class PosixStore(FileStore[ScratchFile]):
     # -- the file ------------------------------------------------------------------------------------------------
 
     def _make(self) -> ScratchFile:
-        return open_scratch(str(self.directory), self._syscalls)
+        return self._open_scratch()
 
     def _release(self, file: ScratchFile) -> None:
         self._syscalls.close(file.fd)

@@ -34,8 +34,33 @@ class ScratchFile(NamedTuple):
         return self.alignment > 1
 
 
-def open_scratch(directory: str, syscalls: Syscalls) -> ScratchFile:
-    """Open a scratch file in `directory`. Raises StoreBroken naming the directory."""
+def open_scratch(directory: str, syscalls: Syscalls, device: int | None = None) -> ScratchFile:
+    """Open a scratch file in `directory`. Raises StoreBroken naming the directory.
+
+    `device`: the number of the file system (`st_dev`) the directory was on when it was chosen; None for any.
+    """
+    scratch = _open(directory, syscalls)
+    try:
+        found = os.fstat(scratch.fd).st_dev
+        # Where layers are laid over one another (overlayfs) a file may have another number than its directory.
+        if device is not None and device not in (found, os.stat(directory).st_dev):
+            raise StoreBroken(
+                f"{directory!r} was on device {_name(device)} when it was chosen and is on device {_name(found)} now: "
+                "it has been replaced, or something was mounted over it; put it back, or name another directory"
+            )
+    except BaseException as error:
+        syscalls.close(scratch.fd)
+        if isinstance(error, OSError):
+            raise StoreBroken(f"cannot make a scratch file in {directory!r}: {error}") from error
+        raise
+    return scratch
+
+
+def _name(device: int) -> str:
+    return f"{os.major(device)}:{os.minor(device)}"
+
+
+def _open(directory: str, syscalls: Syscalls) -> ScratchFile:
     try:
         if _O_DIRECT:
             try:

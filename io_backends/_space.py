@@ -1,10 +1,14 @@
 """Space: which ranges of one scratch file are whose, how far it is laid out, and what of it is given back.
 
+However the ranges of a random load come to lie, the file keeps no more blocks than a quarter above what is in use at
+one time: once a step free ranges are punched, the highest first, wherever they are.
+
 Guarantees:
 
 1. A range belongs to one write until that is discarded and has ended, however it ended.
 2. `discard` only appends to a deque: a finaliser may call it at any bytecode. The next `take` or look does the rest.
-3. A hole is punched only into ranges taken from the free ones for that time, so no write can be in them.
+3. A hole is punched only into a range taken from the free ones for that time, so no write can be in it.
+4. The main thread, which Ctrl-C interrupts, changes no range: it appends, looks, and leaves the rest to workers.
 
 The file is laid out ahead with fallocate(2): few, contiguous extents, and a full disk is met here rather than in a
 write. Both that and punching are system calls of milliseconds: they run on workers, and never with the lock that
@@ -16,7 +20,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ._errors import StoreBroken, StoreFull
 from ._extents import Extents, align_up
@@ -25,8 +29,25 @@ from ._syscalls import Syscalls
 
 # Extents keep 4 KiB: the page of the device mapping, so that neighbours never share a block.
 EXTENT_ALIGNMENT = 4096
-# The file grows and shrinks by this much: a step that differs a little from the last one changes nothing.
+# The file grows by a sixteenth, within these bounds: few calls, and little that nobody needs.
+LEAST_GROWTH_BYTES = 1 << 20
 GROWTH_BYTES = 64 << 20
+
+
+def growth_bytes(end: int) -> int:
+    """How much to lay out ahead of a file that is needed up to `end`."""
+    return align_up(min(max(end // 16, LEAST_GROWTH_BYTES), GROWTH_BYTES), EXTENT_ALIGNMENT)
+
+
+def slack_bytes(need: int) -> int:
+    """A file that needs so many blocks keeps up to once this more, and is left alone up to twice: a step that differs
+    a little from the last one changes nothing."""
+    return align_up(max(need // 8, LEAST_GROWTH_BYTES), EXTENT_ALIGNMENT)
+
+
+def need_bytes(step_bytes: int, before: int) -> int:
+    """What steps need that had `step_bytes` at most this time: a larger one before is forgotten little by little."""
+    return max(step_bytes, before - before // 16 if before >= LEAST_GROWTH_BYTES else 0)
 
 
 def extent_of(ticket: Ticket, block: int) -> Location:
@@ -49,21 +70,18 @@ class Space:
         self._extents = Extents(EXTENT_ALIGNMENT, whole)
         self._discarded: deque[Ticket] = deque()
         self.laid_out_bytes = 0  # up to here the file has had its blocks; punched holes apart
-        self._punching: list[tuple[int, int]] = []
-        self._can_punch = True
+        self._step_bytes = 0  # the most in use since the last trim
+        self._need = 0
+        self._punching: tuple[int, int] | None = None
+        self._can_punch = self._can_lay_out = True
 
     def take(self, length: int) -> int:
         """The offset of `length` bytes that are nobody else's. Raises StoreFull."""
-        with self._lock:
-            if self._discarded:
-                self._reclaim()
-            offset = self._extents.allocate(length)
-        if offset is None and self._punching:  # of a file at its capacity, all that is free may be about to be punched
+        offset, punching = self._allocate(length)
+        while offset is None and punching:  # of a file at its capacity, all that is free may be about to be punched
             with self._layout:
-                self._end_punching()
-            with self._lock:
-                self._reclaim()
-                offset = self._extents.allocate(length)
+                pass
+            offset, punching = self._allocate(length)
         if offset is None:
             raise StoreFull(
                 f"{length} bytes do not fit into a scratch file in {self._directory!r} that may have "
@@ -84,80 +102,98 @@ class Space:
     def used_bytes(self) -> int:
         """Bytes that belong to writes begun and not yet discarded."""
         with self._lock:
-            self._reclaim()
-            return self._extents.used_bytes - sum(length for _, length in self._punching)
+            ended = {ticket for ticket in self._discarded.copy() if ticket.done() and ticket.location is not None}
+            freed: int = sum(ticket.location.length for ticket in ended)
+            return self._used_bytes() - freed
 
     def reserve(self, fd: int, end: int) -> None:
         """Lay out the file up to `end`. Raises StoreFull, StoreBroken."""
         if end <= self.laid_out_bytes:
             return
+        target = end + growth_bytes(end)
+        if self._extents.capacity is not None:
+            target = min(target, self._extents.capacity)
+        if self._has_too_many(self._syscalls.allocated(fd) + target - self.laid_out_bytes):
+            self.punch(fd, target - self.laid_out_bytes)
         with self._layout:
             start = self.laid_out_bytes
             if end <= start:
                 return
-            target = align_up(end, GROWTH_BYTES)
-            if self._extents.capacity is not None:
-                target = min(target, self._extents.capacity)
             for stop in (target, end):  # what is needed now, where the disk has no room for more
+                if not self._can_lay_out:
+                    break
                 try:
                     _again(self._syscalls.fallocate, fd, start, stop - start)
                     break
                 except OSError as error:
                     if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS):
-                        stop = target  # the file system lays files out as they are written
-                        break
-                    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                        self._can_lay_out = False  # the file system lays files out as they are written
+                    elif error.errno not in (errno.ENOSPC, errno.EDQUOT):
                         raise StoreBroken(f"cannot lay out a file in {self._directory!r}: {error}") from error
-                    if stop == end:
+                    elif stop == end:
                         raise StoreFull(f"no space left in {self._directory!r}: {error}") from error
             self.laid_out_bytes = stop
 
     def begin_trim(self, allocated_bytes: int) -> bool:
-        """Once a step: whether free blocks lie beyond what the step before reached; `punch` then gives them back.
+        """Once a step: whether the file has more blocks, `allocated_bytes`, than such steps need; `punch` then."""
+        self._need = need_bytes(self._step_bytes, self._need)
+        self._step_bytes = 0
+        return self._has_too_many(allocated_bytes)
 
-        `allocated_bytes`: of the file's blocks now.
-        """
+    def punch(self, fd: int, room: int = 0) -> None:
+        """Give blocks of free ranges back until the file, with `room` more, has few enough. For a worker."""
+        need = max(self._need, self._step_bytes)
+        most = need + slack_bytes(need) - room
         with self._lock:
             self._reclaim()
-            extents = self._extents
-            keep = max(GROWTH_BYTES, align_up(extents.high_water, GROWTH_BYTES))
-            extents.high_water = 0
-            if not self._can_punch or self._punching or self.laid_out_bytes <= keep:
-                return False
-            ranges = extents.free_ranges(keep, self.laid_out_bytes)
-            held = self.laid_out_bytes - sum(length for _, length in ranges)
-            if allocated_bytes - held < GROWTH_BYTES:  # too little, or given back before
-                return False
-            for offset, length in ranges:
-                extents.take(offset, length)
-            self._punching = ranges
-            return True
-
-    def punch(self, fd: int) -> None:
-        """Give the blocks of the ranges back that `begin_trim` found. For a worker: it takes as long as it takes."""
-        with self._layout:
-            try:
-                for offset, length in self._punching:
-                    _again(self._syscalls.punch, fd, offset, length)
-            except OSError:  # the file system cannot: its blocks stay as they are, which harms nobody
-                self._can_punch = False
-            self._end_punching()
+            ranges = self._extents.free_ranges(0, self.laid_out_bytes)
+        for offset, length in _pieces(ranges, slack_bytes(need)):
+            with self._layout:
+                if not self._can_punch or self._syscalls.allocated(fd) <= most:
+                    return
+                self._punch(fd, offset, length)
 
     def forget(self) -> None:
         """In a forked child: locks may be held by threads that do not exist here."""
         self._lock, self._layout = threading.Lock(), threading.Lock()
 
-    def _end_punching(self) -> None:
-        """With the layout's lock: the ranges to be punched, whether they have been or not, are free again."""
+    def _punch(self, fd: int, offset: int, length: int) -> None:
+        """With the layout's lock: a range that was free a moment ago."""
         with self._lock:
-            ranges, self._punching = self._punching, []
-            for offset, length in ranges:
-                self._extents.free(offset, length)
-            if ranges and sum(ranges[-1]) == self.laid_out_bytes:
-                self.laid_out_bytes = ranges[-1][0]
+            try:
+                self._extents.take(offset, length)
+            except ValueError:  # somebody has been given some of it since
+                return
+            self._punching = offset, length
+        try:
+            _again(self._syscalls.punch, fd, offset, length)
+        except OSError:  # the file system cannot: its blocks stay as they are, which harms nobody
+            self._can_punch = False
+        with self._lock:
+            self._punching = None
+            self._extents.free(offset, length)
+            if offset + length == self.laid_out_bytes:
+                self.laid_out_bytes = offset
+
+    def _has_too_many(self, allocated_bytes: int) -> bool:
+        need = max(self._need, self._step_bytes)
+        return self._can_punch and allocated_bytes > need + 2 * slack_bytes(need)
+
+    def _allocate(self, length: int) -> tuple[int | None, bool]:
+        """An offset, if there is room; and whether there may be once a punch has ended."""
+        with self._lock:
+            if self._discarded:
+                self._reclaim()
+            offset = self._extents.allocate(length)
+            self._step_bytes = max(self._step_bytes, self._used_bytes())
+            return offset, self._punching is not None
+
+    def _used_bytes(self) -> int:
+        """With the lock: what writes have, also those that have been discarded and ended since the last look."""
+        return self._extents.used_bytes - (self._punching[1] if self._punching is not None else 0)
 
     def _reclaim(self) -> None:
-        """With the lock: free what discarded writes had that have ended."""
+        """On a worker, with the lock: free what discarded writes had that have ended."""
         discarded = self._discarded
         for _ in range(len(discarded)):
             ticket = discarded.popleft()
@@ -167,6 +203,14 @@ class Space:
                 location, ticket.location = ticket.location, None
                 if location.length:
                     self._extents.free(location.offset, location.length)
+
+
+def _pieces(ranges: list[tuple[int, int]], most_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges in pieces of at most so many bytes, the highest first: those are used again last."""
+    for begin, length in reversed(ranges):
+        for stop in range(begin + length, begin, -most_bytes):
+            start = max(begin, stop - most_bytes)
+            yield start, stop - start
 
 
 def _again(call: Callable[[int, int, int], None], fd: int, offset: int, length: int) -> None:

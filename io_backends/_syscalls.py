@@ -64,9 +64,16 @@ def _punch(fd: int, offset: int, length: int) -> None:
     _fallocate(fd, offset, length, _PUNCH_HOLE | _KEEP_SIZE)
 
 
+def _allocated(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
 @dataclass(frozen=True, kw_only=True)
 class Syscalls:
-    """What a file store asks of the system. Each raises OSError; the vectored two return the bytes moved."""
+    """What a file store asks of the system. Each raises OSError.
+
+    `pwritev` and `preadv` return the bytes moved, `allocated` those that the blocks of a file take.
+    """
 
     open: Callable[[str, int, int], int] = os.open
     close: Callable[[int], None] = os.close
@@ -74,3 +81,4 @@ class Syscalls:
     preadv: Callable[[int, Pieces, int], int] = _preadv
     fallocate: Callable[[int, int, int], None] = _fallocate
     punch: Callable[[int, int, int], None] = _punch
+    allocated: Callable[[int], int] = _allocated

@@ -3,8 +3,8 @@
 Guarantees:
 
 1. What one process takes in a day, added to what the file says of that day, never passes the limit.
-2. The file is whole at every moment: it is replaced at once, under a lock, and one that does not read is set aside.
-3. `take` touches the file every `SYNC_S` at most and never waits for a process that has stopped with the lock held.
+2. The file is an SQLite database in a directory of the user's own; no link is followed and nobody else can write to it.
+3. `take` touches the file every `SYNC_S` at most and hardly waits for a process that has stopped in the middle of it.
 4. Without a limit nothing is counted and no file is looked at. A forked child counts for itself, from nothing.
 
 Assumptions beneath them: what other processes took since the last look is not known yet, so together they may pass the
@@ -18,36 +18,31 @@ from __future__ import annotations
 
 import atexit
 import datetime
-import json
 import os
 import platform
 import re
+import sqlite3
+import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
 from pathlib import Path
 
 from ._errors import ClosedError
 from ._frames import warn
+from ._storage_path import make_private, user_id
 
 SYNC_S = 5.0
-# A holder of the lock needs about a millisecond. One that is stopped must not stop a training step.
+# Who writes to the file needs about a millisecond. One that is stopped must not stop a training step.
 _PATIENCE_S = 0.05
 _PATIENCE_AT_CLOSE_S = 1.0
-_RETRY_S = 0.001
 _DAY_S = 86_400
-_KEPT_DAYS = 32
 # A rate over less time than this says nothing of a day.
 _LEAST_RUN_S = 1.0
-_FIRST_DAY = datetime.date(1970, 1, 1).toordinal()
-
-Days = dict[int, int]  # days since 1970-01-01, bytes
-
-
-class Broken(ValueError):
-    """The text is not that of a file of counts."""
+_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_IN_MEMORY = "so bytes written are counted in memory and forgotten at the end"
 
 
 class Allowance:
@@ -71,19 +66,17 @@ class Allowance:
         self.limit_bytes = limit_bytes
         self._wall_s = wall_s
         self._monotonic_s = monotonic_s
-        self._started_s = monotonic_s()
-        self._sync_at_s = self._started_s  # the first `take` looks at the file
+        self._sync_at_s = monotonic_s()  # the first `take` looks at the file
         self._path: Path | None = None
         if limit_bytes is not None:
             place = Path(directory) if directory is not None else state_directory(os.environ, os.path.expanduser("~"))
             self._path = place and place / file_name(platform.node())
         self._lock = threading.Lock()
         self._closed = False
-        self._days: Days = {}  # as last seen in the file
-        self._pending: Days = {}  # taken by this process and not in the file yet
-        self._taken_bytes = 0
+        self._pending: dict[str, int] = {}  # by day: taken by this process and not in the file yet
         self._taken_today_bytes = 0
-        self._day: int | None = None
+        self._day = ""
+        self._in_file_bytes = 0  # of that day, as last seen
         self._unsaid: list[str] = []  # warnings, given when the lock is free: a filter may turn them into errors
         self._said: set[str] = set()
         _allowances.add(self)
@@ -106,11 +99,10 @@ class Allowance:
             if granted:
                 self._pending[day] = self._pending.get(day, 0) + nbytes
                 self._taken_today_bytes += nbytes
-                self._taken_bytes += nbytes
             else:
                 self._say(
-                    f"limit of {_iso(day)}",
-                    f"{self._counted(day):,} of the {self.limit_bytes:,} bytes that may be written on {_iso(day)} "
+                    f"limit of {day}",
+                    f"{self._counted(day):,} of the {self.limit_bytes:,} bytes that may be written on {day} "
                     "(UTC) have been: until the next day tensors stay in memory; raise max_write_bytes_per_day "
                     "(TBA_MAX_WRITE_BYTES_PER_DAY) or offload less",
                 )
@@ -123,7 +115,6 @@ class Allowance:
             return
         with self._lock:
             day = self._today()
-            self._taken_bytes = max(0, self._taken_bytes - nbytes)
             # What was taken before midnight stays with the day before: today's count is of today's writes.
             nbytes = min(nbytes, self._taken_today_bytes)
             self._pending[day] = self._pending.get(day, 0) - nbytes
@@ -140,12 +131,6 @@ class Allowance:
         self._speak()
         return counted
 
-    @property
-    def projected_bytes_per_day(self) -> int:
-        """What a whole day would take at the rate of this object's life so far; 0 without a limit."""
-        with self._lock:
-            return projected_bytes_per_day(self._taken_bytes, self._monotonic_s() - self._started_s)
-
     def close(self) -> None:
         """Bring what was taken to the file. Idempotent."""
         self._closed = True
@@ -156,18 +141,18 @@ class Allowance:
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
-    def _today(self) -> int:
+    def _today(self) -> str:
         """The day, after a look at the file when one is due."""
-        if self._monotonic_s() >= self._sync_at_s and not self._closed:
+        day = datetime.datetime.fromtimestamp(self._wall_s(), datetime.UTC).date().isoformat()
+        changed = day != self._day
+        if changed:
+            self._day, self._in_file_bytes, self._taken_today_bytes = day, 0, 0
+        if (changed or self._monotonic_s() >= self._sync_at_s) and not self._closed:
             self._sync(_PATIENCE_S)
-        day = int(self._wall_s() // _DAY_S)
-        if day != self._day:
-            self._day = day
-            self._taken_today_bytes = 0
         return day
 
-    def _counted(self, day: int) -> int:
-        return max(0, self._days.get(day, 0) + self._pending.get(day, 0))
+    def _counted(self, day: str) -> int:
+        return max(0, self._in_file_bytes + self._pending.get(day, 0), self._taken_today_bytes)
 
     def _sync(self, patience_s: float) -> None:
         """Add what is pending to the file and learn what others added. Never raises: counts stay in memory instead."""
@@ -176,34 +161,19 @@ class Allowance:
             self._say("no file", f"no home directory is known, {_IN_MEMORY}; set XDG_STATE_HOME to a directory")
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _exclusive(self._path.with_suffix(".lock"), patience_s) as ours:
-                if ours:  # else at the next sync
-                    self._exchange(self._path)
-        except OSError as error:
-            self._say("no file", f"{str(self._path)!r} cannot be kept ({error.strerror}), {_IN_MEMORY}; {_REMEDY}")
-
-    def _exchange(self, path: Path) -> None:
-        """With the file's lock: the file and this process learn of each other. Raises OSError."""
-        try:
-            days = parse(path.read_bytes())
-        except FileNotFoundError:
-            days = self._days
-        except Broken as error:
-            aside = path.with_suffix(".broken")
-            os.replace(path, aside)
+            reason = _make_private_file(self._path)
+            if reason is None:
+                self._in_file_bytes = _exchange(self._path, self._pending, self._day, patience_s)
+                self._pending = {}
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF in _BUSY:
+                return  # at the next look, then
+            reason = f"does not work ({error})"
+        if reason is not None:
             self._say(
-                "broken", f"{str(path)!r} does not read ({error}); it is now {str(aside)!r}, counting begins anew"
+                "no file",
+                f"{str(self._path)!r} {reason}, {_IN_MEMORY}; remove it, or set XDG_STATE_HOME to a directory of yours",
             )
-            days = self._days
-        if any(self._pending.values()):
-            days = merged(days, self._pending, int(self._wall_s() // _DAY_S))
-            new = path.with_suffix(".new")
-            # Not synced to the disk, as that may take long while the disk is busy: a power cut costs the last counts.
-            new.write_bytes(render(days))
-            os.replace(new, path)
-            self._pending = {}
-        self._days = days
 
     def _say(self, key: str, text: str) -> None:
         if key not in self._said:
@@ -219,11 +189,7 @@ class Allowance:
     def _after_fork(self) -> None:
         self._lock = threading.Lock()  # another thread may have held it
         self._pending = {}  # the parent brings it to the file
-        self._taken_bytes = self._taken_today_bytes = 0
-
-
-_IN_MEMORY = "so bytes written are counted in memory and forgotten at the end"
-_REMEDY = "make the directory writable or set XDG_STATE_HOME to one that is"
+        self._taken_today_bytes = 0
 
 
 def state_directory(environment: Mapping[str, str], home: str) -> Path | None:
@@ -236,7 +202,7 @@ def state_directory(environment: Mapping[str, str], home: str) -> Path | None:
 
 def file_name(host: str) -> str:
     """The file of one machine among several that share a home."""
-    return f"written-{re.sub(r'[^A-Za-z0-9_-]', '_', host) or 'host'}.json"
+    return f"written-{re.sub(r'[^A-Za-z0-9_-]', '_', host) or 'host'}.sqlite3"
 
 
 def projected_bytes_per_day(nbytes: int, elapsed_s: float) -> int:
@@ -244,62 +210,42 @@ def projected_bytes_per_day(nbytes: int, elapsed_s: float) -> int:
     return int(nbytes / max(elapsed_s, _LEAST_RUN_S) * _DAY_S)
 
 
-def parse(data: bytes) -> Days:
-    """The counts in a file.
+def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: float) -> int:
+    """Add counts to the file; what it says of a day then. Raises sqlite3.Error."""
+    with closing(sqlite3.connect(path, timeout=patience_s, isolation_level=None)) as database:
+        # Not synced to the disk, as that may take long while the disk is busy: a power cut costs the last counts.
+        database.execute("PRAGMA synchronous = OFF")
+        database.execute("CREATE TABLE IF NOT EXISTS written (day TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
+        if any(pending.values()):
+            database.execute("BEGIN IMMEDIATE")
+            database.executemany(
+                "INSERT INTO written VALUES (?1, max(0, ?2)) "
+                "ON CONFLICT (day) DO UPDATE SET bytes = max(0, bytes + ?2)",
+                list(pending.items()),
+            )
+            database.execute("COMMIT")
+        found: tuple[int] | None = database.execute("SELECT bytes FROM written WHERE day = ?", (day,)).fetchone()
+    return found[0] if found is not None else 0
 
-    Raises:
-        Broken: it is not such a file.
-    """
+
+def _make_private_file(path: Path) -> str | None:
+    """Make the file if it is missing; why it cannot be kept there, if so. What SQLite puts beside it has its mode."""
+    reason = make_private(path.parent)
+    if reason is not None:
+        return f"cannot be kept: the directory {reason}"
     try:
-        days = json.loads(data)["bytes_written"]
-        counts = {datetime.date.fromisoformat(day).toordinal() - _FIRST_DAY: count for day, count in days.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from error
-    for count in counts.values():
-        if type(count) is not int or count < 0:
-            raise Broken(f"{count!r} is no count of bytes")
-    return counts
-
-
-def render(days: Days) -> bytes:
-    """A file of these counts."""
-    return json.dumps({"bytes_written": {_iso(day): days[day] for day in sorted(days)}}, indent=1).encode()
-
-
-def merged(days: Days, added: Days, today: int) -> Days:
-    """The counts with others added to them: the days nearest to today, as a clock may once have been far off."""
-    total = {day: max(0, days.get(day, 0) + added.get(day, 0)) for day in days.keys() | added.keys()}
-    return {day: total[day] for day in sorted(total, key=lambda day: abs(day - today))[:_KEPT_DAYS]}
-
-
-def _iso(day: int) -> str:
-    return datetime.date.fromordinal(day + _FIRST_DAY).isoformat()
-
-
-@contextmanager
-def _exclusive(path: Path, patience_s: float) -> Iterator[bool]:
-    """Hold the lock of a file, made if missing; False where somebody else held it for all of `patience_s`."""
-    import fcntl  # not on Windows, where nothing that counts is written
-
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        deadline_s = time.monotonic() + patience_s
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() >= deadline_s:
-                    yield False
-                    return
-                time.sleep(_RETRY_S)
-        try:
-            yield True
-        finally:
-            # Closing alone would not do: a child forked meanwhile has the same lock in its copy.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-    finally:
-        os.close(descriptor)
+        with suppress(FileExistsError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600))
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            return "is a link or a directory, where a file was expected"
+        if found.st_uid != user_id():
+            return f"belongs to user {found.st_uid}"
+        if found.st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        return f"cannot be kept ({error.strerror})"
+    return None
 
 
 # -- exit and fork -----------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +26,7 @@ from ._quiet import quiet
 from ._saver import Saver
 from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
-from ._storage_path import storage_directories
+from ._storage_path import Directory, storage_directories
 
 
 class _PerThread(threading.local):
@@ -59,7 +58,7 @@ class Offloader:
         self.config = config if config is not None else OffloadConfig()
         _open.check(self.config)
         self._store = store
-        self._directories: tuple[Path, ...] = ()
+        self._directories: tuple[Directory, ...] = ()
         if store is None and self.config.tier in ("nvme", "auto"):
             if not sys.platform.startswith("linux"):
                 raise ConfigError(
@@ -259,7 +258,9 @@ class Offloader:
         self._saver.mover.close()
 
 
-def _open_store(config: OffloadConfig, directories: tuple[Path, ...], given: Store | None, on_device: bool) -> Store:
+def _open_store(
+    config: OffloadConfig, directories: tuple[Directory, ...], given: Store | None, on_device: bool
+) -> Store:
     return given if given is not None else _open.open_store(config, directories, on_device=on_device)
 
 

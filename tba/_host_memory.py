@@ -23,9 +23,11 @@ class HostMemory:
 
     Args:
         budget_bytes: what pinned memory may take.
+        idle_bytes: what pageable memory may keep for transfers to come; None for no limit.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, idle_bytes: int | None = None) -> None:
+        self._idle_bytes = idle_bytes
         self._budget_bytes = max(budget_bytes, mmap.PAGESIZE)
         self._pools: dict[str, BufferPool] = {}  # by type of device
         self._of: dict[torch.device, BufferPool] = {}  # the same: a device makes a new string of its type each time
@@ -37,7 +39,7 @@ class HostMemory:
             pool = self._pools.get(device.type)
             if pool is None:
                 alignment = max(alignment, mmap.PAGESIZE)
-                pool = BufferPool(alignment) if device.type == "cpu" else self._pinned(device, alignment)
+                pool = self._pageable(alignment) if device.type == "cpu" else self._pinned(device, alignment)
                 self._pools[device.type] = pool
             self._of[device] = pool
         return pool
@@ -51,6 +53,9 @@ class HostMemory:
         """Give everything back, what is still in use when it ends."""
         for pool in self._pools.values():
             pool.close()
+
+    def _pageable(self, alignment: int) -> BufferPool:
+        return BufferPool(alignment, idle_bytes=self._idle_bytes)
 
     def _pinned(self, device: torch.device, alignment: int) -> HostArena:
         return HostArena(

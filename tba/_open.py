@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from torch import nn
 
@@ -17,11 +16,11 @@ from ._endurance import Allowance
 from ._errors import ConfigError
 from ._host_memory import HostMemory
 from ._stats import Counters
-from ._storage_path import free_disk_bytes
+from ._storage_path import Directory, free_disk_bytes
 from ._transfer import Mover
 
 
-def open_store(config: OffloadConfig, directories: Sequence[Path], *, on_device: bool) -> Store:
+def open_store(config: OffloadConfig, directories: Sequence[Directory], *, on_device: bool) -> Store:
     """The store for a tier. Makes no file and no thread: the first transfer does.
 
     Args:
@@ -34,9 +33,8 @@ def open_store(config: OffloadConfig, directories: Sequence[Path], *, on_device:
     """
     if not directories:
         return HostStore(budget_bytes=cpu_budget_bytes(config), timeout_s=config.io_timeout)
-    capacity = _budgets.nvme_budget_bytes(
-        config.nvme_budget, free_disk_bytes(directories), _budgets.local_ranks(os.environ)
-    )
+    free_bytes = free_disk_bytes([directory.path for directory in directories])
+    capacity = _budgets.nvme_budget_bytes(config.nvme_budget, free_bytes, _budgets.local_ranks(os.environ))
     share = None if capacity is None else capacity // len(directories)
     threads = io_threads(config, on_device=on_device)
     stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
@@ -66,7 +64,9 @@ def make_mover(
     )
     # Tier "cpu" writes to no drive.
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
-    return Mover(lock, counters, open_store, limits, HostMemory(cpu_budget_bytes(config)), allowance)
+    # What is kept for transfers to come, too, stays within what the settings allow those to take.
+    memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
+    return Mover(lock, counters, open_store, limits, memory, allowance)
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
@@ -89,11 +89,19 @@ def check(config: OffloadConfig) -> None:
             raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
 
 
-def _open_file(config: OffloadConfig, directory: Path, threads: int, capacity_bytes: int | None, count: int) -> Store:
+def _open_file(
+    config: OffloadConfig, directory: Directory, threads: int, capacity_bytes: int | None, count: int
+) -> Store:
     if config.io_backend == "kvikio":
-        return KvikioStore(directory, threads=threads, capacity_bytes=capacity_bytes, timeout_s=config.io_timeout)
+        return KvikioStore(
+            directory.path,
+            threads=threads,
+            capacity_bytes=capacity_bytes,
+            timeout_s=config.io_timeout,
+            device=directory.device,
+        )
     return PosixStore(
-        directory,
+        directory.path,
         threads=threads,
         checksum=config.checksum,
         capacity_bytes=capacity_bytes,
@@ -101,4 +109,5 @@ def _open_file(config: OffloadConfig, directory: Path, threads: int, capacity_by
         write_rate_bytes_per_s=None if config.max_write_rate is None else config.max_write_rate / count,
         read_rate_bytes_per_s=None if config.max_read_rate is None else config.max_read_rate / count,
         timeout_s=config.io_timeout,
+        device=directory.device,
     )

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ._config import OffloadConfig
 from ._errors import StorageError
@@ -59,7 +60,14 @@ class PathFacts:
     mount: Mount = Mount()
 
 
-def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
+class Directory(NamedTuple):
+    """A directory for scratch files, and the number of the file system it was on when it was looked at."""
+
+    path: Path
+    device: int | None
+
+
+def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
     """The directories for scratch files: those `storage_paths` names, else a per-user one that is made if missing.
 
     Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory,
@@ -75,7 +83,7 @@ def storage_directories(config: OffloadConfig) -> tuple[Path, ...]:
             raise StorageError("\n".join(refused))
         for _, facts in named:
             _warn_of_network(facts)
-        return config.storage_paths
+        return tuple(Directory(path, facts.device) for path, facts in named)
     return (_default_directory(),)
 
 
@@ -94,15 +102,15 @@ def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None
     return sum(known) if len(known) == len(free) else None
 
 
-def _default_directory() -> Path:
+def _default_directory() -> Directory:
     tried = []
-    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), _user_id()):
-        reason = _make_private(path)
+    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), user_id()):
+        reason = make_private(path)
         facts = look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
             _warn_of_network(facts)
-            return path
+            return Directory(path, facts.device)
         tried.append(f"{path}: {reason}")
     raise StorageError(
         "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
@@ -174,7 +182,7 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
         read_only=bool(space.f_flag & os.ST_RDONLY),
-        free_bytes=_free_bytes(space, reserved=_user_id() == 0),
+        free_bytes=_free_bytes(space, reserved=user_id() == 0),
         device=found.st_dev,
         mount=mount_of(real, _mountinfo()),
     )
@@ -189,7 +197,7 @@ def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
     return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
 
 
-def _make_private(path: Path) -> str | None:
+def make_private(path: Path) -> str | None:
     """Make the directory, or see that it is ours alone: in a shared place somebody else may have made it first."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -198,7 +206,7 @@ def _make_private(path: Path) -> str | None:
         return f"cannot be made ({error.strerror})"
     if not stat.S_ISDIR(found.st_mode):
         return "is a symbolic link"
-    if found.st_uid != _user_id():
+    if found.st_uid != user_id():
         return f"belongs to user {found.st_uid}"
     if found.st_mode & 0o077:
         path.chmod(0o700)
@@ -225,7 +233,8 @@ def _home() -> str | None:
     return home if os.path.isabs(home) else None
 
 
-def _user_id() -> int:
+def user_id() -> int:
+    """Whose files are ours; 0 where the system has no such numbers."""
     return os.getuid() if hasattr(os, "getuid") else 0
 
 

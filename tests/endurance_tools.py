@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from tba._endurance import Allowance, file_name
@@ -33,5 +34,5 @@ def the_file(directory: Path) -> Path:
 
 
 def counts(directory: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads(the_file(directory).read_text())["bytes_written"]
-    return found
+    with closing(sqlite3.connect(f"file:{the_file(directory)}?mode=ro", uri=True)) as database:
+        return dict(database.execute("SELECT day, bytes FROM written ORDER BY day"))

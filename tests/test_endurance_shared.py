@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -18,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba import OffloadWarning
-from tba._endurance import Allowance, merged, parse, render
+from tba._endurance import Allowance
 
 
 @pytest.fixture
@@ -89,13 +91,21 @@ def test_processes_at_once_lose_no_byte(tmp_path: Path) -> None:
     # Each ends without `close`: what is pending goes to the file at exit.
     assert sum(counts(tmp_path).values()) == 3 * sum(granted)
     assert 400 <= sum(granted) < 600  # no room left unused, and each saw what the other took
-    assert sorted(os.listdir(tmp_path)) == [the_file(tmp_path).name, the_file(tmp_path).with_suffix(".lock").name]
+    assert os.listdir(tmp_path) == [the_file(tmp_path).name]
+
+
+def so_far(directory: Path) -> int:
+    """All that is counted; 0 while somebody is writing, or before there is a table."""
+    try:
+        return sum(counts(directory).values())
+    except sqlite3.OperationalError:
+        return 0
 
 
 def test_a_killed_process_leaves_a_file_that_reads(tmp_path: Path) -> None:
     total = 0
     for process in takers(tmp_path, 1 << 60, 1 << 40):
-        while not the_file(tmp_path).exists() or sum(counts(tmp_path).values()) == total:
+        while not the_file(tmp_path).exists() or so_far(tmp_path) <= total:
             assert process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
@@ -125,27 +135,6 @@ def test_a_forked_child_counts_for_itself(tmp_path: Path, clock: Clock) -> None:
 
 # -- against a model -------------------------------------------------------------------------------------------------
 
-days = st.dictionaries(st.integers(-700_000, 2_900_000), st.integers(0, 1 << 70), max_size=40)
-
-
-@settings(derandomize=True, deadline=None)
-@given(days)
-def test_what_is_rendered_is_parsed(counted: dict[int, int]) -> None:
-    assert parse(render(counted)) == counted
-
-
-@settings(derandomize=True, deadline=None)
-@given(days, days, st.integers(-700_000, 2_900_000))
-def test_merging_keeps_the_days_nearest_to_today(counted: dict[int, int], added: dict[int, int], today: int) -> None:
-    total = Counter(counted) + Counter(added)
-    kept = merged(counted, added, today)
-    assert len(kept) == min(32, len(counted.keys() | added.keys()))
-    assert all(kept[day] == total[day] for day in kept)
-    dropped = (counted.keys() | added.keys()) - kept.keys()
-    if dropped:
-        assert max(abs(day - today) for day in kept) <= min(abs(day - today) for day in dropped)
-
-
 operations = st.lists(
     st.one_of(
         st.tuples(st.just("take"), st.integers(0, 1), st.integers(0, 60)),
@@ -166,10 +155,10 @@ def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]
         warnings.simplefilter("ignore", OffloadWarning)
         directory = Path(name)
         both = [allowance(directory, limit, clock) for _ in range(2)]
-        total = Counter[int]()
-        since_open = [Counter[int](), Counter[int]()]
+        total = Counter[str]()
+        since_open = [Counter[str](), Counter[str]()]
         for what, who, amount in steps:
-            day = int(clock.wall_s // DAY_S)
+            day = datetime.datetime.fromtimestamp(clock.wall_s, datetime.UTC).date().isoformat()
             if what == "take":
                 if both[who].take(amount):
                     total[day] += amount
@@ -187,5 +176,5 @@ def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]
                 since_open[who].clear()
         for taken in both:
             taken.close()
-        recorded = parse(the_file(directory).read_bytes()) if the_file(directory).exists() else {}
+        recorded = counts(directory) if the_file(directory).exists() else {}
         assert Counter(recorded) == total

@@ -6,7 +6,9 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from torch import Tensor
 
 from io_backends import PosixStore, Syscalls
 from io_backends.testing import Fault, Operation
-from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning, StalledError, TransferError
+from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning, StalledError, TransferError, offload_context
 
 N = 1 << 15
 
@@ -226,3 +228,27 @@ def test_the_test_store_can_corrupt(scratch: Path) -> None:
         y.sum().backward()
         assert leaf.grad is not None
         assert not torch.equal(leaf.grad, _expected(leaf))
+
+
+def test_a_directory_replaced_by_a_link_into_ram_is_noticed(scratch: Path, tmp_path: Path) -> None:
+    ram = Path("/dev/shm")
+    if not ram.is_dir() or ram.stat().st_dev == scratch.stat().st_dev:
+        pytest.skip("this system has no second file system in RAM")
+    place = scratch / "place"
+    place.mkdir()
+    leaf, x = activation(N)
+    with (
+        tempfile.TemporaryDirectory(dir=ram) as elsewhere,
+        closing(offload_context(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0, storage_paths=place)) as offload,
+    ):
+        place.rmdir()
+        place.symlink_to(elsewhere)
+        said = "place' was on device .* when it was chosen and is on device .* now"
+        with pytest.warns(OffloadWarning, match=said):  # noqa: PT031  # whichever comes later than the worker warns
+            with offload:
+                y = chain(x)
+            offload.flush()
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert offload.stats().written_bytes == 0
+        assert offload.stats().errors > 0

@@ -113,7 +113,7 @@ def test_around_the_forward_alone_steps_of_one_size_give_no_blocks_back(scratch:
             offload.flush()
             y.sum().backward()
             del leaf, x, y
-            assert offload.stats().file_bytes > 64 << 20  # a file's first blocks are never given back
+            assert offload.stats().file_bytes > 60 << 20
         assert not punched
     finally:
         offload.close()

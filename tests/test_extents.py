@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from interrupt_tools import interrupted_everywhere
 
+from io_backends import _extents
 from io_backends._extents import Extents, align_up
 
 # The same examples every time and nothing written to disk: a failure here is a failure everywhere.
@@ -24,7 +28,6 @@ class AgainstBlocks(RuleBasedStateMachine):
         capacity = None if capacity_blocks is None else capacity_blocks * alignment + alignment // 2
         self.extents = Extents(alignment, capacity)
         self.blocks: list[bool] = []  # in use?
-        self.high_water = 0
         self.live: list[tuple[int, int]] = []  # (offset, length) as given out and asked for
 
     def _lowest_fit(self, count: int) -> int | None:
@@ -49,7 +52,6 @@ class AgainstBlocks(RuleBasedStateMachine):
             assert not any(self.blocks[start : start + count])
             self._mark(start, count, True)
             self.live.append((offset, length))
-            self.high_water = max(self.high_water, (start + count) * self.alignment)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -63,7 +65,8 @@ class AgainstBlocks(RuleBasedStateMachine):
         alignment = self.alignment
         expected: list[tuple[int, int]] = []
         for block in range(start, start + count):
-            if block >= len(self.blocks) or not self.blocks[block]:
+            beyond = self.capacity_blocks is not None and block >= self.capacity_blocks
+            if not beyond and (block >= len(self.blocks) or not self.blocks[block]):
                 if expected and sum(expected[-1]) == block * alignment:
                     expected[-1] = (expected[-1][0], expected[-1][1] + alignment)
                 else:
@@ -82,10 +85,6 @@ class AgainstBlocks(RuleBasedStateMachine):
         self._mark(start, count, True)
         self.live.append((offset, length))
 
-    @rule()
-    def begin_anew(self) -> None:
-        self.extents.high_water = self.high_water = 0
-
     @rule(start=st.integers(-2, 60), count=st.integers(1, 12), shift=st.sampled_from([0, 1, 100]))
     def free_what_is_not_in_use(self, start: int, count: int, shift: int) -> None:
         shift %= self.alignment
@@ -100,7 +99,6 @@ class AgainstBlocks(RuleBasedStateMachine):
             last_used = max((block + 1 for block, used in enumerate(self.blocks) if used), default=0)
             assert self.extents.end == last_used * self.alignment
             assert self.extents.used_bytes == sum(self.blocks) * self.alignment
-            assert self.extents.high_water == self.high_water
 
 
 TestAgainstBlocks = AgainstBlocks.TestCase
@@ -159,6 +157,42 @@ def test_what_cannot_be_taken_is_an_error(offset: int, length: int) -> None:
     with pytest.raises(ValueError, match=rf"range \[{offset}, {offset + length}\) is not free"):
         extents.take(offset, length)
     assert extents.used_bytes == 1024
+
+
+# Each with a range that touches free space on neither side, before, after and on both, and one at the end.
+OPERATIONS: dict[str, Callable[[Extents], object]] = {
+    "allocate a whole range": lambda extents: extents.allocate(1024),
+    "allocate part of one": lambda extents: extents.allocate(512),
+    "allocate at the end": lambda extents: extents.allocate(4096),
+    "take from within one": lambda extents: extents.take(8192, 512),
+    **{f"free {number}": lambda extents, number=number: extents.free(number * 1024, 1024) for number in (0, 2, 3, 5)},
+    "free the last": lambda extents: extents.free(6 * 1024, 1024),
+}
+
+
+@pytest.mark.parametrize("operate", OPERATIONS.values(), ids=OPERATIONS)
+def test_an_interrupt_at_any_bytecode_leaves_an_operation_done_or_not_done(
+    operate: Callable[[Extents], object],
+) -> None:
+    def begun() -> Extents:
+        """Seven ranges of 1024 in use, those numbered 1 and 4 free again."""
+        extents = Extents(512)
+        extents.take(0, 7 * 1024)
+        for number in (1, 4):
+            extents.free(number * 1024, 1024)
+        return extents
+
+    def known(extents: Extents) -> tuple[int, int, list[tuple[int, int]]]:
+        return extents.end, extents.used_bytes, extents.free_ranges(0, 1 << 20)
+
+    done = begun()
+    operate(done)
+    for place, extents in interrupted_everywhere(begun, operate, _extents):
+        assert known(extents) in (known(begun()), known(done)), f"interrupted at bytecode {place}"
+        for offset, length in extents.free_ranges(0, 1 << 20):  # all that is free can be had, and given back
+            extents.take(offset, length)
+            extents.free(offset, length)
+        assert extents.allocate(1 << 20) == extents.end - (1 << 20)
 
 
 @pytest.mark.parametrize("length", [0, -512])

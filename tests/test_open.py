@@ -11,12 +11,14 @@ import pytest
 from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
 from tba import ConfigError, OffloadConfig
 from tba._open import check, cpu_budget_bytes, open_store
+from tba._storage_path import Directory
 
 GIB = 1 << 30
 
 
 def opened(directories: list[Path], *, on_device: bool = False, **settings: Any) -> Any:
-    store = open_store(OffloadConfig(**settings), directories, on_device=on_device)
+    found = [Directory(path, path.stat().st_dev) for path in directories]
+    store = open_store(OffloadConfig(**settings), found, on_device=on_device)
     store.close()
     return store
 

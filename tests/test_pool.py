@@ -10,9 +10,10 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from interrupt_tools import interrupted_everywhere
 from store_tools import in_child
 
-from io_backends import Buffer, BufferPool, StoreClosed
+from io_backends import Buffer, BufferPool, StoreClosed, _extents, _pages, _pool
 
 BLOCK = 512
 SEGMENT = 1 << 20
@@ -120,6 +121,54 @@ def test_a_lease_larger_than_a_segment_gets_one_of_its_own() -> None:
     assert pool.leased_bytes == (1 << 18) + BLOCK
 
 
+def test_a_segment_made_for_a_large_lease_serves_no_small_one_and_goes_when_a_step_had_no_large_one() -> None:
+    pool = BufferPool(BLOCK, 1 << 16)
+    large = pool.lease(1 << 18)
+    (own,) = pool._segments
+    for _ in range(3):
+        small = pool.lease(1000)
+        assert pool._segments[0] is own
+        assert not own.address <= small[1].address < own.address + own.memory.nbytes
+        large = None  # type: ignore[assignment]
+        again = pool.lease(1 << 18)
+        assert again[1].address == own.address, "the next large one has the same memory"
+        del again
+        pool.trim()
+    small = pool.lease(1000)
+    pool.trim()
+    assert [segment.memory.nbytes for segment in pool._segments] == [1 << 16]
+    assert large is None
+    assert small[1].nbytes == 1000
+
+
+def test_a_small_lease_goes_beside_a_large_one_where_the_budget_has_no_other_room() -> None:
+    pool = BufferPool(4096, 1 << 16, budget_bytes=1 << 18)
+    large = pool.lease(1 << 18)
+    del large
+    kept = pool.lease(200 << 10)
+    assert pool.lease(40 << 10)[1].nbytes == 40 << 10
+    assert kept[1].nbytes == 200 << 10
+
+
+def test_a_lease_beyond_what_may_be_idle_goes_back_to_the_system_the_moment_it_ends() -> None:
+    pool = BufferPool(BLOCK, SEGMENT, idle_bytes=4 << 20)
+    view, buffer = pool.lease((4 << 20) + 1, 65)
+    assert buffer.address % BLOCK == 65
+    assert pool._segments == []
+    assert pool.leased_bytes == pool.mapped_bytes == (4 << 20) + BLOCK
+    mapping = weakref.ref(view.obj)
+    storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+    del view, buffer
+    assert mapping() is not None
+    del storage
+    assert mapping() is None, "the pool was not asked, and held nothing"
+    assert pool.leased_bytes == pool.mapped_bytes == 0
+    other = pool.lease(4 << 20)
+    assert pool._segments != [], "as much as may be idle is used again"
+    pool.close()
+    assert other[1].nbytes == 4 << 20
+
+
 def test_trim_gives_back_segments_that_a_whole_step_did_not_use() -> None:
     pool = BufferPool(BLOCK, 1 << 16)
     first = pool.lease(1 << 16)
@@ -193,6 +242,48 @@ def test_close_gives_back_all_but_what_is_on_lease() -> None:
     view[:] = bytes(1000)
     with pytest.raises(StoreClosed, match="make a new one"):
         pool.lease(1)
+
+
+@pytest.mark.parametrize("operation", ["lease", "trim", "an end", "retained"])
+def test_an_interrupt_at_any_bytecode_costs_nothing_that_trim_does_not_find(operation: str) -> None:
+    """Every block that no lease holds can be leased again, and no other."""
+
+    class Begun:
+        def __init__(self) -> None:
+            self.pool = BufferPool(BLOCK, SEGMENT)
+            self.pool._lock = threading.RLock()  # type: ignore[assignment]  # no interrupt falls between block and lock
+            self.held = [self.pool.lease(100_000) for _ in range(3)]
+            if operation != "lease":
+                del self.held[1]
+            self.copied = False
+            self.retained = [self.pool.lease(50_000)[0]]
+            self.pool.retain(self.retained[0], lambda: self.copied)
+
+    def operate(begun: Begun) -> None:
+        if operation == "trim":
+            begun.pool.trim()
+        elif operation == "an end":
+            assert begun.pool.leased_bytes > 200_000
+        elif operation == "retained":
+            begun.copied = True
+            begun.retained.clear()
+            begun.pool.trim()
+        else:
+            begun.held.append(begun.pool.lease(300_000))
+
+    for place, begun in interrupted_everywhere(Begun, operate, _pool, _extents, _pages):
+        begun.copied = True
+        begun.retained.clear()
+        begun.pool.trim()
+        begun.pool.trim()
+        held = sum(len(blocks_of(buffer)) for _, buffer in begun.held) * BLOCK
+        assert begun.pool.leased_bytes == held, f"interrupted at bytecode {place}"
+        (segment,) = begun.pool._segments
+        assert segment.extents.used_bytes == held
+        begun.held += [begun.pool.lease(length) for _, length in segment.extents.free_ranges(0, SEGMENT)]
+        assert begun.pool._segments == [segment]
+        taken = sorted(block for _, buffer in begun.held for block in blocks_of(buffer))
+        assert len(set(taken)) == len(taken) == SEGMENT // BLOCK
 
 
 def test_settings_and_requests_that_make_no_sense_are_refused() -> None:

@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from store_tools import Pieces
@@ -199,3 +200,34 @@ def test_a_directory_that_is_missing_or_a_file(scratch: Path) -> None:
         with pytest.raises(StoreBroken, match=f"{scratch}/{name}"):
             open_scratch(str(scratch / name), REAL)
     assert os.listdir(scratch) == ["file"]
+
+
+def test_a_directory_on_another_file_system_than_before_is_refused_by_both_numbers(scratch: Path) -> None:
+    closed: list[int] = []
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        REAL.close(fd)
+
+    device = scratch.stat().st_dev
+    REAL.close(open_scratch(str(scratch), REAL, device).fd)
+    other = os.makedev(os.major(device) + 1, 7)
+    with pytest.raises(StoreBroken) as raised:
+        open_scratch(str(scratch), Syscalls(close=close), other)
+    for part in (
+        str(scratch),
+        f"{os.major(device) + 1}:7 when",
+        f"{os.major(device)}:{os.minor(device)} now",
+        "put it",
+    ):
+        assert part in str(raised.value)
+    assert len(closed) == 1
+
+
+def test_a_file_may_have_another_number_than_its_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where file systems are laid over one another."""
+    device = scratch.stat().st_dev
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_dev=device + 1))
+        fd = open_scratch(str(scratch), REAL, device).fd
+    REAL.close(fd)

@@ -94,7 +94,7 @@ def test_a_disk_with_room_is_not_refused() -> None:
 
 def test_the_given_directory_is_used_as_it_is(scratch: Path) -> None:
     mode = scratch.stat().st_mode
-    assert storage_directories(OffloadConfig(storage_paths=scratch))[0] == scratch
+    assert storage_directories(OffloadConfig(storage_paths=scratch))[0].path == scratch
     assert (scratch.stat().st_mode, os.listdir(scratch)) == (mode, [])
 
 
@@ -115,8 +115,8 @@ def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:
     one, two = scratch / "one", scratch / "two"
     one.mkdir()
     two.mkdir()
-    assert storage_directories(OffloadConfig(storage_paths=[two, one])) == (two, one)
-    assert storage_directories(OffloadConfig(storage_paths=[two, one]))[0] == two
+    assert [found.path for found in storage_directories(OffloadConfig(storage_paths=[two, one]))] == [two, one]
+    assert storage_directories(OffloadConfig(storage_paths=[two, one]))[0].path == two
 
 
 def test_each_of_several_that_cannot_serve_is_named(scratch: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_read_only_file_system_is_refused(scratch: Path) -> None:
         subprocess.run(["mount", "-o", "remount,bind,ro", str(point)], check=True)
         with pytest.raises(StorageError, match="read-only"):
             storage_directories(OffloadConfig(storage_paths=point))[0]
-    assert storage_directories(OffloadConfig(storage_paths=point))[0] == point
+    assert storage_directories(OffloadConfig(storage_paths=point))[0].path == point
 
 
 def test_a_full_file_system_is_refused(scratch: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_full_file_system_is_refused(scratch: Path) -> None:
         pytest.skip("no mkfs.ext4 here")
     subprocess.run(["mkfs.ext4", "-q", "-O", "^has_journal", str(image)], check=True)
     with mounted(point, "-o", "loop", str(image)):
-        assert storage_directories(OffloadConfig(storage_paths=point))[0] == point
+        assert storage_directories(OffloadConfig(storage_paths=point))[0].path == point
         with open(point / "filler", "wb") as filler:
             space = os.statvfs(point)
             os.posix_fallocate(filler.fileno(), 0, space.f_bfree * space.f_frsize - (512 << 10))
@@ -212,11 +212,11 @@ def test_a_full_file_system_is_refused(scratch: Path) -> None:
 
 def test_the_default_is_private_and_below_the_cache(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
-    found = storage_directories(OffloadConfig())[0]
+    found = storage_directories(OffloadConfig())[0].path
     assert found == scratch / "cache" / "tba"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
     found.chmod(0o755)
-    assert storage_directories(OffloadConfig())[0] == found
+    assert storage_directories(OffloadConfig())[0].path == found
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
 
 
@@ -224,7 +224,7 @@ def test_the_default_falls_back_to_the_temp_directory(scratch: Path, monkeypatch
     (scratch / "cache").write_text("a file where the cache should be")
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    assert storage_directories(OffloadConfig())[0] == scratch / f"tba-{os.getuid()}"
+    assert storage_directories(OffloadConfig())[0].path == scratch / f"tba-{os.getuid()}"
 
 
 def test_somebody_elses_directory_is_not_used(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_network_file_system_is_used_with_a_warning(scratch: Path, monkeypatch
     real = os.path.realpath(scratch)
     monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - nfs4 server:/x rw\n")
     with pytest.warns(OffloadWarning, match="network file system"):
-        assert storage_directories(OffloadConfig(storage_paths=scratch))[0] == scratch
+        assert storage_directories(OffloadConfig(storage_paths=scratch))[0].path == scratch
     monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - ext4 /dev/sda rw\n")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -87,7 +87,7 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
         if config.tier not in ("nvme", "auto"):
             return (), None
         try:
-            named = storage_directories(config)
+            named = tuple(directory.path for directory in storage_directories(config))
         except StorageError as error:
             return (), str(error)
     return tuple(_look(path) for path in named), None
