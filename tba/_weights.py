@@ -40,8 +40,6 @@ _VIEWS_AND_CASTS: Final = frozenset(
     )
     for number in range(6)
 )
-# Classes of modules that gather their parameters for a forward or a backward, and empty them afterwards.
-_GATHERS: Final = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 _passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
 
 
@@ -68,13 +66,6 @@ def leads_to_parameter(node: Any) -> bool:
             return variable is not None and is_parameter(variable)
         node = node.next_functions[0][0]
     return False
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's parameters are whole for a while only: FSDP, DeepSpeed's ZeRO 3, tensor parallelism."""
-    if any(hasattr(parameter, "ds_id") or type(parameter.data) is not Tensor for parameter in model.parameters()):
-        return True
-    return any(not _GATHERS.isdisjoint(kind.__name__ for kind in type(module).__mro__) for module in model.modules())
 
 
 def mark_weights(model: nn.Module) -> None:
