@@ -70,13 +70,17 @@ class Compressor:
         """
         if self._kind_of is None:
             return None
-        projected = self._preset[Saved.LINEAR_INPUT]
-        if isinstance(projected, Projected):
-            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
-        mode = SavedBy(self._linear)
+        mode = SavedBy(self.projection(model))
         if model is not None:
             weakref.finalize(self, mode.norms(model)).atexit = False
         return mode
+
+    def projection(self, model: nn.Module | None) -> CompactFunctional | None:
+        """What takes over linear layers, where the preset projects their inputs. Raises as `mode`."""
+        projected = self._preset[Saved.LINEAR_INPUT]
+        if isinstance(projected, Projected):
+            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
+        return self._linear
 
     def end_step(self) -> None:
         """A training step is over: the next one has other projections."""
