@@ -155,8 +155,8 @@ class Quantized:
     def _limit(self, dtype: torch.dtype) -> float:
         """The smallest scale too large: a decoded number could leave the range of fp32, or rotated of its dtype."""
         limit = 2.0**127
-        if self.rotate:
-            limit = min(limit, torch.finfo(dtype).max) / (2 * math.sqrt(self.group))
+        if self.rotate:  # back, a group's numbers are added up before the factor 1 / sqrt(g)
+            limit = min(limit / self.group, torch.finfo(dtype).max / (2 * math.sqrt(self.group)))
         return limit / _LEVELS[self.kind].top
 
     def _logical(self, spec: Spec) -> bool:

@@ -1,15 +1,10 @@
 """Audit: what each preset would do to the memory and to the gradient of a model, before anything trains.
 
-One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, in which every
-saved tensor goes through its class's codec (`_audit_hooks`). All see the same weights, batch, dropout and buffers.
+One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, by the engine's
+own hooks under tier `keep` (`_audit_hooks`): what is made smaller, made again or left as it is, and the error of that,
+are those of a training with `compress=`. All see the same weights, batch, dropout and buffers.
 
-The weight gradient of a linear layer under "compact" is made here from the decoded input, d^T (x P P^T);
-`compact_linear` multiplies in another order, (d^T x P) P^T, which is the same up to rounding. A convolution's input
-goes through the same codec here, though `compact_linear` takes no convolution over.
-
-Every saved tensor is encoded, so this is what a preset can give. Offloading leaves more as it is: what is smaller than
-`min_tensor_bytes`, what shares its memory with other tensors (q, k and v cut out of one product), and what would hardly
-become smaller. The bytes it saves are fewer then, and so are the errors.
+Every saved tensor is looked at; a training leaves what is smaller than `min_tensor_bytes` as it is.
 """
 
 from __future__ import annotations
@@ -17,22 +12,19 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from compact import Preset, PresetError, Saved, relative_error
-from compact import key as derive
 from compact import preset as preset_named
 
-from ._audit_hooks import Rehearsal
+from ._audit_hooks import Observer
 from ._audit_report import Audit, Outcome
 from ._errors import ConfigError
 from ._frames import warn
-from ._saved_by import SavedBy
-from ._weights import mark_weights
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 
@@ -83,38 +75,37 @@ def audit(
     if not parameters:
         raise ConfigError("audit was given a model none of whose parameters requires a gradient: nothing would train")
 
-    def run(rehearsal: Rehearsal | None) -> Gradients:
-        with ExitStack() as stack:
-            if rehearsal is not None:
-                saved_by = stack.enter_context(SavedBy())
-                stack.callback(saved_by.norms(model))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(rehearsal.pack, rehearsal.unpack))
+    def run(observer: Observer | None) -> Gradients:
+        with observer.forward() if observer is not None else nullcontext():
             value = _scalar(_call(model, batch), loss)
-        if rehearsal is not None:
-            rehearsal.encode()
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
 
     outcomes: dict[str, Outcome] = {}
-    first: Rehearsal | None = None
+    plain: Observer | None = None  # under "exact" all that is saved is as in plain PyTorch
     with _as_it_was(model, seed) as begin, torch.enable_grad():
         begin()
         exact = run(None)
         size = _checked_norm(exact)
-        mark_weights(model)
-        for table in tables:
-            rehearsal = Rehearsal(table, derive(seed, "audit"))
+        for table in (preset_named("exact"), *(table for table in tables if table.name != "exact")):
+            observer = Observer(model, table, seed)
             begin()
-            outcomes[table.name] = _compare(run(rehearsal), exact, rehearsal.after_bytes())
-            first = first or rehearsal
-            _check_effect(table, rehearsal)
-    assert first is not None
+            try:
+                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes())
+            finally:
+                observer.mover.close()
+            if plain is None:
+                plain = observer
+                _check_reached(plain)
+            if table in tables:
+                _check_effect(table, observer)
+    assert plain is not None
     return Audit(
-        before_bytes=first.before_bytes(),
-        outcomes=outcomes,
-        unrecognised=dict(first.unrecognised_bytes()),
-        weight_bytes=first.weight_bytes,
-        duplicate_bytes=first.duplicate_bytes,
+        before_bytes=plain.before_bytes(),
+        outcomes={table.name: outcomes[table.name] for table in tables},
+        unrecognised=dict(plain.unrecognised_bytes()),
+        weight_bytes=plain.counters.weight_bytes,
+        duplicate_bytes=plain.counters.duplicate_bytes,
         gradient_norm=size,
     )
 
@@ -211,14 +202,17 @@ def _dot(a: Tensor, b: Tensor) -> float:
     return float(torch.dot(a.detach().double().flatten(), b.detach().double().flatten()))
 
 
-def _check_effect(table: Preset, rehearsal: Rehearsal) -> None:
-    lossy = [kind.value for kind, codec in table.table.items() if not codec.properties.exact]
-    if not sum(rehearsal.before_bytes().values()):
+def _check_reached(plain: Observer) -> None:
+    if not sum(plain.before_bytes().values()):
         raise ConfigError(
             "no saved tensor but weights reached audit: this model saves nothing, or a context inside it has the "
             "innermost saved-tensor hooks (an attached Offloader: detach it; save_on_cpu: leave it out)"
         )
-    if lossy and not rehearsal.lossy:
+
+
+def _check_effect(table: Preset, observer: Observer) -> None:
+    lossy = [kind.value for kind, codec in table.table.items() if not codec.properties.exact]
+    if lossy and not observer.lossy:
         warn(
             f"preset {table.name!r} makes nothing smaller at a loss here: the model saves no tensor of the classes "
             f"{', '.join(lossy)}; see `unrecognised` for what it saves"

@@ -1,8 +1,7 @@
-"""Rehearsal: saved-tensor hooks that send each tensor through the codec its class has in a preset, and count bytes.
+"""Observer: the engine's own hooks under one preset, with nothing moved, which notes what becomes of each class.
 
-Nothing is offloaded. A forward packs aliases, `encode` turns them into the codecs' forms when the forward is over, a
-backward gets what the codecs decode. Encoding waits for the end because pack runs before the operator's own kernel,
-which may still fill what was saved, and because who else saves the same memory is only known then.
+What is recognised, shared, encoded and made again is what a training with `compress=` does; only tier `keep` is used
+and no tensor is too small. The classes of what is saved are noted beside it.
 
 Assumption: hooks are pushed for one forward on one thread; unpack may run on autograd's device threads.
 """
@@ -11,22 +10,24 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from compact import Codec, CodecError, Exact, Packed, Preset, Saved, UnsupportedTensor, WeightGradCodec
-from compact import key as derive
+from compact import CodecError, Preset, Saved
+from io_backends import Store
 
-from ._compress import strictness
+from . import _recipe
+from ._config import OffloadConfig
 from ._errors import ConfigError
-from ._kinds import is_weight
+from ._hooks import Pair
 from ._quiet import quiet
-from ._saved_by import kind_of
+from ._record import DERIVED, Record
+from ._saved_by import Linear, SavedBy, kind_of
+from ._saver import Packed, Saver
 from ._torch import current_node
-from ._view import View, span
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -38,225 +39,161 @@ _STRICTEST_FIRST = (
     *(Saved.ATTENTION, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.LINEAR_INPUT),
 )
 
-# Which elements of its storage a tensor has: the first one's index, and (stride, size) of its dimensions, outermost
-# first, those of stride 0 left out and neighbours joined. Equal for every reshape and transpose of one piece of memory.
-Cells = tuple[int, tuple[tuple[int, int], ...]]
+Bytes = dict[Saved, int]
 
 
-def cells(tensor: Tensor) -> Cells:
-    """The cells of a strided tensor. Shape and order of its dimensions do not matter."""
-    dims: list[tuple[int, int]] = []
-    for stride, size in sorted(
-        ((st, n) for st, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1 and st), reverse=True
-    ):
-        if dims and dims[-1][0] == stride * size:
-            dims[-1] = (stride, dims[-1][1] * size)
-        else:
-            dims.append((stride, size))
-    return int(tensor.storage_offset()), tuple(dims)
+class _Piece:
+    """One record: the classes of its savers, its bytes before and after the codecs, and who asked for it first."""
 
+    __slots__ = ("after_bytes", "asked_by", "before_bytes", "kinds", "number")
 
-def strictest(codecs: list[Codec]) -> Codec:
-    """The codec that keeps most: an exact one, else more bits, else the one without noise."""
-
-    return max(codecs, key=lambda codec: (strictness(codec), not codec.properties.keyed))
-
-
-class Piece:
-    """Some elements of one storage at one version, and what the codecs made of them.
-
-    Attributes:
-        alias: detached, as saved first; dimensions of stride 0 (expanded) reduced to one element. None once encoded.
-        kinds: of all that was saved of it.
-        asked_by: the first node of autograd that asked for it.
-        forms: (codec, packed form) by class. Classes that share a form have the same objects.
-    """
-
-    __slots__ = ("alias", "asked_by", "cells", "dense", "forms", "kinds", "nbytes", "number", "offset", "span")
-
-    def __init__(self, number: int, tensor: Tensor) -> None:
-        alias = tensor.detach()
-        for dim, stride in enumerate(alias.stride()):
-            if not stride and alias.shape[dim] > 1:
-                alias = alias.narrow(dim, 0, 1)
-        begin, end = span(alias, View.of(alias))
-        if alias.nbytes > end - begin:  # overlapping windows (`unfold`): the memory under them
-            alias = alias.as_strided(((end - begin) // alias.itemsize,), (1,))
-        self.number = number
-        self.alias: Tensor | None = alias
-        self.offset = int(alias.storage_offset())
-        self.cells = cells(alias)
-        self.span = begin, end
-        self.nbytes = alias.nbytes
-        self.dense = self.span[1] - self.span[0] == self.nbytes
+    def __init__(self, record: Record) -> None:
+        self.number = record.number
+        self.before_bytes = self.after_bytes = record.nbytes
         self.kinds: set[Saved] = set()
         self.asked_by = NEVER_ASKED
-        self.forms: dict[Saved, tuple[Codec, Packed]] = {}
 
     @property
     def kind(self) -> Saved:
         """The class it counts for."""
         return next(kind for kind in _STRICTEST_FIRST if kind in self.kinds)
 
-    def covers(self, tensor: Tensor) -> bool:
-        """Whether every element of `tensor`, a view of the same storage and dtype, is an element of this piece."""
-        if cells(tensor) == self.cells:
-            return True
-        begin, end = span(tensor, View.of(tensor))
-        return self.dense and self.span[0] <= begin and end <= self.span[1]
 
-
-class Handle(NamedTuple):
-    """What pack gives to autograd."""
-
-    piece: Piece
-    kind: Saved
-    view: View
-
-
-class Rehearsal:
-    """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, for one forward and backward.
+class Observer(Saver):
+    """The hooks, for one forward and backward of `model`.
 
     Args:
         preset: the codec of each class.
         seed: the codecs' noise is made of it and of the order of saving.
 
     Attributes:
-        weight_bytes, duplicate_bytes: saved, but weights, and saved again.
-        lossy: how many pieces went through a codec that is not exact.
+        lossy: how many records went through a codec that is not exact, and layers through a projection.
     """
 
-    def __init__(self, preset: Preset, seed: int) -> None:
-        self.weight_bytes = self.duplicate_bytes = self.lossy = 0
-        self._kept_bytes = 0
+    def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
+        config = OffloadConfig(tier="keep", compress=preset, seed=seed, min_tensor_bytes=0)
+        super().__init__(config, lambda: model, _no_store)
+        self.lossy = 0
+        self._observed = model
         self._preset = preset
-        self._seed = seed
-        self._pieces: list[Piece] = []
-        # By storage object, version and dtype. The pieces' aliases keep the storages alive, so no address comes twice.
-        self._known: dict[tuple[int, int, torch.dtype], list[Piece]] = {}
+        self._pieces: dict[int, _Piece] = {}  # by the record's number
+        self._records: list[Record] = []  # until the forward is over
+        self._kept_bytes = 0
+        self._projecting = False
 
-    def pack(self, tensor: Tensor) -> Handle | Tensor:
-        """Called by autograd with each tensor it saves."""
-        kind = kind_of(tensor)
-        with quiet(), torch.no_grad():
-            return self._pack(tensor, kind)
-
-    def unpack(self, packed: Handle | Tensor) -> Tensor:
-        """Called by autograd whenever it wants a saved tensor."""
-        if isinstance(packed, Tensor):
-            return packed
-        piece, kind, view = packed
-        if piece.asked_by is NEVER_ASKED and kind is Saved.UNKNOWN and (node := current_node()) is not None:
-            # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
-            asker = str(sys._getframe(1).f_globals.get("__name__"))
-            piece.asked_by = _CHECKPOINT if asker == _CHECKPOINT else node.name()
-        with quiet(), torch.no_grad():
-            self._encode(piece)
-            codec, form = piece.forms[kind]
-            return codec.decode(form).as_strided(view.size, view.stride, view.offset - piece.offset)
-
-    def encode(self) -> None:
-        """Encode all that was saved, and let go of the originals. To be called when the forward is over.
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the forward; afterwards all that was saved has become what a training would keep of it.
 
         Raises:
-            ConfigError: a codec that cannot take a tensor of its class, such as a rank above the width.
+            ConfigError: a codec that this model has nothing for, such as a rank above every width.
         """
-        with quiet(), torch.no_grad():
-            for piece in self._pieces:
-                self._encode(piece)
-        for piece in self._pieces:
-            piece.alias = None
+        assert self.compressor is not None
+        with ExitStack() as stack:
+            try:
+                linear = self.compressor.projection(self._observed)
+            except ConfigError:  # no linear layer at all: a preset without effect, which audit says
+                linear = None
+            except CodecError as error:
+                raise ConfigError(
+                    f"preset {self._preset.name!r} cannot be audited on this model: {error}; name another codec with "
+                    "Preset.override"
+                ) from error
+            mode = SavedBy(self._projected(linear) if linear is not None else None)
+            stack.callback(mode.norms(self._observed))
+            self.mark_weights()
+            pair = Pair(self.pack, self.unpack)
+            pair.enter(push=True)
+            stack.callback(pair.pop)
+            stack.enter_context(mode)
+            yield
+        with self.locked(), quiet():
+            self.finished.pass_on(None)
+            if self.finished.waits:
+                self.finished.settle(wait=True)
+        self._note_what_became()
 
-    def before_bytes(self) -> dict[Saved, int]:
-        """By class, what was saved and is no weight, each element once; 0 for a class whose all counts for another."""
-        nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
-        for piece in self._pieces:
-            nbytes.update(dict.fromkeys(piece.kinds, 0))
-            nbytes[piece.kind] += piece.nbytes
-        return _in_order(nbytes)
+    def pack(self, tensor: Tensor) -> Packed:
+        """Called by autograd with each tensor it saves."""
+        kind = Saved.LINEAR_INPUT if self._projecting else kind_of(tensor)
+        weight_bytes = self.counters.weight_bytes
+        packed = super().pack(tensor)
+        record = packed[0]
+        if isinstance(record, Record):
+            if record.number not in self._pieces:
+                self._pieces[record.number] = _Piece(record)
+                self._records.append(record)
+            self._pieces[record.number].kinds.add(kind)
+        elif self.counters.weight_bytes == weight_bytes:
+            self._kept_bytes += _nbytes(tensor)
+        return packed
 
-    def after_bytes(self) -> dict[Saved, int]:
-        """By class, what the codecs made of it. A form that several classes share counts for the strictest."""
-        nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
-        for piece in self._pieces:
-            nbytes.update(dict.fromkeys(piece.kinds, 0))
-            for kinds in self._sharing(piece.kinds):
-                nbytes[kinds[0]] += piece.forms[kinds[0]][1].nbytes
-        return _in_order(nbytes)
+    def unpack(self, packed: Packed) -> Tensor:
+        """Called by autograd whenever it wants a saved tensor, and by recipes."""
+        record = packed[0]
+        piece = self._pieces.get(record.number) if isinstance(record, Record) else None
+        asker = str(sys._getframe(1).f_globals.get("__name__"))
+        if piece is not None and piece.asked_by is NEVER_ASKED and asker != _recipe.__name__:
+            # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
+            node = current_node()
+            if node is not None:
+                piece.asked_by = _CHECKPOINT if asker == _CHECKPOINT else node.name()
+        return super().unpack(packed)
+
+    def before_bytes(self) -> Bytes:
+        """By class, what was saved and is no weight, each storage once; 0 for a class whose all counts for another."""
+        return self._by_kind(lambda piece: piece.before_bytes)
+
+    def after_bytes(self) -> Bytes:
+        """By class, what is kept of it: what codecs made, nothing of what is made again."""
+        return self._by_kind(lambda piece: piece.after_bytes)
 
     def unrecognised_bytes(self) -> Counter[str]:
         """Of the class UNKNOWN, by the node that asked for it in backward."""
         nbytes = Counter({KEPT: self._kept_bytes} if self._kept_bytes else {})
-        for piece in self._pieces:
+        for piece in self._pieces.values():
             if piece.kind is Saved.UNKNOWN:
-                nbytes[piece.asked_by] += piece.nbytes
+                nbytes[piece.asked_by] += piece.before_bytes
         return nbytes
 
-    def _pack(self, tensor: Tensor, kind: Saved) -> Handle | Tensor:
-        if is_weight(tensor):
-            self.weight_bytes += tensor.nbytes
-            return tensor.detach()
-        storage = _storage(tensor)
-        if storage is None:
-            self._kept_bytes += _nbytes(tensor)
-            return tensor.detach()
-        known = self._known.setdefault((storage._cdata, tensor._version, tensor.dtype), [])
-        piece = next((piece for piece in known if piece.covers(tensor)), None)
-        if piece is None:
-            piece = Piece(len(self._pieces), tensor)
-            known.append(piece)
-            self._pieces.append(piece)
-        else:
-            self.duplicate_bytes += tensor.nbytes
-        piece.kinds.add(kind)
-        return Handle(piece, kind, View.of(tensor))
+    def _projected(self, linear: Linear) -> Linear:
+        """What a projected layer saves counts as its input."""
 
-    def _encode(self, piece: Piece) -> None:
-        if piece.kinds <= piece.forms.keys():
-            return
-        assert piece.alias is not None
-        number = derive(self._seed, piece.number)
-        for kinds in self._sharing(piece.kinds):
-            codec = strictest([self._preset[kind] for kind in kinds])
+        def observed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+            self._projecting = True
             try:
-                try:
-                    form = codec.encode(piece.alias, number)
-                except UnsupportedTensor:  # such as a complex one
-                    codec = Exact()
-                    form = codec.encode(piece.alias)
-            except CodecError as error:
-                label = f"{str(piece.alias.dtype).removeprefix('torch.')}{list(piece.alias.shape)}"
-                raise ConfigError(
-                    f"preset {self._preset.name!r} cannot be audited on this model: {error} (a saved {label} of class "
-                    f"{kinds[0].value}); name another codec for that class with Preset.override"
-                ) from error
-            self.lossy += not codec.properties.exact
-            piece.forms.update(dict.fromkeys(kinds, (codec, form)))
+                result = linear(x, weight, bias)
+            finally:
+                self._projecting = False
+            self.lossy += result is not None
+            return result
 
-    def _sharing(self, kinds: set[Saved]) -> list[list[Saved]]:
-        """Which classes share one form: all, but linear layers that save a projection of their own."""
-        own = isinstance(self._preset[Saved.LINEAR_INPUT], WeightGradCodec) and Saved.LINEAR_INPUT in kinds
-        rest = [kind for kind in _STRICTEST_FIRST if kind in kinds and not (own and kind is Saved.LINEAR_INPUT)]
-        return [group for group in (rest, [Saved.LINEAR_INPUT] if own else []) if group]
+        return observed
+
+    def _note_what_became(self) -> None:
+        for record in self._records:
+            self._pieces[record.number].after_bytes = 0 if record.state is DERIVED else record.nbytes
+            self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
+        self._records = []
+
+    def _by_kind(self, size: Callable[[_Piece], int]) -> Bytes:
+        nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
+        for piece in self._pieces.values():
+            nbytes.update(dict.fromkeys(piece.kinds, 0))
+            nbytes[piece.kind] += size(piece)
+        return _in_order(nbytes)
 
 
-def _in_order(nbytes: Mapping[Saved, int]) -> dict[Saved, int]:
+def _in_order(nbytes: Mapping[Saved, int]) -> Bytes:
     return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
 
 
-def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a tensor that codecs take; None for subclasses, sparse, quantized, empty and wrapped ones."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.device.type == "meta" or tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return None
-    try:
-        return tensor.untyped_storage()
-    except (RuntimeError, NotImplementedError):  # functorch wrappers, zero tensors
-        return None
+def _no_store(on_device: bool) -> Store:
+    raise AssertionError("tier keep moves nothing")
 
 
-def _nbytes(tensor: Tensor) -> int:
+def _nbytes(tensor: Any) -> int:
     try:
-        return tensor.numel() * tensor.itemsize
+        return int(tensor.numel() * tensor.itemsize)
     except RuntimeError:  # an opaque tensor may have no count of elements
         return 0

@@ -70,13 +70,17 @@ class Compressor:
         """
         if self._kind_of is None:
             return None
-        projected = self._preset[Saved.LINEAR_INPUT]
-        if isinstance(projected, Projected):
-            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
-        mode = SavedBy(self._linear)
+        mode = SavedBy(self.projection(model))
         if model is not None:
             weakref.finalize(self, mode.norms(model)).atexit = False
         return mode
+
+    def projection(self, model: nn.Module | None) -> CompactFunctional | None:
+        """What takes over linear layers, where the preset projects their inputs. Raises as `mode`."""
+        projected = self._preset[Saved.LINEAR_INPUT]
+        if isinstance(projected, Projected):
+            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
+        return self._linear
 
     def end_step(self) -> None:
         """A training step is over: the next one has other projections."""
@@ -111,12 +115,12 @@ class Compressor:
         if codec is None or alias is None or record.is_edited() or not is_whole(record, alias):
             return True
         try:
-            with _on(record):
+            with on_its_stream(record):
                 pending = codec.begin(alias, key(self._seed, record.number) if codec.properties.keyed else 0)
                 if pending.verbatim:
                     return True
                 if record.stream is not None and pending.flag is not None:
-                    self.waiting.append(_later(record, codec, pending, pending.flag))
+                    self.waiting.append(_Waiting(record.ref, codec, pending, *_streams.fetch(pending.flag)))
                     return False
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
@@ -135,7 +139,7 @@ class Compressor:
                 continue
             entry.there.synchronize()
             if record.alias is not None and not record.is_edited():
-                with _on(record):
+                with on_its_stream(record):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)
         return done
@@ -199,7 +203,7 @@ def strictness(codec: Codec) -> float:
 
 
 @contextmanager
-def _on(record: Record) -> Iterator[None]:
+def on_its_stream(record: Record) -> Iterator[None]:
     """The stream that made the tensor: an encode is queued behind its kernel, and the memory is free again behind that.
 
     Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
@@ -209,11 +213,3 @@ def _on(record: Record) -> Iterator[None]:
     stream: Any = nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
     with torch.inference_mode(False), stream:
         yield
-
-
-def _later(record: Record, codec: Codec, pending: Pending, flag: Tensor) -> _Waiting:
-    host = torch.empty_like(flag, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
-    return _Waiting(record.ref, codec, pending, host, there)

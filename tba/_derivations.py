@@ -2,15 +2,18 @@
 
 Guarantees:
 
-1. A derivation is used only where it has been compared with the tensor it replaces, at that place of the step: each
-   place in the first step, and again where another recipe comes up at it. Where all that it starts from is exact it
-   must be bit-equal. Where a lossy codec has had some of it, it must be as near as that, and is
-   compared every time if its operators may cancel or divide, as that depends on values.
+1. A tensor is let go of only after it has been made again and compared with it, every time: edits that leave no trace
+   (`.data`, NumPy, a tensor nobody saved edited under `no_grad`) show in no other way. Where all that it starts from
+   is exact it must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
-3. What is used where does not depend on timing: a first comparison reads back what it needs and has been written.
-   But for a source that is edited in place while it is being written: it serves if the write has ended before.
-4. A derivation stands on no tensor that was edited between being saved and being used, nor on a weight that is gathered
-   for a while (FSDP, ZeRO) and may be gone when it is needed.
+3. What it starts from stays as it was when compared: records of activations, and private copies of all else (weights,
+   small tensors), or it is not used. But for an edit without a trace of an activation after it was saved.
+4. What is used where does not depend on timing: a comparison reads back what it needs and has been written. But for a
+   source that is edited in place while it is being written: it serves if the write has ended before.
+5. No derivation stands on a tensor that is known to have been edited between being saved and being used.
+6. Nothing waits for a device in forward, but for comparisons far behind: `settle` sees to those that have ended.
+
+What it costs forward: each derived tensor's operator once more, and a comparison.
 
 Wants the engine's lock held, except `again`.
 """
@@ -18,44 +21,58 @@ Wants the engine's lock held, except `again`.
 from __future__ import annotations
 
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from . import _streams
-from ._compress import is_whole
+from ._compress import is_whole, on_its_stream
 from ._derive import recipe, remember
 from ._errors import OffloadError
-from ._kinds import is_weight
 from ._look import look
-from ._recipe import Recipe
-from ._recipes import same_bits
+from ._recipe import Hold, Recipe
+from ._recipes import bits_differ
 from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
-from ._view import View, counted, is_edited, span
-from ._weights import MARK, WEIGHT, is_sharded
+from ._view import View, apart, counted, is_edited, span
 
 # How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),
 # and from fewer (4 by about a tenth). One that is wrong is off by the tensor's own size.
 _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
+_LEAST_GAIN = 16  # times the bytes of private copies is what a derived tensor must have
+_MOST_WAITING = 8  # comparisons under way on a device: some layers' worth, and no more memory than their tensors
 
 Packed = tuple[Any, ...]
 
 
-class Derivations:
-    """What can be made again, and what has been found to come out right."""
+class _Comparison(NamedTuple):
+    """A recipe's result that is being compared with the tensor it is to replace."""
 
-    def __init__(self, unpack: Callable[[Any], Tensor], model: Callable[[], nn.Module | None]) -> None:
+    record: weakref.ref[Record]
+    recipe: Recipe
+    known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None where the outcome depends on values
+    differs: Tensor  # on the host, or on its way there
+    there: Any  # event
+
+
+class Derivations:
+    """What can be made again, and what has been found to come out wrong.
+
+    Attributes:
+        waiting: comparisons that a device has not finished, oldest first.
+    """
+
+    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+        self.waiting: deque[_Comparison] = deque()
         self._unpack = unpack
-        self._model = model
-        self._right: dict[int, Any] = {}  # signature by place in the step
-        self._wrong: dict[int, Any] = {}
+        self._wrong: dict[int, Hashable] = {}  # signature by place in the step: not to be tried again
         self._first_number = 0  # of the step
         self._comparing = 0  # the thread that does, or 0
-        self._sharded = False  # whether the model's weights have ever been gathered ones
-        self._looked = False  # whether that has been looked at in this step
+        self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last: what follows is often made of it
 
     def look_for(self, record: Record) -> None:
         """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
@@ -63,21 +80,70 @@ class Derivations:
         if root is None:
             return
         record.keep_counter(root)
-        if root._version == 0 and root.grad_fn is not None:
+        if root._version == 0 and not root.is_leaf:
             record.recipe = recipe(root, self._unpack, self._about)
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
                 remember(root, self._unpack, _weakly(record, view))
 
-    def replaces(self, record: Record) -> bool:
-        """Whether a finished, pending record needs no bytes; it then has let go of them."""
+    def replaces(self, record: Record) -> bool | None:
+        """Whether a finished, pending record needs no bytes; it then has let go of them. None: `settle` will tell."""
         found, alias = record.recipe, record.alias
         if found is None or alias is None:
             return False
-        if record.is_edited() or not is_whole(record, alias) or not self._right_for(record, found, alias):
+        if record.is_edited() or not is_whole(record, alias):
             record.recipe = None
             return False
+        off = max(map(_off, found.sources), default=0.0)
+        place, signature = record.number - self._first_number, (found.signature, off)
+        if self._wrong.get(place) == signature or (off and (record.codec is None or record.codec.properties.exact)):
+            record.recipe = None
+            return False
+        known = None if off and found.amplifies else (place, signature)
+        self._comparing = threading.get_ident()
+        try:
+            with on_its_stream(record):
+                settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
+                differs = made.stride() != alias.stride() or _differs(made, alias, off)
+                if isinstance(differs, Tensor):
+                    self.waiting.append(_Comparison(record.ref, settled, known, *_streams.fetch(differs)))
+                    return None
+        except OffloadError:  # an operand could not be read back, which says nothing about the recipe
+            record.recipe = None
+            return False
+        except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
+            differs = True
+        finally:
+            self._comparing = 0
+        if not self._end(record, settled if not differs else found, known, differs=differs):
+            return False
+        self._made = record.ref, made
+        return True
+
+    def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
+        """What a device has compared by now, or all: (a pending record, whether it has let go of its bytes)."""
+        settled: list[tuple[Record, bool]] = []
+        while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
+            entry = self.waiting.popleft()
+            record = entry.record()
+            if record is None or record.state is not PENDING or record.alias is None:
+                continue
+            entry.there.synchronize()
+            differs = bool(entry.differs) or record.is_edited()
+            settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
+        return settled
+
+    def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
+        """After a comparison: let go of the record's bytes unless they differ."""
+        alias = record.alias
+        assert alias is not None
+        if differs:
+            record.recipe = None
+            if known is not None:
+                self._wrong[known[0]] = known[1]
+            return False
+        record.recipe = found
         for packed in found.sources:
             if isinstance(packed[0], Record):
                 packed[0].saves += 1  # this asks for it too
@@ -93,10 +159,12 @@ class Derivations:
         None where no comparison is under way, or the bytes have to be read in the usual way.
         """
         if self._comparing != threading.get_ident():
+            self._made = None
             return None
         if record.state is DERIVED:
             assert record.recipe is not None
-            return view.over(_own(record.recipe.compute()), 0)
+            made = self._made[1] if self._made is not None and self._made[0] is record.ref else record.recipe.compute()
+            return view.over(_own(made), 0)
         if record.state not in IN_MEMORY and record.state is not RESTORED:
             return None
         decoded = record.decoded
@@ -107,7 +175,7 @@ class Derivations:
     def end_step(self, next_number: int) -> None:
         """Places count from here."""
         self._first_number = next_number
-        self._looked = False
+        self._made = None
 
     def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
         first, second = packed
@@ -117,43 +185,7 @@ class Derivations:
             return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
-        if (upstream and first._version != second) or self._may_go(first):
-            return None
-        return 0, (first.dtype, first.shape)
-
-    def _may_go(self, kept: Tensor) -> bool:
-        """Whether it is a weight whose memory somebody may empty before backward has come by."""
-        if not distributed.is_available() or not distributed.is_initialized() or not is_weight(kept):
-            return False
-        if not self._looked:
-            self._looked, model = True, self._model()
-            self._sharded = self._sharded or model is None or is_sharded(model)
-        return self._sharded or getattr(kept.untyped_storage(), MARK, None) is not WEIGHT
-
-    def _right_for(self, record: Record, found: Recipe, alias: Tensor) -> bool:
-        off = max(map(_off, found.sources), default=0.0)
-        if off and (record.codec is None or record.codec.properties.exact):
-            return False
-        place, signature = record.number - self._first_number, (found.signature, off)
-        depends_on_values = off > 0 and found.amplifies
-        if self._right.get(place) == signature and not depends_on_values:
-            return True
-        if self._wrong.get(place) == signature:
-            return False
-        self._comparing = threading.get_ident()
-        try:
-            made = found.compute()
-        except OffloadError:  # an operand could not be read back, which says nothing about the recipe
-            return False
-        except RuntimeError:  # an operand was edited, or its operator was run in place
-            self._wrong[place] = signature
-            return False
-        finally:
-            self._comparing = 0
-        right = made.stride() == alias.stride() and (same_bits(made, alias) or (off > 0 and _near(made, alias, off)))
-        if not depends_on_values:
-            (self._right if right else self._wrong)[place] = signature
-        return right
+        return None if upstream and first._version != second else (0, (first.dtype, first.shape))
 
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
@@ -203,6 +235,35 @@ def _off(packed: Packed) -> float:
     return _NEAR if (codec.properties.bits_per_element or 0) >= 8 else _NEAR_OF_FEW_BITS
 
 
-def _near(made: Tensor, wanted: Tensor, off: float) -> bool:
+def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
+    """Whether the one is not good enough for the other; a tensor where a device finds out."""
+    if not off:
+        return bits_differ(made, wanted)
+    if made.shape != wanted.shape or made.dtype != wanted.dtype:
+        return True
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
-    return bool(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale)
+    # Not `>`: a number that is none is not near.
+    far = ~(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale)
+    return far if far.is_cuda else bool(far)
+
+
+def _holding(most_bytes: int) -> Hold:
+    """Keeps a recipe's sources as they are: by private copies of those that programs edit through `.data`."""
+    left_bytes = most_bytes
+
+    def hold(packed: Packed, operand: Tensor) -> tuple[Packed, Tensor]:
+        nonlocal left_bytes
+        if isinstance(packed[0], Record) and not _is_trained(packed[0].root()):
+            return packed, operand
+        left_bytes -= span(operand, View.of(operand))[1]
+        if left_bytes < 0:
+            raise RuntimeError(f"a copy of {operand.dtype} {list(operand.shape)} costs too much: keep what it gives")
+        held = apart(operand)
+        return (held, held._version), held
+
+    return hold
+
+
+def _is_trained(root: Tensor | None) -> bool:
+    """Whether it is a leaf that an optimizer may change, which some do through `.data`."""
+    return root is not None and root.is_leaf and root.requires_grad

@@ -10,22 +10,21 @@ Guarantees:
 2. `compute` ends. A recipe never changes and holds only packed objects that existed before it, so asking for them, even
    where they are recipes too, goes strictly back in time; and at most `MAX_OPERATORS` operators lie on any path,
    those of the recipes underneath included (`about`).
-3. No cycle. A recipe holds packed objects and no node; a node that saves its own result is never asked to derive it.
-   What `remember` leaves at a node is a weak reference. So a graph that is dropped is freed at once.
+3. No cycle, and no deep recursion when the graph is freed (`_nodes`). A recipe holds packed objects and no node; a node
+   that saves its own result is never asked to derive it. What `remember` leaves at a node is a weak reference. So a
+   graph that is dropped is freed at once.
 4. It does not need the graph: the packed objects live as long as the recipe, also when backward has freed the node.
 5. No emptied memory is computed with: `compute` raises instead.
 
 Assumptions:
 
-1. What a node saved is what it computed with, and a tensor at version 0 is what its node made. Edits behind autograd's
-   back (`.data`, NumPy) break this for the tensor itself.
-2. If not `direct`: no operand in between that nobody saved was edited in place under `no_grad`, which leaves its node
-   as it was and no trace that can be found from here. Whoever compares the first result (`matches`) learns of edits
-   made every time. Of those that somebody saved, `about` tells.
-3. No other thread frees this graph while `recipe` looks at it.
+1. What a node saved is what it computed with, and a tensor at version 0 is what its node made. Edits that leave no
+   trace break this (`.data`, NumPy, a tensor that nobody saved edited under `no_grad`). So a recipe is a guess: compare
+   what it gives with the tensor, each time (`Recipe.settled`). Of edited operands that somebody saved, `about` tells.
+2. No other thread frees this graph while `recipe` looks at it.
 
-A difference from plain PyTorch: an operand edited in place after it was saved raises for what is derived from it too,
-also where backward runs through nobody who saved that operand.
+A difference from plain PyTorch: a stored operand edited in place after it was saved raises for what is derived from it
+too, also where backward runs through nobody who saved that operand.
 """
 
 from __future__ import annotations
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 
 from . import _torch
+from ._nodes import maker
 from ._recipe import Recipe, Saved, Step, Unpack
 from ._recipes import OPERATORS, RESULTS, Output, signed
 
@@ -65,8 +65,10 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
         unpack: the unpack hook, compared by equality with that of each saved tensor.
         about: what is known of packed objects of this hook; without it each is kept, unedited and there to stay.
     """
-    node: Any = tensor.grad_fn
-    if node is None or not _torch.shows_packed or type(tensor) is not Tensor or tensor.dtype not in _REAL:
+    if not _torch.shows_packed or type(tensor) is not Tensor or tensor.dtype not in _REAL:
+        return None
+    node = maker(tensor)
+    if node is None:
         return None
     name = _name(node)
     if name not in OPERATORS or tensor._version or tensor.layout is not torch.strided or tensor.is_neg():
@@ -90,8 +92,8 @@ def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
     `packed()` gives the packed object for the hook `unpack`, or None when it is gone; it must hold it weakly. The last
     note of a tensor counts. Tensors edited in place are not noted: their node does not tell which version it means.
     """
-    node: Any = tensor.grad_fn
-    if node is not None and not tensor._version:
+    node = None if tensor._version else maker(tensor)
+    if node is not None:
         node.metadata.setdefault(_NOTE, {})[tensor.output_nr] = (unpack, packed)
 
 
@@ -103,7 +105,6 @@ class _Finder:
         self._about = about
         self.sources: list[Any] = []
         self.depth = 0
-        self.direct = True
         self.amplifies = False
 
     def step(self, node: Any, number: int, operators_left: int, moves_left: int) -> Step | None:
@@ -188,7 +189,6 @@ class _Finder:
         output = _output(outputs[number], number)
         if output.device != device:
             return None
-        self.direct = False
         used = MAX_OPERATORS - operators_left
         saved_as = RESULTS.get(_name(node), {}).get(number)
         if saved_as is not None:

@@ -50,15 +50,14 @@ class Finished:
 
     def pass_on(self, sequence_nr: int | None) -> None:
         """Pass on what this thread's finished operators saved (None: no operator of this thread runs)."""
-        pending, compressor = self.pending.queue, self._compressor
+        pending = self.pending.queue
         while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
             record = pending.popleft()[1]()
             if record is None or record.state is not PENDING:
                 continue
-            if self._derivations is not None and self._derivations.replaces(record):
-                self._let_go(record)
-            elif compressor is None or compressor.encode(record):
-                self._go(record)
+            replaced = self._derivations is not None and self._derivations.replaces(record)
+            if replaced is not None:
+                self._compared(record, replaced=replaced)
 
     def wanted(self, record: Record) -> None:
         """Backward wants a pending record, so its operator has finished: it stays in memory."""
@@ -66,12 +65,27 @@ class Finished:
             self.settle(wait=True)
         record.state = HELD
 
+    @property
+    def waits(self) -> bool:
+        """Whether values that decide are on their way from a device: `settle` looks."""
+        compressor, derivations = self._compressor, self._derivations
+        return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
+
     def settle(self, *, wait: bool) -> None:
-        """Pass on what codecs had to look at, as far as its values have come from the device; all of it if `wait`."""
+        """Pass on what was to be looked at, as far as its values have come from the device; all of it if `wait`."""
         assert self._compressor is not None
+        if self._derivations is not None:
+            for record, replaced in self._derivations.settle(wait=wait):
+                self._compared(record, replaced=replaced)
         for record in self._compressor.settle(wait=wait):
             if record.state is PENDING:
                 self._go(record)
+
+    def _compared(self, record: Record, *, replaced: bool) -> None:
+        if replaced:
+            self._let_go(record)
+        elif self._compressor is None or self._compressor.encode(record):
+            self._go(record)
 
     def _let_go(self, record: Record) -> None:
         self._counters.derived_bytes += record.nbytes

@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from compact import Saved
 
+from ._nodes import maker
 from ._weights import MARK, WEIGHT, leads_to_parameter
 
 # Class of a saved tensor, from it and the arguments of the function that saves it.
@@ -53,7 +54,7 @@ def is_weight(tensor: Any) -> bool:
         return True
     if type(tensor) is not Tensor:
         return False
-    if isinstance(tensor._base, nn.Parameter) or (tensor.grad_fn is not None and leads_to_parameter(tensor.grad_fn)):
+    if isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor)):
         return True
     try:
         return getattr(tensor.untyped_storage(), MARK, None) is WEIGHT

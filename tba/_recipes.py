@@ -9,7 +9,7 @@ pack hook made of the tensor without calling the unpack hook. Seen on torch 2.13
   their own `result`, attention its `output`: such a tensor is in the graph already and is never made again, but what
   follows from it can be;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
-* layer norm saves everything but `eps` (see `layer_norm`).
+* layer norm saves everything but `eps` (see `find_eps`).
 
 Elementwise kernels give the same bits for the same operands with the same strides and the same number of threads;
 chunks and vector tails depend on nothing else, not on the address.
@@ -44,9 +44,11 @@ class Operator(NamedTuple):
 
     Attributes:
         operands: in the order of the node's `next_functions`: the name each is saved under, None if it never is.
-        run: (operands and extras, scalars, output) -> the result, by the kernel that made it.
+        run: (operands, scalars, output) -> the result, by the kernel that made it.
         scalars: names of saved values that are no tensors.
-        extras: names of further saved tensors.
+        extras: names of further saved tensors, for `find` alone.
+        find: (operands and extras, scalars) -> all the scalars that `run` wants, and the result. For operators that do
+            not save all of them: it finds the others from the extras. Raises RuntimeError where there are none.
         optional: operands, saved whenever the operator had them, that may be absent (a norm's weight).
         moves: it computes nothing: views, and copies into another order.
         amplifies: a small error of an operand may be a large one of the result, by cancellation or division.
@@ -56,6 +58,7 @@ class Operator(NamedTuple):
     run: Callable[[list[Any], Scalars, Output], Tensor]
     scalars: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
+    find: Callable[[list[Any], Scalars], tuple[Scalars, Tensor]] | None = None
     optional: tuple[str, ...] = ()
     moves: bool = False
     amplifies: bool = False
@@ -72,30 +75,27 @@ def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Op
     return Operator((None,), lambda tensors, values, output: run(tensors[0], values, output), scalars, moves=True)
 
 
-_last_eps: dict[Any, float] = {}  # by normalized shape: where to begin to search, no more
-_ONE_BITS: Final = 0x3FF0_0000_0000_0000  # of 1.0, as a double
+_last_eps: dict[Any, float] = {}  # by normalized shape: the one to try first
 
 
-def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
-    """Layer norm of `input` [..., *normalized_shape], with the `eps` that gives the saved statistics.
+def _layer_norm(tensors: list[Any], scalars: Scalars, _: Output) -> Tensor:
+    x, weight, bias = tensors
+    shape, eps = scalars
+    result: Tensor = torch.native_layer_norm(x, list(shape), weight, bias, eps)[0]
+    return result
 
-    Every element is computed from its input, its row's mean and reciprocal deviation, weight and bias. So a run whose
-    statistics are bit-equal to the saved ones gives the same bits, whichever `eps` led there. That needs statistics as
-    wide as the kernel computes with, which a CPU rounds to bfloat16 where the weight is in bfloat16. The comparison
-    waits for the current stream.
 
-    Those of `EPSILONS` are tried first. Then it is searched for between 0 and 1: statistics fall as it grows. One that
-    large values had swallowed thus comes to light where small ones need it.
+def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
+    """Layer norm of `input` [..., *normalized_shape], by the one of `EPSILONS` that gives the saved statistics.
+
+    Statistics need not tell one eps from another (large values swallow it): whether the result is the tensor of forward
+    is for the caller to see. Comparing them waits for a device, so there the last eps found for this shape is taken
+    unseen.
 
     Raises:
-        RuntimeError: no `eps` gives the saved statistics, or they are narrower than float32.
+        RuntimeError: none of them does.
     """
     x, weight, bias, mean, rstd = tensors
-    if rstd.itemsize < 4:
-        raise RuntimeError(
-            f"layer norm of {x.dtype} {list(x.shape)}: its statistics were saved as {rstd.dtype}, which does not tell "
-            "its eps; keep the tensor instead of making it again"
-        )
     shape = list(scalars[0])
     first = x.flatten(0, -1 - len(shape))[:1] if x.dim() > len(shape) else x
     last = _last_eps.get(scalars[0])
@@ -107,26 +107,13 @@ def layer_norm(tensors: list[Any], scalars: Scalars, output: Output) -> Tensor:
             continue
         result: Tensor
         result, new_mean, new_rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        if same_bits(torch.cat((new_mean, new_rstd)), torch.cat((mean, rstd))):  # once: a device is waited for
+        unseen = x.is_cuda and eps == last
+        if unseen or same_bits(torch.cat((new_mean, new_rstd)), torch.cat((mean, rstd))):
             _last_eps[scalars[0]] = eps
-            return result
-    low, high = 0, _ONE_BITS  # doubles in the order of their bits
-    while low <= high:
-        bits = (low + high) // 2
-        eps = float(torch.tensor(bits).view(torch.float64))
-        result, new_mean, new_rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        if not same_bits(new_mean, mean):
-            break
-        if same_bits(new_rstd, rstd):
-            _last_eps[scalars[0]] = eps
-            return result
-        if bool((new_rstd > rstd).any()):
-            low = bits + 1
-        else:
-            high = bits - 1
+            return (*scalars, eps), result
     raise RuntimeError(
-        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: no eps gives the statistics that forward saved; keep "
-        "the tensor instead of making it again"
+        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: no usual eps gives the statistics that forward saved; "
+        "keep the tensor instead of making it again"
     )
 
 
@@ -139,6 +126,14 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     word = _WORDS[one.itemsize]
     return torch.equal(one.detach().view(word), other.detach().view(word))
+
+
+def bits_differ(one: Tensor, other: Tensor) -> Tensor | bool:
+    """The contrary of `same_bits`; a tensor where a device finds out, which is not waited for."""
+    if not one.is_cuda or one.shape != other.shape or one.dtype != other.dtype:
+        return not same_bits(one, other)
+    word = _WORDS[one.itemsize]
+    return torch.ne(one.detach().view(word), other.detach().view(word)).any()
 
 
 def signed(value: Any) -> Any:
@@ -174,9 +169,10 @@ OPERATORS: Final[Mapping[str, Operator]] = {
     "MishBackward0": _simple(functional.mish, "self"),
     "NativeLayerNormBackward0": Operator(
         ("input", "weight", "bias"),
-        layer_norm,
+        _layer_norm,
         scalars=("normalized_shape",),
         extras=("result1", "result2"),
+        find=find_eps,
         optional=("weight", "bias"),
     ),
     "ToCopyBackward0": Operator((None,), lambda t, _, output: t[0].to(output.dtype, copy=True)),

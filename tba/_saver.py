@@ -79,7 +79,7 @@ class Saver:
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
-        self.derivations = Derivations(self.unpack, model) if self.compressor is not None else None
+        self.derivations = Derivations(self.unpack) if self.compressor is not None else None
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.held.look_at_room)
         self.residency = Residency(self.mover, self.counters, self.finished.wanted)
@@ -155,7 +155,7 @@ class Saver:
         # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
         if self.finished.pending.queue:
             self.finished.pass_on(sequence_nr())
-        if self.compressor is not None and self.compressor.waiting:
+        if self.compressor is not None and self.finished.waits:
             self.finished.settle(wait=False)
         return packed
 
@@ -269,7 +269,7 @@ class Saver:
                 return peeked
             if self._remains or mover.unconfirmed or mover.ended:
                 self.settle()
-            if compressor is not None and compressor.waiting:
+            if compressor is not None and self.finished.waits:
                 self.finished.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)

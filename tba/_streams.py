@@ -167,6 +167,15 @@ def use(tensor: Tensor, ready: Any) -> None:
         ready.wait(tensor)
 
 
+def fetch(flag: Tensor) -> tuple[Tensor, Any]:
+    """Start copying a small tensor of a device to host memory: where it will be, and the event that tells when."""
+    host = torch.empty_like(flag, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return host, there
+
+
 def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
     """Bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes], sharing its memory."""
     raw = torch.empty(0, dtype=torch.uint8, device=source.device)

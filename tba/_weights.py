@@ -45,8 +45,6 @@ _VIEWS_AND_CASTS: Final = frozenset(
     )
     for number in range(6)
 )
-# Classes of modules that gather their parameters for a forward or a backward, and empty them afterwards.
-_GATHERS: Final = frozenset(("FSDPModule", "FullyShardedDataParallel"))
 _passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
 
 
@@ -110,13 +108,6 @@ class Chains:
                 self._misses.clear()
             self._misses[kind] = misses + 1
         return False
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a model's parameters are whole for a while only: FSDP, DeepSpeed's ZeRO 3, tensor parallelism."""
-    if any(hasattr(parameter, "ds_id") or type(parameter.data) is not Tensor for parameter in model.parameters()):
-        return True
-    return any(not _GATHERS.isdisjoint(kind.__name__ for kind in type(module).__mro__) for module in model.modules())
 
 
 def mark_weights(model: nn.Module) -> None:

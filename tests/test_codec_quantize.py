@@ -276,6 +276,25 @@ def test_magnitudes_that_would_overflow_keep_the_tensor_verbatim() -> None:
     assert Quantized("int8").encode(half).form == "codes"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group", [16, 64, 256])
+@pytest.mark.parametrize("kind", ["int2", "int4", "int8"])
+def test_what_a_rotation_adds_up_on_the_way_back_stays_finite(kind, group: int, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    """One large number among tiny ones has the same magnitude everywhere in its group once it is rotated."""
+    codec, forms = Quantized(kind, group, "stochastic", rotate=True), []
+    for exponent in range(100, 128):
+        values = torch.full((4, group), 1e-38, dtype=dtype)
+        values[:, 5] = 2.0**exponent
+        packed = codec.encode(values, 3)
+        decoded = codec.decode(packed)
+        assert torch.isfinite(decoded).all()
+        forms.append(packed.form)
+        if packed.form == "codes":
+            assert ((decoded - values).float() / 2.0**exponent).abs().max() < 2 / TOP[kind]
+    assert forms == sorted(forms)  # codes up to some magnitude, verbatim from there on
+    assert (forms[0], forms[-1]) == ("codes", "verbatim")
+
+
 def test_finish_decides_by_the_flag_it_is_given_and_lets_the_tensor_go() -> None:
     values = normal(64, 64)
     pending = Quantized("int8").begin(values)

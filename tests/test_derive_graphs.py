@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from derive_tools import Harness, about, gradients, threads
+from derive_tools import Harness, about, gradients, settle, threads
 from engine_tools import save
 from helpers import assert_bit_equal
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ def test_an_operand_edited_after_it_was_saved_raises() -> None:
         result.sum().backward()
 
 
-def test_an_operand_edited_in_secret_is_told_by_matches() -> None:
+def test_an_operand_edited_in_secret_gives_another_tensor() -> None:
     harness = Harness()
     with harness.hooks():
         # Of both signs: six random products are all negative once in 64 times, and nothing is edited then.
@@ -147,10 +147,8 @@ def test_an_operand_edited_in_secret_is_told_by_matches() -> None:
         own = recipe(functional.silu(between), harness.unpack, about)
     assert made is not None
     assert own is not None
-    assert not made.direct
     assert harness.refused == {"NegBackward0": 1}
-    assert own.direct  # and so right: what is saved is what was used
-    assert own.matches(functional.silu(between))
+    assert settle(own, functional.silu(between)) is not None  # what its node saved is what it used
 
 
 def test_an_operator_run_in_place_on_a_narrower_tensor_is_an_error() -> None:

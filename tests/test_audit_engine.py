@@ -1,0 +1,80 @@
+"""`tba.audit` tells what the engine keeps: shares within three points of those of a training step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compact import Saved
+from tba import Audit, OffloadConfig, Offloader, audit
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, VOCAB, TOKENS = 64, 97, 48
+POINTS = 0.03
+PRESETS = ("exact", "safe8", "balanced", "max")
+
+
+def model_of(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    encoder = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
+    model: nn.Module
+    if family == "llama":
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **encoder))
+    elif family == "gpt2":
+        config = transformers.GPT2Config(**sizes, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=TOKENS)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **encoder))
+    return model.train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCAB, (4, TOKENS), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids}
+
+
+@cache
+def audited(family: str) -> Audit:
+    return audit(model_of(family), batch(), presets=PRESETS)
+
+
+def kept_by_the_engine(family: str, preset: str) -> tuple[float, Any]:
+    """Of what autograd saved, weights apart and each storage once: the share that a step keeps."""
+    model = model_of(family)
+    config = OffloadConfig(tier="keep", compress=preset, min_tensor_bytes=0)
+    offload = Offloader(model, config)
+    try:
+        torch.manual_seed(0)
+        with offload:
+            loss = model(**batch()).loss
+        loss.backward()
+        stats = offload.stats()
+    finally:
+        offload.close()
+    unique = stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
+    return (unique - stats.derived_bytes - stats.encoded_bytes + stats.packed_bytes) / unique, stats
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_the_share_that_audit_tells_is_the_one_that_the_engine_keeps(family: str, preset: str) -> None:
+    found = audited(family)
+    told = sum(found.outcomes[preset].after_bytes.values()) / sum(found.before_bytes.values())
+    kept, stats = kept_by_the_engine(family, preset)
+    assert stats.derived_bytes > 0
+    assert abs(told - kept) <= POINTS
+    assert found.weight_bytes == stats.weight_bytes
+
+
+def test_what_is_made_again_is_gone_from_its_class() -> None:
+    found = audited("llama")
+    before, after = found.before_bytes, found.outcomes["exact"].after_bytes
+    assert found.outcomes["exact"].relative_error == 0.0
+    assert after[Saved.LINEAR_INPUT] < before[Saved.LINEAR_INPUT] / 2
+    assert sum(after.values()) < 0.7 * sum(before.values())
