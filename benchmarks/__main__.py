@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|faults|demo`."""
+"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|faults|programs|demo`."""
 
 from __future__ import annotations
 
@@ -229,6 +229,26 @@ def faults(
     from .faults import run_faults
 
     result = run_faults([only] if only is not None else range(seed, seed + (8 if quick else count)), path)
+    _finish(result, json, save, machine)
+    if result.data["bad"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def programs(
+    count: Annotated[int, typer.Option(min=1, help="How many programs.")] = 2000,
+    seed: Annotated[int, typer.Option(help="The seed of the first; each has the next.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    path: Path_ = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = _MACHINE,
+) -> None:
+    """Random programs against plain PyTorch, under interrupts and failing stores; exit status 1 if one is not exact."""
+    from .programs import run_programs
+
+    result = run_programs(seed, 24 if quick else count, jobs=jobs, path=path)
     _finish(result, json, save, machine)
     if result.data["bad"]:
         raise typer.Exit(1)

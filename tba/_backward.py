@@ -1,8 +1,8 @@
 """Backward: interrupts are held back from the engine's code wherever a backward runs, outside of the context too.
 
 Entering the context arms `io_backends.interrupts`, but backward may run after it was left. The first record that a
-backward asks for arms them as well, until that backward has ended. One that fails does not tell: it leaves them armed
-until the end of the next, which holds no signal back from other code.
+backward asks for arms them as well, until that backward has ended. One that fails does not tell: that it has is seen at
+the end of the next, or where a context is left.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from torch.autograd import Variable
 
 from io_backends import interrupts
+
+from ._torch import current_graph_task_id
 
 task = -1  # the backward (graph task) that was seen last
 _armed = False
@@ -25,6 +27,12 @@ def begins(number: int) -> None:
         interrupts.arm()
         _armed = True
     Variable._execution_engine.queue_callback(_ended)
+
+
+def look() -> None:
+    """See whether a backward has ended without telling."""
+    if _armed and current_graph_task_id() == -1:
+        _ended()
 
 
 def _ended() -> None:

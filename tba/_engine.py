@@ -17,7 +17,7 @@ from torch import nn
 
 from io_backends import Store, interrupts
 
-from . import _open
+from . import _backward, _open
 from ._config import OffloadConfig
 from ._errors import ClosedError, ConfigError, StalledError
 from ._foreign import Foreign
@@ -152,6 +152,7 @@ class Offloader:
         finally:
             if pair.armed:
                 interrupts.disarm()
+            _backward.look()
 
     def _end_packing(self) -> None:
         saver = self._saver

@@ -139,11 +139,13 @@ class Rest:
 
 def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
     """What tier `auto` has decided in the first step, in a line."""
-    found = f'tier "auto": memory has room for {size(room_bytes)} of saved tensors'
+    found = f'tier "auto": the first step saved {size(kept_bytes + moved_bytes)}'
+    if room_bytes:  # else it was not worth a look
+        found += f", memory has room for {size(room_bytes)} of it"
     if moved_bytes:
-        return f"{found}, the first step saved {size(kept_bytes + moved_bytes)}: {size(moved_bytes)} went out of memory"
-    then = "hooks are off until shapes, memory or the model change" if rests else "hooks stay on"
-    return f"{found}, the first step kept {size(kept_bytes)}: nothing moves, {then}"
+        return f"{found}: {size(moved_bytes)} went out of memory"
+    then = "the hooks are off until shapes, memory or the model change" if rests else "the hooks stay on"
+    return f"{found}: nothing moves, {then}"
 
 
 def covers(known: Shapes, new: Shapes) -> bool:

@@ -96,18 +96,6 @@ class Square(torch.autograd.Function):
         return 2 * x * gradients[0]
 
 
-class Detach(torch.autograd.Function):
-    """x -> x in a tensor that no view relates to it: the same memory and version counter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
 def save(x: Tensor) -> Tensor:
     """A graph whose only saved tensor is `x`."""
     result = Square.apply(x)

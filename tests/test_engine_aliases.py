@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_tools import Detach, activation, engine, save
+from engine_tools import activation, engine, save
 from helpers import assert_bit_equal
 from torch import Tensor
 from torch.nn import functional
+
+from benchmarks.program import Detach
 
 
 class Viewless(Detach):

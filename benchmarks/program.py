@@ -1,4 +1,4 @@
-"""Programs: training programs made of numbers, run an instruction at a time, to compare an engine with plain PyTorch.
+"""Program: a training program made of numbers, run an instruction at a time, to compare an engine with plain PyTorch.
 
 An instruction is a name and three numbers, each taken modulo what there is to choose from, so that any list of
 instructions is a program. Those that PyTorch refuses (shapes, dtypes, edits of leaves) are steps as well: both arms
@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from engine_tools import Detach
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -52,6 +51,18 @@ class Model(nn.Module):
         self.square = nn.Parameter(torch.randn(16, 16))
         self.gain = nn.Parameter(torch.ones(16))
         self.shift = nn.Buffer(torch.randn(8, 16))
+
+
+class Detach(torch.autograd.Function):
+    """x -> x in a tensor that no view relates to it: the same memory and version counter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
 
 
 class _Square(torch.autograd.Function):

@@ -1,0 +1,159 @@
+"""Program worker: runs the random programs of some seeds and prints a verdict for each, a line of JSON.
+
+`python -m benchmarks._program_worker FIRST COUNT DIRECTORY`. In a process of its own, so that a program that hangs or
+crashes takes no other with it: the last line printed tells which one ran.
+
+An interrupted program is not compared. A SIGINT is raised at a random line that it runs in the engine's files; then the
+same engine has to run another program to the same bits as plain PyTorch, with no record and no hook left.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+import io_backends
+import tba
+from io_backends import PosixStore, interrupts
+from io_backends.testing import FaultyStore
+from tba import OffloadConfig, Offloader
+
+from .program import NAMES, Instruction, Machine, Model
+from .program_check import WAYS, Engine, Plan, compare, losing
+
+HUNG_S = 120
+_ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
+_MOST_LINES = 3000
+# What has been imported stays, and PyTorch goes on importing as it is used: collections need not look through it.
+_FREEZE_AT = (0, 3, 10, 30, 100, 300)
+
+
+def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
+    """What the case of a seed is: its way, its instructions, and the numbers that follow."""
+    numbers = random.Random(seed)
+    way = numbers.choice([*WAYS, "losing", "interrupted", "interrupted", "interrupted"])
+    length = numbers.randint(4, 40)
+    byte = [numbers.randrange(256) for _ in range(3 * length)]
+    return way, [(numbers.choice(NAMES), *byte[3 * i : 3 * i + 3]) for i in range(length)], numbers  # type: ignore[misc]
+
+
+def run_case(seed: int, directory: Path) -> tuple[str, str, str]:
+    """The way of a seed's case, its verdict (ok, wrong, broken, struck) and the details."""
+    way, program, numbers = program_of(seed)
+
+    @contextmanager
+    def make(plan: Plan | None, *, model: Model, threads: int = 1, **settings: Any) -> Iterator[Offloader]:
+        store: Any = PosixStore(directory, threads=threads)
+        config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
+        offload = Offloader(model, config, store=FaultyStore(store, plan) if plan is not None else store)
+        try:
+            yield offload
+        finally:
+            offload.close()
+
+    if way == "interrupted":
+        plan, chosen = numbers.choice(list(WAYS.values()))
+        struck, detail = _interrupted(program, numbers, lambda model: make(plan, model=model, **chosen), plan, chosen)
+        return way, "broken" if detail else "struck" if struck else "ok", detail
+    plan, chosen = (losing, {"prefetch_bytes": 0}) if way == "losing" else WAYS[way]
+    detail = compare(program, make, plan, **chosen)
+    return way, "wrong" if detail else "ok", detail
+
+
+def _interrupted(
+    program: list[Instruction], numbers: random.Random, make: Any, plan: Plan | None, chosen: dict[str, Any]
+) -> tuple[bool, str]:
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with make(model) as offload:
+            struck = _strike(program, Machine(model, Engine(offload)), numbers.randrange(_MOST_LINES))
+            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+                return struck, "hooks are left on the stack"
+            # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
+            with offload:
+                torch.ones(1, requires_grad=True).sin().backward()
+            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+                return struck, "the handler is left in place"
+            offload.flush()
+            gc.collect()
+            again = _random_program(numbers)
+
+            @contextmanager
+            def same(_: Plan | None, *, model: Model, **__: Any) -> Iterator[Offloader]:
+                yield offload
+
+            detail = compare(again, same, plan, **chosen)
+            return struck, detail and f"after an interrupt: {detail}"
+
+
+def _random_program(numbers: random.Random) -> list[Instruction]:
+    byte = numbers.randrange
+    return [(numbers.choice(NAMES), byte(256), byte(256), byte(256)) for _ in range(numbers.randint(4, 20))]
+
+
+def _strike(program: list[Instruction], machine: Machine, line: int) -> bool:
+    """Run a program with a SIGINT at the `line`-th line it runs in the engine's files. Whether it came so far."""
+    left = line
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if event == "line":
+            left -= 1
+            if left == 0:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return local if left > 0 else None
+
+    def tracer(frame: FrameType, event: str, _: Any) -> Any:
+        return local if left > 0 and frame.f_code.co_filename.startswith(_ENGINE) else None
+
+    struck = False
+    try:
+        sys.settrace(tracer)
+        for instruction in [("context", 0, 0, 0), *program]:
+            machine.step(instruction)
+        while interrupts.pending:
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        struck = True
+    finally:
+        sys.settrace(None)
+    if machine.inside and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        machine.inside = False  # struck as it left
+    elif not machine.inside and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        machine.inside = True  # struck as it had entered
+    machine.finish()
+    return struck
+
+
+def main() -> None:
+    first, count, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    for seed in range(first, first + count):
+        if seed - first in _FREEZE_AT:
+            gc.collect()
+            gc.freeze()
+        print(json.dumps({"begins": seed}), flush=True)
+        faulthandler.dump_traceback_later(HUNG_S, exit=True)
+        way, verdict, detail = run_case(seed, directory)
+        print(json.dumps({"seed": seed, "way": way, "verdict": verdict, "detail": detail}), flush=True)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
