@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import checkpoint
@@ -27,6 +26,7 @@ from . import _heap
 from ._frames import warn
 from ._policy import FITS
 from ._stats import Counters, OffloadStats, difference
+from ._torch import untraced
 from ._whole import Whole
 
 
@@ -152,7 +152,7 @@ def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_optimizer_stepped)
 
 
+@untraced
 def _optimizer_stepped(optimizer: Optimizer, *_: Any) -> None:
-    if not torch.compiler.is_compiling():  # traced, it would break the graph; what is compiled runs without
-        for steps in list(_all):
-            steps.optimizer_stepped(optimizer)
+    for steps in list(_all):
+        steps.optimizer_stepped(optimizer)

@@ -384,7 +384,7 @@ class Mover:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
         self._give_back(record)
         record.state = HELD
-        self.counters.kept_to_offloaded(-record.logical_bytes, reason)
+        self.counters.kept_to_offloaded(-record.logical_bytes * record.offloaded, reason)  # once, if it fails again
         record.offloaded = False
 
     def _give_back(self, record: Record) -> None:

@@ -57,6 +57,23 @@ def test_6_a_failed_write_keeps_the_tensor(code: int, which: Callable[[int], boo
         assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
 
 
+def test_6_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path) -> None:
+    """Beyond the cap what backward keeps is written after all: that fails again, of a tensor that is kept already."""
+    with engine(scratch, _fails("write", errno.EIO, lambda n: True), prefetch_bytes=0) as offload:
+        leaf, x = activation(N)
+        with pytest.warns(OffloadWarning, match="stays in memory"):  # noqa: PT031  # either may land the first
+            with offload:
+                y = chain(x)
+            offload.flush()
+        y.sum().backward(retain_graph=True)
+        offload.flush()
+        stats = offload.stats()
+        assert stats.errors > 8  # some were tried again
+        assert stats.offloaded_bytes == 0
+        assert stats.kept_by_reason == {"write failed": 8 * N * 4}
+        assert_bit_equal(leaf.grad, _expected(leaf))
+
+
 def test_6_a_failed_read_raises_and_names_the_tensor_and_a_later_one_may_succeed(scratch: Path) -> None:
     with engine(scratch, _fails("read", errno.EIO, lambda n: n == 0), prefetch_bytes=0) as offload:
         leaf, x = activation(N)

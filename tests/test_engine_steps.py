@@ -241,3 +241,21 @@ def test_one_optimizer_to_each_parameter_stepping_in_backward_makes_one_step(scr
             assert offload.stats().steps == max(0, step - 1)  # the last is open until the next begins
             model(torch.randn(BATCH, WIDTH)).sum().backward()
     assert (offload.stats().steps, offload.stats().micro_batches) == (STEPS, STEPS)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated", "ignore:Profiler record function")
+def test_a_compiled_optimizer_ends_steps_too(scratch: Path) -> None:
+    """Traced, what counts them would vanish from the compiled code."""
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    with engine(scratch, model=model) as offload:
+        optimizer.step = torch.compile(optimizer.step, backend=backend)  # type: ignore[method-assign]
+        accumulate(model, lambda what: offload if what == "training" else nullcontext(), optimizer)
+        assert_accumulated(offload.stats())
+    assert graphs
