@@ -53,8 +53,6 @@ transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
 # Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
 mkldnn_enabled: Callable[[], bool] = _find("_get_mkldnn_enabled")
 enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
-# Compiled code calls such a function instead of tracing it. `torch.compiler.disable` would import the compiler at once.
-untraced = _disable_dynamo
 # Whether a node shows what a pack hook made of a tensor without calling the unpack hook: what derivations stand on.
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")

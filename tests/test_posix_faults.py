@@ -162,12 +162,11 @@ def test_an_interrupted_call_is_made_again(store: PosixStore, writing: Later, re
 
 
 def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: Later) -> None:
-    extent = 25 * 4096  # of NBYTES
     asked: list[tuple[int, int]] = []
 
     def fallocate(fd: int, offset: int, length: int) -> None:
         asked.append((offset, length))
-        if length > extent:
+        if length >= _space.LEAST_GROWTH_BYTES:
             raise OSError(errno.ENOSPC, "no space")
         REAL.fallocate(fd, offset, length)
 
@@ -176,8 +175,9 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
     tickets = [write(store, array) for array in arrays]
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
-    more = extent + _space.LEAST_GROWTH_BYTES
-    assert asked == [(0, more), (0, extent), (extent, more), (extent, extent)]
+    extent = 25 * 4096  # of NBYTES
+    growth = _space.LEAST_GROWTH_BYTES
+    assert asked == [(0, growth), (0, extent), (extent, growth - extent)]
 
 
 def test_a_disk_that_has_no_room_for_the_write(store: PosixStore, layout: Later) -> None:

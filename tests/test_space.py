@@ -305,7 +305,6 @@ def test_a_discarded_write_in_flight_is_not_punched(scratch: Path) -> None:
     store = PosixStore(scratch, threads=2, syscalls=Syscalls(pwritev=held.syscalls.pwritev, punch=punching))
     held.release.set()
     step(store, 16)
-    shrink(store)
     while held._begun.acquire(blocking=False):
         pass
     held.release.clear()
@@ -316,6 +315,7 @@ def test_a_discarded_write_in_flight_is_not_punched(scratch: Path) -> None:
     where = running.location.offset
     store.discard(running)
     store._space._extents.free(0, 192 * MIB)
+    shrink(store)
     store.trim()
     assert punching.begun.wait(WAIT_S)
     held.release.set()
