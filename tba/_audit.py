@@ -64,7 +64,7 @@ def audit(
 
     Raises:
         ConfigError: an unknown preset, two of one name, a batch or output of another kind, nothing that requires a
-            gradient or that is saved, a gradient that is not finite, a codec that cannot take a tensor of its class.
+            gradient or that is saved, a gradient that is not finite, a rank above every layer's width.
         RuntimeError: PyTorch's own, for a model with checkpoints of the kind `use_reentrant=True`.
 
     Warns:

@@ -18,7 +18,8 @@ class Outcome:
     """What one preset gave.
 
     Attributes:
-        after_bytes: by class of saved tensor; what the codecs made of `Audit.before_bytes`.
+        after_bytes: by class of saved tensor; what is kept of `Audit.before_bytes`: what codecs made, and nothing of
+            what is made again from others.
         cosine: of the angle between this gradient of all parameters, as one vector, and the plain one; 1.0 exactly
             where every bit is the same, NaN where it is not finite.
         relative_error: |gradient - plain| / |plain| of the same vectors; infinite where it is not finite.
@@ -39,8 +40,8 @@ class Audit:
 
     Attributes:
         before_bytes: by class of saved tensor, what plain PyTorch keeps from forward to backward. A tensor that
-            operators of several classes saved counts for the strictest, and has its codec; but under "compact" a
-            linear layer saves its projection besides, in bytes of its own.
+            operators of several classes saved counts for the strictest; but under "compact" a linear layer saves its
+            projection besides, in bytes of its own.
         outcomes: by name of the preset.
         unrecognised: bytes of the class "unknown", by the node of autograd that asked for them in backward;
             "torch.utils.checkpoint" for inputs of what it runs again, "never asked for" where nobody did, "kept as

@@ -179,3 +179,32 @@ def test_an_eps_changed_after_the_first_step(then: float, derived: int, scratch:
             assert equal(ours, theirs)
         # An eps that nobody uses is not found, and the tensor stored.
         assert offload.stats().derived_bytes == derived * TOKENS * WIDTH * 4
+
+
+@pytest.mark.parametrize("when", ["while it is compared", "afterwards"])
+def test_a_weight_that_is_there_for_a_while_only(when: str, scratch: Path) -> None:
+    """As FSDP gathers it: emptied after its use in forward, filled again before backward."""
+
+    def run(offload: Any, *, empties: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        norm, head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        content, memory = norm.weight.detach().clone(), norm.weight.untyped_storage()
+        nbytes = memory.nbytes()
+        leaf, x = activation(TOKENS, WIDTH)
+        with offload:
+            out = head(norm(x))
+            if empties and when == "while it is compared":
+                memory.resize_(0)
+            loss = out.square().sum()
+            if empties:
+                memory.resize_(0)
+        memory.resize_(nbytes)
+        norm.weight.data.copy_(content)
+        return list(torch.autograd.grad(loss, [leaf, *norm.parameters(), *head.parameters()]))
+
+    wanted = run(nullcontext(), empties=False)
+    with engine(scratch, tier="keep", compress="exact") as offload:
+        for _ in range(2):
+            assert equal(run(offload, empties=True), wanted)
+        derived = 2 if when == "afterwards" else 0
+        assert offload.stats().derived_bytes == derived * TOKENS * WIDTH * 4

@@ -1,4 +1,4 @@
-"""Comparisons that a device makes: not waited for in forward, but that no more than a few are behind."""
+"""Derivations: comparisons that a device makes are not waited for in forward, but where they are far behind."""
 
 from __future__ import annotations
 
