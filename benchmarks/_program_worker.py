@@ -144,6 +144,7 @@ def _strike(program: list[Instruction], machine: Machine, line: int) -> bool:
 def main() -> None:
     first, count, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     for seed in range(first, first + count):
         if seed - first in _FREEZE_AT:
             gc.collect()
