@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, strided
 
-from . import _streams
+from . import _recipe, _streams
 from ._compress import payload_of, unpacked
 from ._errors import ClosedError, TransferError
-from ._recipe import Recipe
 from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
 from ._view import View, apart, counted, is_edited
@@ -32,7 +31,7 @@ from ._view import View, apart, counted, is_edited
 _ALONE = 2
 # Where PyTorch's engine of autograd is called from: operators ask from there, Python code from a frame of its own.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_RUN_RECIPE = Recipe._run.__code__
+_RECIPES = vars(_recipe)
 # How many nodes Python looks at in one backward, in search of Functions written in C++: see `_weights.Chains`.
 _LOOKS = 512
 
@@ -96,7 +95,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     if task == -1:
         return True
     if asker is not None and asker.f_code is not _RUN_BACKWARD:
-        return asker.f_code is not _RUN_RECIPE
+        return asker.f_globals is not _RECIPES  # which hands them to operators
     if _looks.task != task:
         _looks.task, _looks.left = task, _LOOKS
     if not _looks.left:

@@ -34,5 +34,6 @@ def the_file(directory: Path) -> Path:
 
 
 def counts(directory: Path) -> dict[str, int]:
-    with closing(sqlite3.connect(f"file:{the_file(directory)}?mode=ro", uri=True)) as database:
+    # To be written as well: a process killed in the midst of a transaction leaves it to be taken back by a reader.
+    with closing(sqlite3.connect(f"file:{the_file(directory)}?mode=rw", uri=True)) as database:
         return dict(database.execute("SELECT day, bytes FROM written ORDER BY day"))

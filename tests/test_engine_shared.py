@@ -54,7 +54,7 @@ def test_what_a_hook_edits_of_its_nodes_tensors_is_read_again(
 @pytest.mark.parametrize("tier", ["nvme", "keep"])
 @pytest.mark.parametrize("made", ["packed", "derived"])
 def test_what_a_hook_edits_of_a_tensor_made_again_is_made_again(made: str, tier: str, scratch: Path) -> None:
-    source = torch.randn(N, N).requires_grad_()
+    source = torch.randn(N, N).requires_grad_() * 1  # no leaf, which may be edited without a trace
     one, other = (torch.randn(N, N).requires_grad_() for _ in range(2))
     with engine(scratch, tier=tier, compress="exact") as offload:
         with offload:

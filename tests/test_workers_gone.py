@@ -173,7 +173,7 @@ def test_no_timeout_waits_for_ever() -> None:
     workers = Workers(1, "tba-test", never, timeout_s=None)
     workers.moved_s = -1e9
     assert workers.stalled_s(-1e9) == 0.0
-    assert workers.period_s == 1.0
+    assert workers.period_s == 0.25
     workers.stop()
     for timeout_s in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="a timeout must be positive, or None for never"):
