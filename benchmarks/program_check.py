@@ -153,13 +153,13 @@ def compare(program: list[Instruction], make: MakeEngine, plan: Plan | None, **c
         if chosen.get("compress") and EDITED in found[0]:
             break  # what is derived from an edited tensor is refused too
         if plan is losing and found[0].startswith(LOST):
-            kept = 1  # the error has frames, and they have records
             break
         if found != wanted:
             name = program[number - 1] if number else "enter"
             return f"step {number}, {name}: {difference(wanted, found)}"
     # PyTorch also keeps the last error of an unpack hook, with its frames.
-    if not kept and not any(EDITED in told for told, *_ in ours) and (stats.live_records or stats.resident_bytes):
+    failed = any(EDITED in told or told.startswith(LOST) for told, *_ in ours)
+    if not kept and not failed and (stats.live_records or stats.resident_bytes):
         return "the graphs are gone, their records are not"
     return ""
 

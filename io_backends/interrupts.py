@@ -74,23 +74,19 @@ def lets_through(function: Callable[P, R]) -> Callable[P, R]:
 def whole(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a protected function that the program calls: an interrupt comes before it or after it."""
 
+    @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        armed = _armed
+        armed = False
         try:
-            arm()
+            armed = arm()
             return function(*args, **kwargs)
         finally:
-            if _armed > armed:
+            if armed:
                 disarm()
             if pending and not _is_protected(sys._getframe(1)):
                 deliver()
 
-    global _RUN
-    _RUN = run.__code__  # one for all
-    return functools.wraps(function)(run)
-
-
-_RUN: CodeType | None = None
+    return run
 
 
 def on_main_thread() -> bool:
@@ -98,21 +94,22 @@ def on_main_thread() -> bool:
     return threading.get_ident() == threading.main_thread().ident
 
 
-def arm() -> None:
-    """Stand in front of the program's handlers, on the main thread. To be undone by as many calls of `disarm`."""
+def arm() -> bool:
+    """Stand in front of the program's handlers, until `disarm`. False, and nothing is done, off the main thread."""
     global _armed
     if not on_main_thread():
-        return
+        return False
     for number in _SIGNALS:  # SIGINT first: from then on this is protected itself
         handler = _get(number)
         if callable(handler) and handler is not _handle:
             _programs[number] = handler
             _set(number, _handle)
     _armed += 1
+    return True
 
 
 def disarm() -> None:
-    """Give the program its handlers back, on the main thread, once `disarm` was called as often as `arm`."""
+    """Give the program its handlers back, once `disarm` was called as often as `arm`. Nothing off the main thread."""
     global _armed
     if not on_main_thread() or not _armed:
         return
@@ -155,7 +152,7 @@ def _is_protected(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
-        if file.startswith(_protected) and not file.startswith(_unprotected) and code is not _RUN:
+        if file.startswith(_protected) and not file.startswith(_unprotected):
             return frame is innermost or code not in _lets_through
         frame = frame.f_back
     return False

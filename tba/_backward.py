@@ -23,9 +23,7 @@ def begins(number: int) -> None:
     task = number
     if number == -1 or not interrupts.on_main_thread():
         return
-    if not _armed:
-        interrupts.arm()
-        _armed = True
+    _armed = _armed or interrupts.arm()
     Variable._execution_engine.queue_callback(_ended)
 
 

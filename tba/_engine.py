@@ -116,20 +116,20 @@ class Offloader:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
         saver = self._saver
         pushes = not saver.rest.goes_on()
-        if pushes:
-            interrupts.arm()
+        pair = Pair(saver.pack, saver.unpack, forward, self._forget)
+        pair.armed = pushes and interrupts.arm()
         try:
             saver.enter()
-            pair = Pair(saver.pack, saver.unpack, forward, self._forget)
             pair.enter(push=pushes)
-            if pair.pushed:
-                self._foreign.watch(saver.model())
+            self._per_thread.pairs.append(pair)
             if self._saved_by is not None:
                 self._saved_by.__enter__()
-            pair.armed = pushes
-            self._per_thread.pairs.append(pair)
+            if pair.pushed:
+                self._foreign.watch(saver.model())
         except BaseException:
-            if pushes:
+            if self._per_thread.pairs[-1:] == [pair]:
+                self._leave()
+            elif pair.armed:
                 interrupts.disarm()
             raise
         if interrupts.waiting():
@@ -140,12 +140,13 @@ class Offloader:
     def _leave(self) -> None:
         """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
         pair = self._per_thread.pairs.pop()
+        packed = pair.pushed
         try:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
-            packed = pair.pushed
             pair.pop()
-            self._end_packing()
+            if packed:
+                self._end_packing()
             if (foreign := self._foreign.end()) is not None:
                 self._saver.steps.tell_of_foreign(foreign)
             self._foreign.suspect(packed and self._saver.steps.nothing_came)
@@ -156,7 +157,7 @@ class Offloader:
 
     def _end_packing(self) -> None:
         saver = self._saver
-        if not (saver.dead or saver.rest.resting):
+        if not saver.dead:
             with saver.locked(), quiet():
                 saver.finished.pass_on(None)
                 if not self.entered and saver.steps.over:
@@ -289,9 +290,7 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     if offloader is not None and offloader.entered and torch.is_grad_enabled():
         pair, saver = offloader._per_thread.pairs[-1], offloader._saver
         if not saver.rest.begins(args, kwargs, next_step=saver.steps.over) and not pair.pushed:
-            if not pair.armed:
-                interrupts.arm()
-                pair.armed = True
+            pair.armed = pair.armed or interrupts.arm()
             pair.push()
 
 

@@ -52,9 +52,9 @@ class Pair:
     def enter(self, *, push: bool) -> None:
         """Begin to be one of this thread's pairs, without its hooks for now unless `push`."""
         clear_dead(self._forward)
-        _ours.pairs.append(self)
         if push:
             self.push()
+        _ours.pairs.append(self)
 
     def push(self) -> None:
         """Make its hooks innermost. Warns where `disable_saved_tensors_hooks` of torch rules, and does nothing."""
