@@ -5,9 +5,9 @@ KeyboardInterrupt, the error of a time limit for SIGALRM. What was running is to
 safe from that everywhere. So, in the manner of trio (`trio/_core/_ki.py`), a handler of ours stands in front of the
 program's while there is something to tear:
 
-    signal -> `_handle` -> is the innermost frame of protected code on the stack?
-                             no:  the program's handler is called, at once
-                             yes: it is noted in `pending`; `deliver` calls the program's handler
+    signal -> `_Front` -> is the innermost frame of protected code on the stack?
+                            no:  the program's handler is called, at once
+                            yes: it is noted in `pending`; `deliver` calls the program's handler
 
 Guarantees:
 
@@ -48,12 +48,11 @@ _get: Callable[[int], Any] = getattr(signal.getsignal, "__wrapped__", signal.get
 _trip: Callable[..., None] = _thread.interrupt_main
 _set: Callable[[int, Handler], Any] = getattr(signal.signal, "__wrapped__", signal.signal)
 
-pending: int = 0  # the signal still to be delivered, or 0
+pending: list[tuple[int, Handler]] = []  # what is still to be delivered: the signal, and the program's handler
 
 _protected: tuple[str, ...] = ()  # beginnings of file names
 _unprotected: tuple[str, ...] = ()  # the same of exceptions
 _lets_through: set[CodeType] = set()
-_programs: dict[int, Handler] = {}  # the handlers that ours stands in front of
 _armed = 0
 _reminded = False  # whether a signal comes from `_remind`
 
@@ -101,9 +100,8 @@ def arm() -> bool:
         return False
     for number in _SIGNALS:  # SIGINT first: from then on this is protected itself
         handler = _get(number)
-        if callable(handler) and handler is not _handle:
-            _programs[number] = handler
-            _set(number, _handle)
+        if callable(handler) and not isinstance(handler, _Front):
+            _set(number, _Front(handler))
     _armed += 1
     return True
 
@@ -115,17 +113,10 @@ def disarm() -> None:
         return
     _armed -= 1
     if not _armed:
-        for number, handler in reversed(_programs.items()):
-            if _get(number) is _handle:
-                _set(number, handler)
-
-
-def deliver() -> None:
-    """Call the program's handler for the pending signal, which may raise. Does nothing off the main thread."""
-    global pending
-    if waiting():
-        number, pending = pending, 0
-        _programs.get(number, signal.default_int_handler)(number, sys._getframe(1))
+        for number in reversed(_SIGNALS):
+            handler = _get(number)
+            if isinstance(handler, _Front):
+                _set(number, handler.program)
 
 
 def waiting() -> bool:
@@ -133,18 +124,43 @@ def waiting() -> bool:
     return bool(pending) and on_main_thread()
 
 
-def _handle(number: int, frame: FrameType | None) -> None:
-    global pending, _reminded
-    reminded, _reminded = _reminded, False
-    if reminded and not pending:
-        return  # delivered meanwhile
-    if _is_protected(frame):
-        if not pending:
-            _thread.start_new_thread(_remind, ())
-        pending = number
-        return
-    pending = 0
-    _programs.get(number, signal.default_int_handler)(number, frame)
+def deliver() -> None:
+    """Call the program's handlers for all pending signals, which may raise. Does nothing off the main thread."""
+    while waiting():
+        number, program = pending.pop(0)
+        program(number, sys._getframe(1))
+
+
+def absorb() -> bool:
+    """`deliver` in code that waits and cannot be left: whether a handler has raised, which the next `deliver` does."""
+    try:
+        deliver()
+    except BaseException as error:
+        pending.insert(0, (0, functools.partial(_raise, error)))
+    return waiting()
+
+
+def _raise(error: BaseException, *_: object) -> None:
+    raise error
+
+
+class _Front:
+    """Stands in front of one handler of the program."""
+
+    def __init__(self, program: Handler) -> None:
+        self.program = program
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        global _reminded
+        reminded, _reminded = _reminded, False
+        if not reminded and not any(number == one for one, _ in pending):
+            if not pending and _is_protected(frame):
+                _thread.start_new_thread(_remind, ())
+            pending.append((number, self.program))
+        if pending and not _is_protected(frame):
+            number, program = pending.pop(0)
+            program(number, frame)
+            deliver()
 
 
 def _is_protected(frame: FrameType | None) -> bool:
@@ -159,17 +175,21 @@ def _is_protected(frame: FrameType | None) -> bool:
 
 
 def _remind() -> None:
-    """On a thread of its own: raise the pending signal again until it has been delivered.
+    """On a thread of its own: raise what is pending again until it has been delivered.
 
     From the look at `pending` to the signal the interpreter does not switch threads, as it does so only where it looks
-    for signals too. The main thread may still deliver before it looks: `_reminded` tells `_handle` of that.
+    for signals too. The main thread may still deliver before it looks: `_reminded` tells `_Front` of that.
     """
     global _reminded
     while pending:
         time.sleep(_REMIND_S)
         if pending and _armed:
             _reminded = True
-            _trip(pending)
+            _trip(pending[0][0] or signal.SIGINT)
+        elif pending and pending[0][0]:  # the program's handler is in place
+            _trip(pending.pop(0)[0])
 
 
 protect(os.path.dirname(__file__))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=pending.clear)  # the parent's

@@ -23,7 +23,9 @@ def begins(number: int) -> None:
     task = number
     if number == -1 or not interrupts.on_main_thread():
         return
-    _armed = _armed or interrupts.arm()
+    if _armed:  # of one that failed; the program may have set another handler since
+        interrupts.disarm()
+    _armed = interrupts.arm()
     Variable._execution_engine.queue_callback(_ended)
 
 

@@ -243,17 +243,20 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
         return True
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
     # Not `>`: a number that is none is not near.
-    far = ~(torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale)
+    far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
     return far if far.is_cuda else bool(far)
 
 
 def _holding(most_bytes: int) -> Hold:
-    """Keeps a recipe's sources as they are: by private copies of those that programs edit through `.data`."""
+    """Keeps a recipe's sources as they are: by private copies of those that programs edit through `.data`.
+
+    Those are leaves: weights, whether trained or not, what is detached from them, a model's buffers, inputs.
+    """
     left_bytes = most_bytes
 
     def hold(packed: Packed, operand: Tensor) -> tuple[Packed, Tensor]:
         nonlocal left_bytes
-        if isinstance(packed[0], Record) and not _is_trained(packed[0].root()):
+        if isinstance(packed[0], Record) and not packed[0].leaf:
             return packed, operand
         left_bytes -= span(operand, View.of(operand))[1]
         if left_bytes < 0:
@@ -262,8 +265,3 @@ def _holding(most_bytes: int) -> Hold:
         return (held, held._version), held
 
     return hold
-
-
-def _is_trained(root: Tensor | None) -> bool:
-    """Whether it is a leaf that an optimizer may change, which some do through `.data`."""
-    return root is not None and root.is_leaf and root.requires_grad

@@ -29,6 +29,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from ._errors import ClosedError
 from ._frames import warn
@@ -224,7 +225,9 @@ def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: floa
                 list(pending.items()),
             )
             database.execute("COMMIT")
-        found: tuple[int] | None = database.execute("SELECT bytes FROM written WHERE day = ?", (day,)).fetchone()
+        found: tuple[Any] | None = database.execute("SELECT bytes FROM written WHERE day = ?", (day,)).fetchone()
+    if found is not None and type(found[0]) is not int:
+        raise sqlite3.DatabaseError(f"{found[0]!r} is no count of bytes")
     return found[0] if found is not None else 0
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -27,6 +27,7 @@ from ._saver import Saver
 from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
 from ._storage_path import Directory, storage_directories
+from ._torch import current_graph_task_id
 
 
 class _PerThread(threading.local):
@@ -73,11 +74,6 @@ class Offloader:
         self._per_thread = _PerThread()
         self._foreign = Foreign(self._saver.pack)
         self._untie: Callable[[], None] | None = None
-        self._untie_rest: Callable[[], object] = _no_model
-        if self._saver.rest.possible and model is not None:
-            untie = before_forward(model, partial(_begin_forward, weakref.ref(self)))
-            self._untie_rest = finalizer = weakref.finalize(self, untie)
-            finalizer.atexit = False
 
     @property
     def closed(self) -> bool:
@@ -104,7 +100,7 @@ class Offloader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._leave()
+        self._leave(failed=kind is not None)
         hint(error)
         steps = self._saver.steps
         if kind is None and not (steps.told or self.entered or self._saver.dead):
@@ -115,7 +111,7 @@ class Offloader:
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
         saver = self._saver
-        pushes = not saver.rest.goes_on()
+        pushes = not saver.rest.enter()
         pair = Pair(saver.pack, saver.unpack, forward, self._forget)
         pair.armed = pushes and interrupts.arm()
         try:
@@ -124,20 +120,28 @@ class Offloader:
             self._per_thread.pairs.append(pair)
             if self._saved_by is not None:
                 self._saved_by.__enter__()
-            if pair.pushed:
-                self._foreign.watch(saver.model())
+            self._watch(pair, forward)
         except BaseException:
             if self._per_thread.pairs[-1:] == [pair]:
-                self._leave()
+                self._leave(failed=True)
             elif pair.armed:
                 interrupts.disarm()
             raise
         if interrupts.waiting():
-            self._leave()
+            self._leave(failed=True)
             interrupts.deliver()
         return pair
 
-    def _leave(self) -> None:
+    def _watch(self, pair: Pair, forward: weakref.ref[nn.Module] | None) -> None:
+        """Look on as the model's forward begins, for as long as the pair is on."""
+        model = self._saver.model()
+        if pair.pushed:
+            self._foreign.watch(model)
+        if model is not None and forward is None and self._saver.rest.possible and len(self._per_thread.pairs) == 1:
+            with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
+                pair.unwatch = before_forward(model, partial(_begin_forward, weakref.ref(self)))
+
+    def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
         pair = self._per_thread.pairs.pop()
         packed = pair.pushed
@@ -145,6 +149,7 @@ class Offloader:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
+            self._saver.rest.leave(failed=failed)
             if packed:
                 self._end_packing()
             if (foreign := self._foreign.end()) is not None:
@@ -155,12 +160,13 @@ class Offloader:
                 interrupts.disarm()
             _backward.look()
 
-    def _end_packing(self) -> None:
+    def _end_packing(self, *, step: bool = False) -> None:
+        """No operator of this thread runs; nor does a step whose backward has, if the context is left or `step`."""
         saver = self._saver
         if not saver.dead:
             with saver.locked(), quiet():
                 saver.finished.pass_on(None)
-                if not self.entered and saver.steps.over:
+                if (step or not self.entered) and saver.steps.over:
                     saver.end_step()
 
     def _forget(self, pair: Pair) -> None:
@@ -169,6 +175,8 @@ class Offloader:
             self._saved_by.__exit__(None, None, None)
         self._per_thread.pairs.remove(pair)
         self._per_thread.forwards.remove(pair)
+        self._foreign.end()
+        self._saver.rest.leave(failed=True)
         self._end_packing()
         if pair.armed:
             interrupts.disarm()
@@ -246,12 +254,11 @@ class Offloader:
             self._saver.settle()
             self._saver.mover.closed = True
             untie, self._untie = self._untie, None
-        self._untie_rest()
         if untie is not None:
             untie()
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
                 if self._per_thread.forwards.pop() is not None:
-                    self._leave()
+                    self._leave(failed=True)
         store = self._saver.mover.store or self._store
         if store is not None:
             store.close()
@@ -266,11 +273,15 @@ def _open_store(
     return given if given is not None else _open.open_store(config, directories, on_device=on_device)
 
 
-def _enter(weak: weakref.ref[Offloader], forward: weakref.ref[nn.Module], *_: Any) -> None:
+def _enter(
+    weak: weakref.ref[Offloader], forward: weakref.ref[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     offloader = weak()
     if offloader is not None and not offloader.closed:
         enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
         offloader._per_thread.forwards.append(offloader._enter(forward) if enters else None)
+        if enters:
+            _begin_forward(weak, args, kwargs)
 
 
 def _leave(weak: weakref.ref[Offloader]) -> None:
@@ -278,20 +289,26 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
     if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
         if offloader._per_thread.forwards.pop() is None:
             return
-        offloader._leave()
-        hint(sys.exc_info()[1])  # of the forward: its closing hooks run while it is raised
+        error = sys.exc_info()[1]  # of the forward: its closing hooks run while it is raised
+        offloader._leave(failed=error is not None)
+        hint(error)
         if interrupts.pending:
             interrupts.deliver()
 
 
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whether the hooks stay off depends on what the model is given."""
+    """The model's forward begins: whether the hooks are off or on from here depends on what it is given."""
     offloader = weak()
-    if offloader is not None and offloader.entered and torch.is_grad_enabled():
-        pair, saver = offloader._per_thread.pairs[-1], offloader._saver
-        if not saver.rest.begins(args, kwargs, next_step=saver.steps.over) and not pair.pushed:
-            pair.armed = pair.armed or interrupts.arm()
-            pair.push()
+    if offloader is None or not offloader.entered or not torch.is_grad_enabled() or current_graph_task_id() != -1:
+        return
+    pair, saver = offloader._per_thread.pairs[-1], offloader._saver
+    if pair.pushed:
+        offloader._end_packing(step=True)
+    if saver.rest.begins(args, kwargs):
+        pair.lift()
+    elif not pair.pushed:
+        pair.armed = pair.armed or interrupts.arm()
+        pair.push_late()
 
 
 def _no_model() -> None:

@@ -8,6 +8,7 @@ have compiled modules compiled again.
 from __future__ import annotations
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
 from ._hooks import ModelHook, Pack, owner_of_innermost
@@ -30,9 +31,9 @@ class Foreign:
     def watch(self, model: nn.Module | None) -> None:
         """A forward begins: have the modules of `model` look if foreign hooks are suspected, once."""
         if self._suspects and model is not None:
-            hook = ModelHook(self._look)
-            self._handles = [module.register_forward_pre_hook(hook) for module in model.modules()]
             self._suspects = False
+            hook = ModelHook(self._look)
+            self._handles = [module.register_forward_pre_hook(hook) for module in model.modules() if _takes_one(module)]
 
     def end(self) -> str | None:
         """Take the hooks off the modules again. Who has pushed the pair that was seen, once; None if there was none."""
@@ -45,3 +46,7 @@ class Foreign:
     def _look(self, *_: object) -> None:
         if self._name is None:
             self._name = owner_of_innermost(self._pack)
+
+
+def _takes_one(module: nn.Module) -> bool:
+    return not isinstance(module, ScriptModule)

@@ -47,11 +47,14 @@ class Pair:
         # Which of the calls of this model on the stack it belongs to, from the outermost; 0 where there is none.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
+        self._below: object = None  # what was innermost at the entry
         self.armed = False  # whether interrupts are held back for it
+        self.unwatch: Callable[[], None] = _nothing  # ends what looks on while it is on
 
     def enter(self, *, push: bool) -> None:
         """Begin to be one of this thread's pairs, without its hooks for now unless `push`."""
         clear_dead(self._forward)
+        self._below = _torch.top_hooks(True)
         if push:
             self.push()
         _ours.pairs.append(self)
@@ -65,12 +68,40 @@ class Pair:
             return
         self.pushed = True
 
-    def pop(self) -> None:
-        """Take it off."""
-        _ours.pairs.remove(self)
-        if self.pushed:
-            self.pushed = False
+    def push_late(self) -> bool:
+        """Push its hooks after all, if that leaves the stack as if they had been pushed at the entry.
+
+        Not above hooks that others have pushed since, as they take off what is topmost; not in a node's backward, whose
+        stack is another one; not where hooks are lifted.
+        """
+        if not (_ours.lifted or _torch.current_graph_task_id() != -1 or _torch.top_hooks(True) != self._below):
+            self.push()
+        return self.pushed
+
+    def lift(self) -> None:
+        """Take its hooks off for now, if they are innermost."""
+        if self._is_innermost() and not _ours.lifted and _torch.current_graph_task_id() == -1:
             _torch.pop_hooks()
+            self.pushed = False
+
+    def pop(self) -> None:
+        """Take it off, from beneath what others have pushed and left."""
+        _ours.pairs.remove(self)
+        self.unwatch()
+        if not self.pushed:
+            return
+        self.pushed = False
+        above = []
+        while (top := _torch.top_hooks(True)) is not None:
+            _torch.pop_hooks()
+            if top == (self.pack, self.unpack):
+                break
+            above.append(top)
+        for pair in reversed(above):
+            _torch.push_hooks(*pair)
+
+    def _is_innermost(self) -> bool:
+        return self.pushed and _torch.top_hooks(True) == (self.pack, self.unpack)
 
     def is_dead(self, entering: weakref.ref[nn.Module] | None) -> bool:
         """Whether its forward has ended; another of the same model is just beginning where that is `entering`."""
@@ -79,11 +110,16 @@ class Pair:
         return self._depth > _depth(self._forward) - (entering is not None and entering() is self._forward())
 
 
+def _nothing() -> None:
+    """What ends where nothing has begun."""
+
+
 class _Ours(threading.local):
     """Per thread: the pairs of ours on the stack, from the outermost."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
+        self.lifted = 0  # regions of `lifted` that run
 
 
 _ours = _Ours()
@@ -92,8 +128,7 @@ _ours = _Ours()
 def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
     """Take the innermost pairs off whose forward has ended in a KeyboardInterrupt."""
     while _ours.pairs and (pair := _ours.pairs[-1]).is_dead(entering):
-        top = _torch.top_hooks(True)
-        if pair.pushed and (top is None or top[0] != pair.pack):
+        if pair.pushed and not pair._is_innermost():
             return  # somebody else's pair is innermost
         pair.pop()
         pair.on_dead(pair)
@@ -123,9 +158,11 @@ def lifted(pack: Pack) -> Iterator[None]:
     while (top := _torch.top_hooks(True)) is not None and top[0] == pack:
         _torch.pop_hooks()
         removed.append(top)
+    _ours.lifted += 1
     try:
         yield
     finally:
+        _ours.lifted -= 1
         for pair in reversed(removed):
             _torch.push_hooks(*pair)
 
@@ -161,7 +198,7 @@ def hint(error: BaseException | None) -> None:
 class ModelHook:
     """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing.
 
-    What stands in a copy needs no tba to be loaded: `sys.audit`, which takes any arguments and returns None.
+    What stands in a pickle needs no tba to be loaded: `sys.audit`, which takes any arguments and returns None.
     """
 
     def __init__(self, action: Callable[..., None]) -> None:
@@ -172,14 +209,14 @@ class ModelHook:
         self._action(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing()
+        return not_attached
 
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial, (sys.audit, "tba.not_attached")
 
 
-def _nothing() -> Callable[..., None]:
-    return functools.partial(sys.audit, "tba.not_attached")
+def not_attached(*_: Any) -> None:
+    """What stands in a copy of the model, in this process, where the original has a hook of ours."""
 
 
 def before_forward(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
@@ -188,12 +225,14 @@ def before_forward(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str
     return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
 
 
-def tie(model: nn.Module, enter: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:
-    """Call `enter` before the model's forward and `leave` after it, also when it raises.
+def tie(
+    model: nn.Module, enter: Callable[[tuple[Any, ...], dict[str, Any]], None], leave: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `enter(args, kwargs)` before the model's forward and `leave` after it, also when it raises.
 
     Returns what unties them.
     """
-    remove_first = before_forward(model, lambda *_: enter())
+    remove_first = before_forward(model, enter)
     last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)
 
     def untie() -> None:

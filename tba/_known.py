@@ -68,7 +68,8 @@ class Known:
 
     def _sweep(self) -> None:
         """Drop what has died: a storage may outlive any number of records and versions."""
-        alive = {key: [entry for entry in ranges if entry[2]() is not None] for key, ranges in self._ranges.items()}
+        everything = list(self._ranges.items())  # another engine, with a lock of its own, may add to it
+        alive = {key: [entry for entry in ranges if entry[2]() is not None] for key, ranges in everything}
         self._ranges = {key: ranges for key, ranges in alive.items() if ranges}
         self._count = sum(map(len, self._ranges.values()))
         self._sweep_at = _LEAST_SWEEP + 2 * self._count

@@ -81,6 +81,7 @@ class Record:
         saved_version: of the tensor at pack, which is what a later save is recognised by.
         counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
             needs it.
+        leaf: whether no operator of the graph made it: a program may edit it through `.data` at any time.
         address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
@@ -114,6 +115,7 @@ class Record:
         "given",
         "joined",
         "label",
+        "leaf",
         "lent",
         "logical_bytes",
         "nbytes",
@@ -154,6 +156,7 @@ class Record:
         self.label = (tensor.dtype, tensor.shape)
         self.device = tensor.device
         self.version = self.saved_version = root._version
+        self.leaf = root.is_leaf
         self.root = weakref.ref(root)
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()

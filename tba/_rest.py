@@ -1,12 +1,15 @@
 """Rest: tier `auto` leaves its hooks off where a run has been seen to fit, until it may not fit any more.
 
-A step that fitted with room to spare fits again while nothing changes. What may change is looked at where it costs
-little:
+A step that fitted with room to spare fits again while nothing changes. What may change is looked at where each forward
+of the model begins:
 
-- what the model's forward is given, at every forward: each tensor must be of a shape that has fitted, or smaller;
-- free memory and which parameters are trained, at an entry now and then: the more room there was, the more seldom.
+- what it is given: each tensor must be of a shape that has fitted, or smaller, and everything else the same;
+- free memory and which parameters are trained, now and then: the more room there was, the more seldom;
+- what cannot be seen (a switch of checkpointing, a depth that is an attribute): every so often a step runs with the
+  hooks on.
 
-Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing.
+Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing. Where bytes are
+limited by a setting the hooks stay on, as nothing else can hold it.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ._config import OffloadConfig
@@ -24,13 +29,15 @@ from ._policy import FITS
 from ._sizes import size
 from ._stats import Counters
 
-# Whether the model is in training mode, and its arguments in the order in which they are found (`_shapes`).
-Shapes = tuple[bool, tuple[tuple[Any, ...], ...]]
+# The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
+Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
 
-# What must be left beyond what a step kept for it to have fitted with room, as a part of that.
-_SPARE = 0.25
-_MOST_SHAPES = 16
-_MOST_ENTRIES = 1000  # without a look
+# How many times what a step kept there has to be room for: several forwards before a backward, another mode.
+_TIMES = 3
+_MOST_KEYS = 16
+_MOST_ITEMS = 1000  # of arguments
+_MOST_FORWARDS = 64  # without a look
+_LEARN_EVERY = 256  # forwards
 
 
 class Rest:
@@ -40,101 +47,111 @@ class Rest:
         possible: whether they ever may.
         model: gives the model, or None once it has died.
         room: gives the bytes that saved tensors may take now.
-        fixed: whether that is a setting, so that there is no use in looking again.
     """
 
-    def __init__(
-        self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int], *, fixed: bool
-    ) -> None:
+    def __init__(self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> None:
         self.possible = possible
         self.resting = False
         self._model = model
         self._room = room
-        self._fixed = fixed
         self._kept_bytes = 0
-        self._fitted: list[Shapes] = []
-        self._met: list[Shapes] = []  # in this step, with the hooks on
-        self._met_next: list[Shapes] = []  # in the next one
+        self._fitted: list[Key] = []
+        self._met: list[Key] = []  # in this step, with the hooks on
         self._trained = 0
-        self._entries_left = 0
+        self._forwards_left = 0  # until the next look
+        self._learn_in = _LEARN_EVERY
+        self._asked = False  # since the context was entered
         self._before = 0, 0, 0  # bytes kept and moved, and errors, when the last step ended
+        self._tells = False
         self._told = False
 
     @classmethod
     def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
-        """What the settings allow: the tier lets tensors stay, no codec has to see them, and the model is known."""
-        possible = config.tier == "auto" and config.compress is None and model() is not None
-        return cls(possible, model, room, fixed=config.memory_budget is not None)
+        """What the settings allow: tensors may stay, no codec and no limit has to see them, and the model is known."""
+        possible = config.tier == "auto" and config.compress is None and config.memory_budget is None
+        rest = cls(possible and model() is not None, model, room)
+        rest._tells = config.tier == "auto"
+        return rest
 
     def end_step(self, counters: Counters, room_bytes: int) -> None:
         """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""
-        if not self.possible:
-            return
         now = counters.kept_by_reason.get(FITS, 0), counters.offloaded_bytes, counters.errors
         kept_bytes, moved_bytes, errors = (a - b for a, b in zip(now, self._before, strict=True))
         self._before = now
-        met, self._met, self._met_next = self._met, self._met_next, []
-        fits = not (moved_bytes or errors) and kept_bytes * (1 + _SPARE) <= room_bytes
-        self._tell(kept_bytes, moved_bytes, room_bytes, rests=bool(met and fits))
-        if met and fits:
-            for shapes in met:
-                if not any(covers(known, shapes) for known in self._fitted):
-                    self._fitted = [*self._fitted[1 - _MOST_SHAPES :], shapes]
+        met, self._met = self._met, []
+        self.resting = bool(self.possible and met) and not (moved_bytes or errors) and kept_bytes * _TIMES <= room_bytes
+        self._tell(kept_bytes, moved_bytes, room_bytes)
+        if self.resting:
+            self._fitted = [*met, *(known for known in self._fitted if known not in met)][:_MOST_KEYS]
             self._kept_bytes = max(self._kept_bytes, kept_bytes)
             self._trained = self._count_trained()
-            self._entries_left = 0
-            self.resting = True
+            self._forwards_left, self._learn_in = 0, _LEARN_EVERY
 
-    def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> None:
-        """Say once what was decided, and why."""
-        if self._told or os.environ.get("RANK", "0") != "0":
-            return
-        self._told = True
-        logging.getLogger("tba").warning(decision(kept_bytes, moved_bytes, room_bytes, rests=rests))
+    def enter(self) -> bool:
+        """The context is entered: whether the hooks stay off."""
+        self._asked = False
+        return self.resting
 
-    def goes_on(self) -> bool:
-        """At an entry of the context: whether the hooks stay off."""
-        if not self.resting:
-            return False
-        if self._entries_left:
-            self._entries_left -= 1
-            return True
-        looks = self._kept_bytes and not self._fixed
-        room_bytes = self._room() if looks else 0
-        if (looks and room_bytes < self._kept_bytes * (1 + _SPARE)) or self._count_trained() != self._trained:
+    def leave(self, *, failed: bool) -> None:
+        """The context is left. What has failed half-way says nothing, nor does what no forward was part of."""
+        if failed:
+            self._met.clear()
+        if not self._asked:
             self.resting = False
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The model's forward begins, with these arguments: whether the hooks are to be off."""
+        self._asked = True
+        if not self.possible:
+            return False
+        try:
+            key = self._key(args, kwargs)
+        except Exception:  # an argument that does not tell how large it is
+            self.resting = self.possible = False
+            return False
+        if self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
+            return True
+        self.resting = False
+        if key not in self._met:
+            self._met.append(key)
+            del self._met[:-_MOST_KEYS]
+        return False
+
+    def _fits_still(self) -> bool:
+        self._learn_in -= 1
+        self._forwards_left -= 1
+        if self._forwards_left >= 0 and self._learn_in:
+            return True
+        room_bytes = self._room() if self._kept_bytes else 0
+        if room_bytes < self._kept_bytes * _TIMES or self._count_trained() != self._trained:
             self._fitted.clear()
             self._kept_bytes = 0
             return False
-        entries = room_bytes // (2 * self._kept_bytes) if looks else _MOST_ENTRIES
-        self._entries_left = max(1, min(entries, _MOST_ENTRIES)) - 1
-        return True
+        forwards = room_bytes // (2 * _TIMES * self._kept_bytes) if self._kept_bytes else _MOST_FORWARDS
+        self._forwards_left = max(1, min(forwards, _MOST_FORWARDS)) - 1
+        return self._learn_in > 0
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, next_step: bool = False) -> bool:
-        """The model's forward begins, with these arguments: whether the hooks stay off.
-
-        `next_step`: backward has run since the last, so what this one saves first will end the step.
-        """
-        if not self.possible:
-            return False
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
         model = self._model()
-        try:
-            shapes = model is not None and model.training, tuple(_shapes((args, kwargs), 4))
-        except Unknown:
-            self.resting = self.possible = False
-            return False
-        if self.resting and any(covers(known, shapes) for known in self._fitted):
-            return True
-        self.resting = False
-        met = self._met_next if next_step else self._met
-        if shapes not in met:
-            met.append(shapes)
-            del met[:-_MOST_SHAPES]
-        return False
+        modes = (
+            model is not None and model.training,
+            *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        )
+        shapes = tuple(islice(_shapes((args, kwargs), 4), _MOST_ITEMS + 1))
+        if len(shapes) > _MOST_ITEMS:
+            raise Unknown
+        return modes, shapes
 
     def _count_trained(self) -> int:
+        """Elements of trained parameters."""
         model = self._model()
-        return sum(parameter.requires_grad for parameter in model.parameters()) if model is not None else 0
+        return sum(p.numel() for p in model.parameters() if p.requires_grad) if model is not None else 0
+
+    def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
+        """Say once what was decided, and why."""
+        if not self._told and self._tells and os.environ.get("RANK", "0") == "0":
+            logging.getLogger("tba").warning(decision(kept_bytes, moved_bytes, room_bytes, rests=self.resting))
+        self._told = True
 
 
 def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
@@ -148,12 +165,12 @@ def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool)
     return f"{found}: nothing moves, {then}"
 
 
-def covers(known: Shapes, new: Shapes) -> bool:
-    """Whether what fitted with the arguments `known` fits with `new`: tensors no larger, everything else equal."""
+def covers(known: Key, new: Key) -> bool:
+    """Whether what fitted with `known` fits with `new`: tensors no larger, everything else equal."""
     if known[0] != new[0] or len(known[1]) != len(new[1]):
         return False
     return all(
-        one == other or (len(one) == len(other) and one[0] == other[0] and all(map(operator.ge, one[1:], other[1:])))
+        one == other or (len(one) == len(other) and one[:2] == other[:2] and all(map(operator.ge, one[2:], other[2:])))
         for one, other in zip(known[1], new[1], strict=True)
     )
 
@@ -163,9 +180,11 @@ class Unknown(Exception):
 
 
 def _shapes(value: Any, depth: int) -> Iterator[tuple[Any, ...]]:
-    """A tensor as its dtype and sizes, a plain value as itself. Raises Unknown."""
-    if isinstance(value, Tensor):
-        yield value.dtype, *value.shape
+    """A tensor as its dtype, whether it requires a gradient, and its sizes; a plain value as itself. Raises Unknown."""
+    if isinstance(value, Tensor) and not value.is_nested:
+        if any(type(dimension) is not int for dimension in value.shape):
+            raise Unknown
+        yield value.dtype, value.requires_grad, *value.shape
     elif value is None or isinstance(value, (bool, int, float, str)):
         yield (value,)
     elif depth and isinstance(value, (tuple, list)):

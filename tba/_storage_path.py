@@ -209,7 +209,10 @@ def make_private(path: Path) -> str | None:
     if found.st_uid != user_id():
         return f"belongs to user {found.st_uid}"
     if found.st_mode & 0o077:
-        path.chmod(0o700)
+        try:
+            path.chmod(0o700)
+        except OSError as error:
+            return f"cannot be made private ({error.strerror})"
     return None
 
 

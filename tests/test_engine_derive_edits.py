@@ -208,3 +208,31 @@ def test_a_weight_that_is_there_for_a_while_only(when: str, scratch: Path) -> No
             assert equal(run(offload, empties=True), wanted)
         derived = 2 if when == "afterwards" else 0
         assert offload.stats().derived_bytes == derived * TOKENS * WIDTH * 4
+
+
+@pytest.mark.parametrize("tier", ["keep", "nvme"])
+@pytest.mark.parametrize("used", [Tensor.detach, lambda weight: weight.data], ids=["detach", "data"])
+def test_a_weight_that_is_used_detached_and_then_edited(
+    used: Callable[[Tensor], Tensor], tier: str, scratch: Path
+) -> None:
+    """What is derived stands on no alias of a weight either, which no model tells of here."""
+
+    def gradient(offload: Any) -> Tensor:
+        weight, after = (
+            nn.Parameter(torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH) * scale) for scale in (1.0, 2.0)
+        )
+        x = activation(WIDTH, WIDTH)[1]
+        with offload if offload is not None else nullcontext():
+            h = functional.silu(x * 1.0) * used(weight)
+            loss = functional.linear(h, after).sum()
+            del h
+        if offload is not None:
+            offload.flush()
+        weight.data.mul_(1.5)
+        loss.backward()
+        assert after.grad is not None
+        return after.grad
+
+    expected = gradient(None)
+    with engine(scratch, tier=tier, compress="exact") as offload:
+        assert torch.equal(gradient(offload), expected)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_tools import Gate, engine
+from engine_tools import Gate, chain, engine
 from helpers import assert_bit_equal
 from interrupting import interrupted_at, places
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import io_backends
 import tba
 from io_backends import interrupts
+from io_backends.testing import Fault
 from tba import OffloadConfig, Offloader, _torch
 
 ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
@@ -169,7 +170,7 @@ def _plain_code() -> Any:
 def test_held_back_in_protected_code_and_delivered_on_demand(guarded: None) -> None:
     interrupts.arm()
     _strike()
-    assert interrupts.pending == signal.SIGINT
+    assert [number for number, _ in interrupts.pending] == [signal.SIGINT]
     with pytest.raises(KeyboardInterrupt):
         interrupts.deliver()
     assert not interrupts.pending
@@ -227,6 +228,59 @@ def test_a_programs_own_handler_is_called_and_comes_back(guarded: None) -> None:
         assert signal.getsignal(signal.SIGINT) is theirs
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_two_signals_are_both_delivered_in_order(guarded: None) -> None:
+    seen: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGALRM)
+    before = [signal.signal(number, lambda number, _: seen.append(number)) for number in numbers]
+    try:
+        interrupts.arm()
+        for number in numbers:
+            signal.raise_signal(number)
+        assert seen == []
+        interrupts.disarm()
+        interrupts.deliver()
+        assert seen == list(numbers)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_handler_that_calls_the_one_before_it_ends(guarded: None) -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(1))
+    try:
+        interrupts.arm()
+        ours: Any = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: (seen.append(2), ours(number, frame)))
+        interrupts.arm()
+        signal.raise_signal(signal.SIGTERM)
+        for _ in range(2):
+            interrupts.disarm()
+        while interrupts.pending:
+            interrupts.deliver()
+        assert seen == [2, 1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_does_not_raise_ends_no_wait(scratch: Path) -> None:
+    """Room is waited for on: the tensors go to the file, however often a timer strikes."""
+    struck: list[int] = []
+    before = signal.signal(signal.SIGALRM, lambda number, _: struck.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.005, 0.005)
+    try:
+        with engine(scratch, lambda *_: Fault(delay_s=0.03), staging_bytes=4096, prefetch_bytes=0) as offload:
+            with offload:
+                loss = chain(torch.randn(1024, requires_grad=True) * 1, 12).sum()
+            offload.flush()
+            assert offload.stats().kept_by_reason == {}
+            loss.backward()
+        assert struck
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_handler_set_meanwhile_is_left_alone() -> None:
