@@ -142,9 +142,12 @@ def through_engine(
 def compare(program: list[Instruction], make: MakeEngine, plan: Plan | None, **chosen: Any) -> str:
     """Run a program both ways: how they differ, or ""."""
     plain = outcomes(program, Machine(Model(), Plain()))
+    ours, stats = through_engine(program, make, plan, **chosen)
+    left = bool(stats.live_records or stats.resident_bytes)
+    if ours == plain and not left:
+        return ""
     idle = outcomes(program, Machine(Model(), nothing := Idle()))
     kept = len(nothing.packed)  # by PyTorch: a backward that failed leaves its queue to the next
-    ours, stats = through_engine(program, make, plan, **chosen)
     for number, (wanted, hooked, found) in enumerate(zip(plain, idle, ours, strict=True)):
         if wanted != hooked:
             break
@@ -159,9 +162,7 @@ def compare(program: list[Instruction], make: MakeEngine, plan: Plan | None, **c
             return f"step {number}, {name}: {difference(wanted, found)}"
     # PyTorch also keeps the last error of an unpack hook, with its frames.
     failed = any(EDITED in told or told.startswith(LOST) for told, *_ in ours)
-    if not kept and not failed and (stats.live_records or stats.resident_bytes):
-        return "the graphs are gone, their records are not"
-    return ""
+    return "the graphs are gone, their records are not" if left and not kept and not failed else ""
 
 
 def difference(wanted: Outcome, found: Outcome) -> str:

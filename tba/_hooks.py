@@ -47,6 +47,7 @@ class Pair:
         # Which of the calls of this model on the stack it belongs to, from the outermost; 0 where there is none.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
+        self._refused = False  # told that hooks are disabled
         self._below: object = None  # what was innermost at the entry
         self.armed = False  # whether interrupts are held back for it
         self.unwatch: Callable[[], None] = _nothing  # ends what looks on while it is on
@@ -64,6 +65,7 @@ class Pair:
         try:
             _torch.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
+            self._refused = True
             warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
             return
         self.pushed = True
@@ -74,7 +76,12 @@ class Pair:
         Not above hooks that others have pushed since, as they take off what is topmost; not in a node's backward, whose
         stack is another one; not where hooks are lifted.
         """
-        if not (_ours.lifted or _torch.current_graph_task_id() != -1 or _torch.top_hooks(True) != self._below):
+        if not (
+            self._refused
+            or _ours.lifted
+            or _torch.current_graph_task_id() != -1
+            or _torch.top_hooks(True) != self._below
+        ):
             self.push()
         return self.pushed
 
