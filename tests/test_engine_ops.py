@@ -43,7 +43,7 @@ _SAMPLES = 8
 _HASTY_SAMPLES = 2
 _MAX_ELEMENTS = 20_000
 _GRADIENT_SEED = 11
-_RETRIES = 100  # plain runs that what differs is held against, before it counts as the engine's fault
+_RETRIES = 200  # plain runs that what differs is held against, before it counts as the engine's fault
 _SAVING = 200  # operators that save something in their first sample: some 360 in torch 2.13; looking stops at so many
 _DTYPES = (torch.float32, torch.complex64, torch.float64, torch.complex128, torch.bfloat16, torch.float16)
 
