@@ -28,9 +28,9 @@ ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for pac
 
 @pytest.fixture(autouse=True)
 def _handlers_are_as_before() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
     yield
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
     assert not interrupts.pending
 
 
