@@ -14,7 +14,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,6 @@ _CHUNK = 500
 BAD = ("wrong", "broken", "hung", "crashed")
 _VERDICTS = ("ok", "struck", *BAD)
 _ROWS = (*WAYS, "losing", "interrupted")
-
-
-@dataclass
-class _Found:
-    """What a worker has found: (seed, way, verdict, details) of each program."""
-
-    cases: list[tuple[int, str, str, str]] = field(default_factory=list)
 
 
 def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None) -> Result:
