@@ -1,1 +1,1 @@
-"""What tba costs and saves, measured: `python -m benchmarks step|hooks|overlap|demo`."""
+"""What tba costs and saves, measured, and programs that look for what it breaks: `python -m benchmarks --help`."""

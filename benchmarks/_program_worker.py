@@ -33,7 +33,7 @@ from io_backends.testing import FaultyStore
 from tba import OffloadConfig, Offloader
 
 from .program import NAMES, Instruction, Machine, Model
-from .program_check import WAYS, Engine, Plan, compare, losing
+from .program_check import WAYS, Engine, Plan, compare, losing, through_idle_hooks
 
 HUNG_S = 120
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
@@ -48,7 +48,7 @@ def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
     way = numbers.choice([*WAYS, "losing", "interrupted", "interrupted", "interrupted"])
     length = numbers.randint(4, 40)
     byte = [numbers.randrange(256) for _ in range(3 * length)]
-    return way, [(numbers.choice(NAMES), *byte[3 * i : 3 * i + 3]) for i in range(length)], numbers  # type: ignore[misc]
+    return way, [(numbers.choice(NAMES), *three) for three in zip(*[iter(byte)] * 3, strict=True)], numbers
 
 
 def run_case(seed: int, directory: Path) -> tuple[str, str, str]:
@@ -81,7 +81,7 @@ def _interrupted(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with make(model) as offload:
-            struck = _strike(program, Machine(model, Engine(offload)), numbers.randrange(_MOST_LINES))
+            done, struck = _strike(program, Machine(model, Engine(offload)), numbers.randrange(_MOST_LINES))
             if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
                 return struck, "hooks are left on the stack"
             # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
@@ -91,13 +91,16 @@ def _interrupted(
                 return struck, "the handler is left in place"
             offload.flush()
             gc.collect()
+            left = offload.stats().live_records
+            if left and not any(through_idle_hooks(program[:count])[1] for count in (done, done + 1)):
+                return struck, f"{left} records are left"
             again = _random_program(numbers)
 
             @contextmanager
             def same(_: Plan | None, *, model: Model, **__: Any) -> Iterator[Offloader]:
                 yield offload
 
-            detail = compare(again, same, plan, **chosen)
+            detail = compare(again, same, plan, records_before=left, **chosen)
             return struck, detail and f"after an interrupt: {detail}"
 
 
@@ -106,9 +109,12 @@ def _random_program(numbers: random.Random) -> list[Instruction]:
     return [(numbers.choice(NAMES), byte(256), byte(256), byte(256)) for _ in range(numbers.randint(4, 20))]
 
 
-def _strike(program: list[Instruction], machine: Machine, line: int) -> bool:
-    """Run a program with a SIGINT at the `line`-th line it runs in the engine's files. Whether it came so far."""
-    left = line
+def _strike(program: list[Instruction], machine: Machine, line: int) -> tuple[int, bool]:
+    """Run a program with a SIGINT at the `line`-th line it runs in the engine's files.
+
+    Returns the number of instructions that ended, and whether the signal reached the program.
+    """
+    left, done = line, 0
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
@@ -125,8 +131,10 @@ def _strike(program: list[Instruction], machine: Machine, line: int) -> bool:
     struck = False
     try:
         sys.settrace(tracer)
-        for instruction in [("context", 0, 0, 0), *program]:
+        machine.step(("context", 0, 0, 0))
+        for instruction in program:
             machine.step(instruction)
+            done += 1
         while interrupts.pending:
             time.sleep(0.001)
     except KeyboardInterrupt:
@@ -138,7 +146,7 @@ def _strike(program: list[Instruction], machine: Machine, line: int) -> bool:
     elif not machine.inside and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         machine.inside = True  # struck as it had entered
     machine.finish()
-    return struck
+    return done, struck
 
 
 def main() -> None:

@@ -126,6 +126,12 @@ def _places(x: Tensor, count: int) -> Tensor:
     return x.detach().reshape(-1)[:8].real.float().nan_to_num().abs().clamp(max=1e6).long() % count
 
 
+def _overlapping(x: Tensor) -> Tensor:
+    if x.numel() < 13:  # a storage may be larger: what `unique` did not write differs from run to run
+        raise IndexError(f"{x.numel()} elements, 13 needed")
+    return x.contiguous().as_strided((4, 4), (3, 1))
+
+
 UNARY: list[Callable[[Tensor], Any]] = [
     *(torch.sin, torch.exp, torch.tanh, torch.sigmoid, torch.relu, F.gelu, F.silu, torch.square, torch.abs, torch.neg),
     *(torch.clone, lambda x: x.logsumexp(-1), F.leaky_relu, F.elu, F.hardswish, F.mish, F.softplus, torch.triu),
@@ -147,7 +153,7 @@ VIEWS: list[Callable[[Tensor], Tensor]] = [
     *(lambda x: x.detach(), lambda x: x.unfold(-1, 2, 1), lambda x: x.real, lambda x: x.imag, lambda x: x.conj()),
     *(lambda x: torch._neg_view(x), lambda x: x.unbind(-1)[0], lambda x: x.view(torch.int16), lambda x: x.flatten()),
     *(lambda x: torch.view_as_real(x), lambda x: x.split([2, x.shape[0] - 2])[1], lambda x: x.mT),
-    *(lambda x: x.conj().imag, lambda x: x.view_as(x), lambda x: x.contiguous().as_strided((4, 4), (3, 1))),
+    *(lambda x: x.conj().imag, lambda x: x.view_as(x), _overlapping),
     lambda x: x[..., 3:7],
 ]
 INPLACE: list[Callable[[Tensor, Tensor], Any]] = [

@@ -39,8 +39,9 @@ def warn(message: str) -> None:
 
     On a worker's thread no call of his led here: the main thread's line then, where the program is now.
     """
-    main = sys._current_frames().get(threading.main_thread().ident or 0)
-    frame = _users_frame(sys._getframe()) or _users_frame(main)
+    # No name here may stay bound to a frame of ours: it would hold itself, and through its callers what they pack.
+    main = threading.main_thread().ident or 0
+    frame = _users_frame(sys._getframe()) or _users_frame(sys._current_frames().get(main))
     if frame is None:
         warnings.warn(message, OffloadWarning, stacklevel=2)
         return

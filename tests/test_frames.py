@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,6 +103,23 @@ def test_no_module_warns_but_by_the_one_way() -> None:
     package = Path(_frames.__file__).parent
     ways = [path.name for path in package.rglob("*.py") if "warnings.warn(" in path.read_text()]
     assert ways == ["_frames.py"]
+
+
+def test_a_warning_holds_no_frame_that_led_to_it() -> None:
+    class Local:
+        pass
+
+    def caller() -> weakref.ref[Local]:
+        local = Local()
+        with pytest.warns(OffloadWarning, match="once"):
+            _frames.warn("once")
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_a_worker_points_at_what_the_main_thread_does() -> None:
