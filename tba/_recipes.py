@@ -1,7 +1,7 @@
 """Recipes' table: which operators can be run again, and where each keeps its operands and its result.
 
 The names are those of autograd's nodes. `_saved_NAME` of a node has a partner `_raw_saved_NAME`, which shows what a
-pack hook made of the tensor without calling the unpack hook. Seen on torch 2.13 and held by `tests/test_derive.py`:
+pack hook made of the tensor without calling the unpack hook. Seen on torch 2.13; `tests/derive/` holds it:
 
 * product and quotient save an operand only if the *other* one requires grad (the quotient's divisor always);
 * sums, casts, copies and views save no operand;

@@ -87,7 +87,7 @@ def library_files() -> list[Path]:
 def test_the_files_are_found() -> None:
     assert len(library_files()) > 20
     assert ("tba._errors", "ConfigError") in set(imports(ROOT / "tba" / "_config.py"))
-    assert "tba._memory" in set(private_modules_of_ours(ROOT / "tests" / "test_memory.py"))
+    assert "tba._memory" in set(private_modules_of_ours(ROOT / "tests" / "memory" / "test_memory.py"))
 
 
 @pytest.mark.parametrize("path", library_files(), ids=relative)
@@ -137,9 +137,9 @@ def test_no_module_imports_itself_by_a_detour(top: str) -> None:
     "path",
     [
         *python_files("benchmarks"),
-        *(ROOT / "tests").glob("test_engine*.py"),
-        *(ROOT / "tests").glob("test_gpu*.py"),
-        *(ROOT / "tests").glob("*contract*.py"),
+        *(ROOT / "tests").glob("exact/*.py"),
+        *(ROOT / "tests").glob("gpu/*.py"),
+        *(ROOT / "tests").glob("*/*contract*.py"),
         Path(__file__),
     ],
     ids=relative,

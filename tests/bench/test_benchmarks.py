@@ -1,0 +1,289 @@
+"""Tests of the benchmarks: each end to end at a tiny size through its command line, and their arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._bars import Bar
+from benchmarks._harness import Grid, Result, check_machine, file_result, median_ratio
+from benchmarks._processes import ArmError, Spec, in_turns, plain_environment, running
+from benchmarks._trace import away_bytes, busy_s, chrome_trace, hidden_share, lanes
+from benchmarks.gpt import GPT, GPTConfig
+from benchmarks.overlap import needed_rate, parse_rate
+from benchmarks.step import measure, same_gradients
+from benchmarks.text import Text, sources, standard_library
+from io_backends._rate import BURST_S
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "batch": 2}
+
+
+def run_benchmark(*arguments: str, scratch: Path) -> Any:
+    """`python -m benchmarks ...` with --json and --quick; what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)}
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_step_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
+    found = run_benchmark("step", "--threads", "1", "--floor", scratch=tmp_path)
+    [model] = found["models"].values()
+    assert model["gradients_bit_equal"] is True
+    arms = model["arms"]
+    assert {"plain, as Python comes", "plain", "offload nvme", "checkpoint", "empty hooks"} <= arms.keys()
+    for arm in arms.values():
+        assert arm["peak_bytes"] > 0
+        assert arm["idle_bytes"] > 0
+        assert arm["gradients"] == {key: arms["plain"]["gradients"][key] for key in arm["gradients"]}
+        if "mimalloc" not in arm["name"]:
+            assert len(arm["wall_s"]) == len(arm["cpu_s"]) == 2
+            assert min(arm["wall_s"] + arm["cpu_s"]) > 0
+    assert len(set(arms["plain"]["gradients"].values())) == 4  # the weights do move
+    moved = arms["offload nvme"]["moved"]
+    parts = ("weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes")
+    assert moved["saved_bytes"] == sum(moved[part] for part in parts)
+    assert moved["written_bytes"] > 0
+    assert moved["read_bytes"] > 0
+    assert {bar["what"] for bar in model["bars"]} >= {"peak over idle / plain, same allocator", "backward's waiting"}
+    assert found["environment"]["torch"] == torch.__version__
+
+
+def test_step_pools_the_rounds_of_several_sets_of_processes() -> None:
+    specs = [Spec(name=name, role="train", options=TINY, threads=1) for name in ("plain", "again")]
+    found = measure(specs, rounds=3, title="step", warm_up=1, starts=2)
+    assert list(found) == ["plain", "again"]
+    for arm in found.values():
+        assert len(arm.wall_s) == len(arm.cpu_s) == 2 * 2  # at least 3, as many from each set
+        assert sorted(arm.losses) == sorted(arm.gradients) == list(range(2 * 3))
+        assert arm.gradients[0] != arm.gradients[3]  # another batch
+    assert same_gradients(list(found.values()))
+    other = replace(arm, gradients={**arm.gradients, 3: arm.gradients[0]})
+    assert not same_gradients([arm, other])
+
+
+@pytest.mark.slow
+def test_hooks_measures_every_kind(tmp_path: Path) -> None:
+    found = run_benchmark("hooks", scratch=tmp_path)
+    assert set(found["kinds"]) == {"weight", "below minimum size", "further view", "new record"}
+    for kind in found["kinds"].values():
+        assert kind["empty_cpu_us"] > 0
+        assert kind["met"] is (kind["cpu_us"] <= kind["limit_us"])
+    moves, passes = found["counters"]["moves"], found["counters"]["passes"]
+    assert moves["read_bytes"] >= moves["offloaded_bytes"] > 0  # new records went through the file
+    assert moves["weight_bytes"] > 0
+    assert moves["duplicate_bytes"] > 0
+    assert passes["kept_bytes"] == passes["saved_bytes"] > 0
+
+
+def most_paced_s(spans: list[tuple[float, float]]) -> float:
+    """For how long a limited link can have moved bytes: while under way, and the credit of each pause before."""
+    total_s, end_s = 0.0, float("-inf")
+    for start_s, duration_s in sorted(spans):
+        total_s += min(max(0.0, start_s - end_s), BURST_S)
+        total_s += max(0.0, start_s + duration_s - max(start_s, end_s))
+        end_s = max(end_s, start_s + duration_s)
+    return total_s
+
+
+def test_what_a_limited_link_can_have_moved() -> None:
+    assert most_paced_s([(5.0, 1.0), (1.0, 2.0), (2.0, 1.5), (6.01, 0.5)]) == pytest.approx(
+        BURST_S + 2.5 + BURST_S + 1.0 + 0.01 + 0.5
+    )
+
+
+@pytest.mark.slow
+def test_overlap_draws_and_traces(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = run_benchmark("overlap", "--threads", "1", "--rate", "50MB", "--out", str(out), scratch=tmp_path)
+    assert found["gradients_bit_equal"] is True
+    assert 0 <= found["hidden_share"] <= 1
+    assert set(found["links"]) == {"plain", "offload", "offload, 50 MB/s"}
+    limited = found["links"]["offload, 50 MB/s"]
+    events = json.loads((out / "overlap_50MBps.trace.json").read_text())["traceEvents"]
+    for kind, nbytes in (("write", limited["written_bytes"]), ("read", limited["read_bytes"])):
+        spans = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events if event.get("cat") == kind]
+        assert nbytes / 50e6 <= most_paced_s(spans) + 0.001
+    assert found["needed_bytes_per_s"] > 0
+    for path in map(Path, found["files"]):
+        assert path.stat().st_size > 1000
+    assert {path.name for path in out.glob("*.png")} == {"overlap.png", "overlap_50MBps.png", "overlap_rates.png"}
+    for path in out.glob("*.trace.json"):
+        events = json.loads(path.read_text())["traceEvents"]
+        kinds = {event.get("cat") for event in events}
+        assert {"forward", "backward", "optimizer", "write", "read"} <= kinds
+        names = {event["name"] for event in events}
+        assert {"forward block 0", "backward block 2", "backward embedding"} <= names
+        assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+@pytest.mark.slow
+def test_demo_trains_all_arms_alike(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = run_benchmark("demo", "--threads", "1", "--steps", "2", "--out", str(out), scratch=tmp_path)
+    assert found["gradients_bit_equal"] is True
+    assert found["losses_equal"] is True
+    assert found["steps"] == 2
+    plain, offload = found["arms"]["plain"], found["arms"]["offload nvme"]
+    assert plain["losses"] == offload["losses"]
+    assert plain["losses"][1] < plain["losses"][0]
+    assert offload["moved"]["written_bytes"] > 0
+    assert found["stats"]["errors"] == 0
+    assert found["stats"]["live_records"] == 0
+    assert found["text_sha256"] == standard_library().sha256
+    assert (out / "demo_memory.png").stat().st_size > 1000
+
+
+def test_an_arm_that_dies_is_an_error_with_its_own_words() -> None:
+    spec = Spec(name="wrong", role="train", options={**TINY, "optimizer": "nonesuch"}, threads=1)
+    with (
+        pytest.raises(ArmError, match=r"'wrong' ended \(exit status 1\)(?s:.*)unknown optimizer 'nonesuch'"),
+        running([spec]),
+    ):
+        pass
+
+
+def test_an_arm_killed_in_its_turn_is_an_error() -> None:
+    spec = Spec(name="killed", role="train", options=TINY, threads=1)
+    with running([spec]) as [arm]:
+        assert arm.turn(0)["loss"] > 0
+        arm._process.kill()
+        with pytest.raises(ArmError, match=r"'killed' ended \(exit status -9\)"):
+            arm.turn(1)
+
+
+def test_an_arm_that_hangs_is_an_error() -> None:
+    spec = Spec(name="slow", role="train", options=TINY, threads=1)
+    with running([spec]) as [arm]:
+        arm._timeout_s = 0.01
+        # The first step takes longer than that; where the arm stands is in the error.
+        with pytest.raises(ArmError, match=r"gave no answer within 0\.01 s(?s:.*)_worker\.py"):
+            arm.turn(0)
+
+
+def test_turns_reverse_every_other_round() -> None:
+    class FakeArm:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def turn(self, index: int) -> dict[str, int]:
+            return {"index": index}
+
+    order = [(arm.name, number) for arm, number, _ in in_turns([FakeArm("a"), FakeArm("b")], range(3))]
+    assert order == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 2), ("b", 2)]
+
+
+def test_as_python_comes_means_without_allocator_settings() -> None:
+    given = {"PATH": "/bin", "LD_PRELOAD": "x.so", "MALLOC_CONF": "a:b", "MALLOC_ARENA_MAX": "1", "MIMALLOC_X": "1"}
+    assert plain_environment(given) == {"PATH": "/bin"}
+
+
+def test_text_is_the_library_without_tests_and_batches_repeat(tmp_path: Path) -> None:
+    for name in (
+        "b.py",
+        "a.py",
+        "test/c.py",
+        "pkg/tests/d.py",
+        "pkg/e.py",
+        "site-packages/f.py",
+        "_sysconfigdata_x.py",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert [path.relative_to(tmp_path).as_posix() for path in sources(tmp_path)] == ["a.py", "b.py", "pkg/e.py"]
+    text = Text(torch.arange(200, dtype=torch.uint8))
+    state = torch.get_rng_state()
+    tokens, targets = text.batch(size=3, sequence=8, seed=1, index=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert tokens.shape == targets.shape == (3, 8)
+    assert torch.equal(targets, tokens + 1)
+    assert torch.equal(text.batch(size=3, sequence=8, seed=1, index=5)[0], tokens)
+    assert not torch.equal(text.batch(size=3, sequence=8, seed=1, index=6)[0], tokens)
+    with pytest.raises(ValueError, match="a sequence of 200 needs 201 bytes of text; there are 200"):
+        text.batch(size=1, sequence=200, seed=0, index=0)
+
+
+def test_gpt_checkpointed_gives_the_same_gradients() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=16, heads=2, sequence=8))
+    tokens = torch.randint(0, 256, (2, 8))
+    assert model(tokens).shape == (2, 8, 256)
+    gradients = []
+    for model.checkpoint in (False, True):
+        model.zero_grad()
+        model(tokens, tokens).backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_trace_arithmetic() -> None:
+    events = [("write", 0.0, 2.0, 10, "a"), ("write", 1.0, 3.0, 20, "b"), ("read", 5.0, 6.0, 10, "a")]
+    assert busy_s(events) == 4.0
+    assert lanes(events) == [0, 1, 0]
+    assert hidden_share(4.0, 1.0) == 0.75
+    assert hidden_share(0.0, 0.0) == 1.0
+    assert away_bytes(events, 7.0) == ([0.0, 2.0, 3.0, 6.0, 7.0], [0, 10, 30, 20, 20])
+    trace = chrome_trace([("forward", "block 0", 0.0, 1.0)], [*events, ("wait", 4.0, 5.0, 10, "a")], 7.0)["traceEvents"]
+    assert [event["args"]["name"] for event in trace if event["ph"] == "M"] == [
+        "compute",
+        "wait",
+        "write 1",
+        "write 2",
+        "read 1",
+    ]
+    assert needed_rate({"written_bytes": 30, "forward_s": 3.0, "read_bytes": 10, "backward_s": 0.5}) == 20.0
+
+
+@pytest.mark.parametrize(("text", "rate"), [("200MB", 2e8), ("1GiB", 2**30), ("50 MB/s", 5e7)])
+def test_rates_parse(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["fast", "0", "-1MB"])
+def test_rates_that_do_not_parse(text: str) -> None:
+    with pytest.raises(ValueError, match="rate"):
+        parse_rate(text)
+
+
+def test_results_are_filed_with_command_and_environment(tmp_path: Path) -> None:
+    table = Grid("A table", ("what", "value"), [("a|b", "1")], "A note.")
+    result = Result(
+        theme="step", tables=[table], data={"x": 1}, environment={"torch": "2"}, files=[Path("out/picture.png")]
+    )
+    markdown, raw = file_result(result, "vm2", tmp_path)
+    assert markdown.name.startswith("step_vm2_20")
+    assert "- torch: 2" in markdown.read_text()
+    assert "| a\\|b | 1 |" in markdown.read_text()
+    assert "python -m benchmarks" in markdown.read_text()
+    assert json.loads(raw.read_text())["x"] == 1
+    assert json.loads(raw.read_text())["files"] == ["picture.png"]
+    for name in ("host.example.org", "/tmp/x", "a-b"):
+        with pytest.raises(ValueError, match="short neutral"):
+            check_machine(name)
+
+
+def test_bars_and_ratios() -> None:
+    assert Bar(what="w", measured=1.0, limit=1.0).met is True
+    assert Bar(what="w", measured=1.0, limit=1.0, strictly=True).met is False
+    assert Bar(what="w", measured=1.0, limit=None).met is None
+    assert Bar(what="w", measured=0.015, limit=0.01, unit="%").row() == ("w", "<= 1.00%", "1.50%", "NO")
+    assert Bar(what="w", measured=1.06, limit=1.05, spread=0.02).row() == ("w", "<= 1.050x", "1.060x ± 0.020", "NO")
+    assert median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == 2.0

@@ -1,0 +1,394 @@
+"""Tests of the benchmarks codec, fidelity and bert: end to end at a tiny size, what they count, their arithmetic."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import compact
+from benchmarks import _codec_speed, _one_shot
+from benchmarks._codec_speed import cases, make_data, measure_codecs
+from benchmarks._fidelity_arm import FidelityOptions, best_rate, course, scheduled_rate, train
+from benchmarks._held_out import is_held_out, split_library, validation_batches
+from benchmarks._one_shot import Answer, ask, ask_all
+from benchmarks._pareto import frontier, labelled_below
+from benchmarks._processes import ArmError, Spec
+from benchmarks._stored import stored_bytes, unique_bytes
+from benchmarks.bert import AS_IS, KEEP, NVME, PLAIN, Measured
+from benchmarks.bert import make_bars as bert_bars
+from benchmarks.codec import make_bars as codec_bars
+from benchmarks.fidelity import ARMS, TINY, picture_path, run_fidelity, spread, summarise
+from benchmarks.fidelity import make_bars as fidelity_bars
+from benchmarks.text import Text, sources
+from compact import Packed, Quantized, Saved
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = 4096
+
+
+def run_benchmark(*arguments: str, scratch: Path) -> Any:
+    """`python -m benchmarks ...` with --json and --quick; what it printed."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)}
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+# -- end to end ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> None:
+    found = run_benchmark("codec", "--threads", "1", scratch=tmp_path)
+    assert [(one["codec"], one["dtype"]) for one in found["codecs"]] == [(c.name, c.type_name) for c in cases()]
+    for one in found["codecs"]:
+        assert one["as_promised"] is True
+        for direction in ("encode", "decode"):
+            assert len(one[f"{direction}_bytes_per_s"]) == 2
+            assert min(one[f"{direction}_bytes_per_s"]) > 0
+        assert (max(one["errors"].values()) == 0) is one["exact"]
+    assert {name: len(values) for name, values in found["linear"]["seconds"].items()} == {
+        "nn.Linear": 2,
+        "compact_linear": 2,
+    }
+    presets, plain = found["block"]["presets"], found["block"]["plain_bytes"]
+    assert list(presets) == ["plain", "exact", "safe8", "balanced", "max"]
+    assert presets["plain"]["gradients_bit_equal"] is presets["exact"]["gradients_bit_equal"] is True
+    # Without a preset all that autograd saves is written, and nothing twice: but for ends of blocks, its own bytes.
+    assert plain <= presets["plain"]["stored_bytes"] <= plain + 64 * PAGE
+    stored = [presets[name]["stored_bytes"] for name in ("plain", "exact", "safe8", "balanced", "max")]
+    assert stored == sorted(stored, reverse=True)
+    errors = [presets[name]["relative_error"] for name in ("exact", "safe8", "balanced", "max")]
+    assert errors == sorted(errors)
+    assert errors[0] == 0 < errors[1]
+    assert len(found["bars"]) == 4 + 1 + 1 + 4 + 1
+
+
+@pytest.mark.slow
+def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_STORAGE_PATHS", str(tmp_path))
+    picture = tmp_path / "fidelity.png"
+    kinds = ("exact", "balanced", "CompAct n/4", "fresh Gaussian n/4, Adam")  # one of each: a process each takes long
+    arms = {name: ARMS[name] for name in kinds}
+    result = run_fidelity(TINY, seeds=2, rates=[1e-2], jobs=2, picture=picture, arms=arms)
+    found = json.loads(json.dumps(result.data, default=dict))
+    assert list(found["arms"]) == list(kinds)
+    exact = found["arms"]["exact"]
+    for name, arm in found["arms"].items():
+        assert list(arm["losses"]) == ["0", "1"]
+        assert [run["seed"] for run in found["runs"][name]] == [0, 1]
+        for seed, loss in arm["losses"].items():
+            assert 4 < loss < 6  # about log(256), and falling
+            assert arm["gaps"][seed] == loss - exact["losses"][seed]
+        assert 0 < arm["stored_share"] < 1.1
+        # Seeds differ, in weights and in data; steps do train.
+        assert len(set(arm["losses"].values())) == 2
+        for run in found["runs"][name]:
+            assert len(run["losses"]) == TINY.steps
+            assert run["losses"][-1] < run["losses"][0]
+    assert found["arms"]["balanced"]["stored_share"] < exact["stored_share"]
+    assert len({arm["losses"]["0"] for arm in found["arms"].values()}) == len(kinds)  # each arm trains its own way
+    assert found["tokens"] == 4 * 4 * 32
+    assert picture.stat().st_size > 1000
+    assert found["seed_spread"] == abs(exact["losses"]["0"] - exact["losses"]["1"])
+
+
+@pytest.mark.slow
+def test_bert_measures_every_arm(tmp_path: Path) -> None:
+    found = run_benchmark("bert", "--threads", "1", scratch=tmp_path)
+    arms = found["arms"]
+    assert list(arms) == [AS_IS, PLAIN, KEEP, NVME]
+    for name, arm in arms.items():
+        assert arm["peak_bytes"] > 0
+        assert arm["over_bare_bytes"] >= arm["peak_bytes"]
+        assert arm["parameters"] == arms[PLAIN]["parameters"]
+        # Of each of two layers q, k, v and the feed-forward's two; the attention's output and the rest stay plain.
+        assert arm["converted"] == (10 if name in (KEEP, NVME) else 0)
+        assert len(arm["wall_s"]) == 1
+    # A sketch changes weight gradients only: the first forward is the same in every arm.
+    assert len({tuple(arm["first_losses"]) for arm in arms.values()}) == 1
+    assert arms[KEEP]["written_bytes"] == 0 < arms[NVME]["written_bytes"]
+    assert [bar["limit"] for bar in found["bars"] if bar["limit"] is not None] == [0.55, 0.35]
+
+
+# -- one-shot arms ---------------------------------------------------------------------------------------------------
+
+
+def test_a_one_shot_arm_that_fails_is_an_error_with_its_own_words() -> None:
+    spec = Spec(name="wrong", role="nonesuch", options={}, threads=1)
+    with pytest.raises(ArmError, match=r"'wrong' ended \(exit status 1\)(?s:.*)unknown role 'nonesuch'"):
+        ask(spec)
+
+
+def test_a_one_shot_arm_that_hangs_is_ended() -> None:
+    spec = Spec(name="slow", role="linear", options={}, threads=1)
+    with pytest.raises(ArmError, match=r"'slow' gave no answer within 0\.01 s"):
+        ask(spec, timeout_s=0.01)
+
+
+def test_a_one_shot_arm_tells_how_far_it_is_and_answers() -> None:
+    options = {"tokens": 4, "width": 8, "out": 8, "rank": 2, "rounds": 1, "threads": 1}
+    notes: list[str] = []
+    answer = ask(Spec(name="layer", role="linear", options=options, threads=1), tell=notes.append)
+    assert notes == ["round 0 of 1", "round 1 of 1"]
+    assert answer.allocator == "as Python comes"
+    assert {name: len(seconds) for name, seconds in answer.body["seconds"].items()} == {
+        "nn.Linear": 1,
+        "compact_linear": 1,
+    }
+
+
+def test_when_one_of_many_arms_fails_those_not_begun_never_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = []
+
+    def fake(spec: Spec, *, tell: Any) -> Answer:
+        begun.append(spec.name)
+        if spec.name == "b":
+            raise ArmError("b")
+        return Answer(spec, {}, "")
+
+    monkeypatch.setattr(_one_shot, "ask", fake)
+    specs = [Spec(name=name, role="linear", options={}) for name in "aebcdfgh"]
+    with pytest.raises(ArmError, match="b"):
+        ask_all(specs, jobs=1, tell=lambda spec, note: None)
+    assert begun[:3] == ["a", "e", "b"]
+    answers = ask_all(specs[:2], jobs=2, tell=lambda spec, note: None)
+    assert [answer.spec.name for answer in answers] == ["a", "e"]
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_codec_of_every_preset_is_measured() -> None:
+    measured = {case.codec.name for case in cases()}
+    for preset in compact.PRESETS.values():
+        assert {preset[kind].name for kind in Saved} <= measured
+
+
+def test_a_codec_of_another_size_than_promised_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fat(Quantized):
+        """Adds a byte that it did not promise."""
+
+        def encode(self, tensor: Tensor, key: int = 0) -> Packed:
+            packed = super().encode(tensor, key)
+            return Packed(packed.spec, packed.form, (*packed.buffers, torch.zeros(1, dtype=torch.uint8)))
+
+        def decode(self, packed: Packed) -> Tensor:
+            back: Tensor = super().decode(Packed(packed.spec, packed.form, packed.buffers[:1]))
+            return back
+
+    fat = _codec_speed.Case(Fat("int8"), "normal", torch.float32)
+    fine = _codec_speed.Case(Quantized("int8"), "normal", torch.float32)
+    monkeypatch.setattr(_codec_speed, "cases", lambda: [fine, fat])
+    threads = torch.get_num_threads()
+    found = measure_codecs({"tokens": 8, "width": 64, "rounds": 1}, lambda note: None)["codecs"]
+    torch.set_num_threads(threads)
+    assert [one["as_promised"] for one in found] == [True, False]
+    assert [one["packed_bytes"] for one in found] == [8 * 64 + 4 * 8, 8 * 64 + 4 * 8 + 1]
+    bars = codec_bars(found, {"nn.Linear": [1.0], "compact_linear": [2.0]}, {"presets": {}, "plain_bytes": 1})
+    assert {bar.what: bar.met for bar in bars}["codecs of another size than promised"] is False
+
+
+def test_data_is_what_it_is_called() -> None:
+    mask = make_data("dropout mask", torch.float32, 64, 64, 0)
+    assert len(mask.unique()) == 2
+    values = make_data("bf16 values", torch.float32, 64, 64, 0)
+    assert torch.equal(values, values.bfloat16().float())
+    plain, outliers = (make_data(name, torch.float32, 64, 200, 0) for name in ("normal", "outliers"))
+    assert torch.equal((plain != outliers).any(0).nonzero().flatten(), torch.tensor([0, 100]))
+
+
+# -- stored bytes ----------------------------------------------------------------------------------------------------
+
+
+def test_unique_bytes_count_each_storage_once_and_no_weight() -> None:
+    layer = nn.Linear(64, 128)
+    x = torch.randn(32, 64, requires_grad=True)
+
+    def forward() -> Tensor:
+        out: Tensor = layer(x)  # saves x and the weight
+        return (out * out.exp()).sum()  # saves out, and exp's result twice
+
+    assert unique_bytes(layer, forward) == 4 * (32 * 64 + 2 * 32 * 128)
+
+
+@pytest.mark.parametrize(("settings", "times"), [({}, 1.0), ({"compress": "safe8"}, (8 + 32 / 64) / 32)])
+def test_stored_bytes_are_what_the_engine_wrote(
+    settings: Mapping[str, Any], times: float, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TBA_STORAGE_PATHS", str(scratch))
+    layer = nn.Linear(64, 128)
+    x = torch.randn(256, 64)
+    stored = stored_bytes(layer, lambda: layer(x).sum(), lambda loss: loss.backward(), settings)
+    wanted = 4 * 256 * 64 * times
+    assert wanted <= stored < wanted + PAGE
+    assert list(scratch.iterdir()) == []
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def test_no_package_is_trained_on_and_validated_on(tmp_path: Path) -> None:
+    names = [f"package{number}" for number in range(120)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        for part in "ab":
+            (tmp_path / name / f"{part}.py").write_text(f"{name}.{part};")
+    training, validation = ({*bytes(text.data.tolist()).decode().split(";")} - {""} for text in split_library(tmp_path))
+    held_out = {name for name in names if is_held_out(name)}
+    assert 0 < len(held_out) < 24
+    assert validation == {f"{name}.{part}" for name in held_out for part in "ab"}
+    assert training == {f"{name}.{part}" for name in set(names) - held_out for part in "ab"}
+
+
+def test_this_pythons_library_has_a_part_to_validate_on() -> None:
+    library = Path(sysconfig.get_path("stdlib"))
+    training, validation = split_library()
+    assert len(training.data) + len(validation.data) == sum(p.stat().st_size for p in sources(library))
+    assert 0.01 < len(validation.data) / len(training.data) < 0.2
+
+
+def test_a_library_with_nothing_to_validate_on_is_an_error(tmp_path: Path) -> None:
+    name = next(name for name in "abcdefgh" if not is_held_out(f"{name}.py"))
+    (tmp_path / f"{name}.py").write_text("x")
+    with pytest.raises(FileNotFoundError, match="1 bytes to train on and 0 to validate on"):
+        split_library(tmp_path)
+
+
+def test_validation_batches_are_the_same_every_time() -> None:
+    text = Text(torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    first, second = (list(validation_batches(text, size=2, sequence=8, count=3)) for _ in range(2))
+    assert len(first) == 3
+    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
+
+
+def test_exact_trains_to_the_very_loss_of_plain_and_lossy_ones_do_not() -> None:
+    text = Text(torch.randint(97, 123, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    base = FidelityOptions(
+        layers=1, width=16, heads=2, sequence=16, batch=4, steps=6, learning_rate=1e-2, validation_batches=2
+    )
+
+    def loss(**how: Any) -> float:
+        found: float = train(replace(base, **how), (text, text))["validation_loss"]
+        return found
+
+    plain = loss()
+    assert loss(compress="exact") == plain
+    assert plain == loss()
+    others = [loss(compress="balanced"), loss(convert_rank=0.25), loss(compress="compact", compress_rank=0.25)]
+    assert len({plain, *others}) == 4
+    assert loss(seed=1) != plain
+
+
+def test_a_loss_that_is_no_number_counts_as_infinite() -> None:
+    text = Text(torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
+    options = FidelityOptions(layers=1, width=16, heads=2, sequence=8, batch=2, steps=3, learning_rate=1e36)
+    assert train(options, (text, text))["validation_loss"] == float("inf")
+
+
+def test_the_rate_rises_and_falls() -> None:
+    rates = [scheduled_rate(1.0, step, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert rates[5] == 1.0
+    assert 0.1 < rates[-1] < 0.102
+
+
+def test_the_best_rate_and_the_course_of_a_run() -> None:
+    runs = [{"learning_rate": rate, "validation_loss": loss} for rate, loss in ((1, float("inf")), (2, 3.0), (3, 4.0))]
+    assert best_rate(runs) == 2
+    assert course([1.0, 2.0]) == [1.0, 2.0]
+    assert course([float(number) for number in range(40)]) == [0.5 + 2 * number for number in range(20)]
+
+
+# -- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def _body(losses: Mapping[tuple[float, int], float], best: float, stored: int) -> dict[str, Any]:
+    runs = [{"learning_rate": rate, "seed": seed, "validation_loss": loss} for (rate, seed), loss in losses.items()]
+    return {"runs": runs, "best_rate": best, "stored_bytes": stored, "plain_bytes": 100}
+
+
+def test_gaps_are_within_a_seed_and_at_the_arms_own_rate() -> None:
+    raw = {
+        "exact": _body({(0.1, 0): 2.0, (0.2, 0): 1.0, (0.2, 1): 1.5}, 0.2, 90),
+        "safe8": _body({(0.1, 0): 1.25, (0.2, 0): 1.5, (0.1, 1): 1.5}, 0.1, 30),
+        "CompAct n/2": _body({(0.1, 0): 2.0, (0.1, 1): 2.0}, 0.1, 80),
+        "CompAct n/4": _body({(0.1, 0): 1.75, (0.1, 1): 2.0}, 0.1, 70),
+    }
+    found = summarise(raw)
+    assert found["safe8"].gaps == {0: 0.25, 1: 0.0}
+    assert found["safe8"].gap == 0.125
+    assert found["safe8"].rate_losses == {0.1: 1.25, 0.2: 1.5}
+    assert found["safe8"].stored_share == 0.3
+    assert spread(found) == 0.5
+    met = {bar.what: bar.met for bar in fidelity_bars(found)}
+    assert met["safe8: gap to exact"] is False
+    assert met["safe8: gap, within the spread of seeds"] is True
+    assert met["loss of CompAct n/2 less that of CompAct n/4"] is False
+    assert met["CompAct n/4: gap to exact"] is None
+
+
+def test_codec_bars_know_their_limits() -> None:
+    speeds = {"encode_bytes_per_s": [3.6e9], "decode_bytes_per_s": [3.9e9], "as_promised": True}
+    codecs = [{"codec": "int8/64", "dtype": "float32", **speeds}, {"codec": "int4/64", "dtype": "float32", **speeds}]
+    presets = {
+        "plain": {"stored_bytes": 100, "gradients_bit_equal": True},
+        "exact": {"stored_bytes": 56, "gradients_bit_equal": False},
+        "max": {"stored_bytes": 20, "gradients_bit_equal": False},
+    }
+    seconds = {"nn.Linear": [1.0, 2.0, 4.0], "compact_linear": [1.0, 1.0, 5.0]}
+    bars = codec_bars(codecs, seconds, {"presets": presets, "plain_bytes": 100})
+    met = {bar.what: bar.met for bar in bars}
+    assert met == {
+        "int8/64 encode, float32, one core": True,
+        "int8/64 decode, float32, one core": False,
+        "codecs of another size than promised": True,
+        "compact_linear at n/4 / nn.Linear, forward and backward": True,
+        "stored bytes of a Llama block in bf16, exact / plain": False,
+        "stored bytes of a Llama block in bf16, max / plain": None,
+        "exact: gradients that differ in a bit": False,
+    }
+
+
+def test_bert_keeps_the_worst_step_of_all_rounds() -> None:
+    found = {name: Measured() for name in (AS_IS, PLAIN, KEEP, NVME)}
+    answer = {"bare_bytes": 10, "idle_bytes": 30, "losses": [0.7], "parameters": 5, "converted": 0, "written_bytes": 0}
+    for name, peaks in ((AS_IS, [200, 100]), (PLAIN, [100, 80]), (KEEP, [54, 20]), (NVME, [36, 10])):
+        for number in range(2):
+            body = {**answer, "peak_bytes": peaks[number:], "wall_s": [9.0, 1.0][number:]}
+            found[name].take(body, "jemalloc")
+    assert found[PLAIN].peak_bytes == 100
+    assert found[PLAIN].over_bare_bytes == 120
+    assert found[PLAIN].wall_s == [1.0, 1.0]  # the first of several steps warms up
+    bars = {bar.what: bar for bar in bert_bars(found)}
+    assert bars[f"{KEEP}: peak over idle / plain, same allocator"].measured == 0.54
+    assert bars[f"{KEEP}: peak over idle / plain, same allocator"].met is True
+    assert bars[f"{NVME}: peak over idle / plain, same allocator"].met is False
+    assert bars[f"{NVME}: peak over idle / plain as Python comes"].measured == 0.18
+
+
+def test_the_frontier_and_labels() -> None:
+    points = {"a": (0.2, 0.5), "b": (0.3, 0.5), "c": (0.4, 0.1), "d": (0.4, 0.0), "e": (1.0, 0.0)}
+    assert frontier(points) == ["a", "d"]
+    assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.0), "c": (1.0, 0.0)}) == {"a"}
+    assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.1), "c": (1.0, 0.0)}) == set()
+
+
+def test_the_picture_lies_next_to_the_filed_result(tmp_path: Path) -> None:
+    assert picture_path(None, tmp_path) == tmp_path / "fidelity.png"
+    filed = picture_path("vm2", tmp_path)
+    assert filed.parent == ROOT / "benchmarks" / "results"
+    assert filed.name.startswith("fidelity_vm2_20")

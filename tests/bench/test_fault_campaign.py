@@ -1,0 +1,295 @@
+"""The fault campaign: random faults at random points of training steps end exactly or in an error that names them.
+
+`python -m benchmarks faults --count 10000` is the long one. Here too: that the campaign sees what it looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import _campaign, _trial
+from benchmarks._campaign import BAD, Campaign, run_campaign, tally
+from benchmarks._cases import ALWAYS, KINDS, MODELS, Case, draw
+from benchmarks._sabotage import Sabotage, cut
+from benchmarks._small_disk import NotAllowed, small_disk
+from benchmarks._trial import Outcome, run_trial
+from io_backends import PosixStore
+from io_backends.testing import FaultyStore
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = 250
+
+
+def case_of(kind: str, **changes: Any) -> Case:
+    """A case of this kind on the smallest model, where everything takes the file; with changes."""
+    case = replace(
+        draw(0, kind),
+        call="read",
+        where=0.2,
+        count=1,
+        amount=0.5,
+        model="small",
+        store="posix",
+        threads=1,
+        checksum=False,
+        direct=True,
+        window=0.0,
+        staging=1.0,
+        steps=1,
+        forwards=1,
+        flush=True,
+        inside=False,
+        retained=False,
+        dropped=False,
+    )
+    return replace(case, **changes)
+
+
+def assert_exact(outcome: Outcome) -> None:
+    assert outcome.verdict == "exact", outcome.detail
+
+
+# -- the campaign ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
+    outcomes = list(run_campaign(range(CASES), scratch))
+    bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
+    assert not bad, "\n".join(bad)
+    counts = tally(outcomes)
+    assert sum(kind["cases"] for kind in counts.values()) == len(outcomes) == CASES
+    for kind, count in counts.items():
+        if count["skipped"] < count["cases"]:
+            assert count["struck"], f"no fault of kind {kind!r} ever befell a call: {count}"
+        if KINDS[kind].survived:
+            assert count["exact"] == count["cases"], f"{kind}: {count}"
+    total = sum(counts.values(), Counter[str]())
+    assert total["raised"] > 0
+    assert total["exact"] > 0
+    assert total["struck"] > CASES / 2
+    assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_command_counts_files_and_reproduces(scratch: Path) -> None:
+    def run(*arguments: str) -> Any:
+        command = [sys.executable, "-m", "benchmarks", "faults", "--json", "--path", str(scratch), *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    seeds = range(40, 48)
+    several = run("--quick", "--seed", str(seeds[0]))
+    assert several["seeds"] == [seeds[0], seeds[-1]]
+    drawn = Counter(draw(seed).kind for seed in seeds)
+    assert {kind: count["cases"] for kind, count in several["counts"].items() if count} == drawn
+    assert (several["bad"], several["failing"]) == (0, [])
+    alone = run("--only", "43")
+    assert {kind for kind, count in alone["counts"].items() if count} == {draw(43).kind}
+
+
+def test_draws_repeat_and_reach_everything() -> None:
+    cases = [draw(seed) for seed in range(2000)]
+    assert cases == [draw(seed) for seed in range(2000)]
+    assert {case.kind for case in cases} == set(KINDS)
+    assert {case.model for case in cases} == set(MODELS)
+    assert {case.store for case in cases} == {"posix", "striped", "two-level"}
+    assert {(case.kind, case.call) for case in cases} == {(k, call) for k, kind in KINDS.items() for call in kind.calls}
+    assert all(case.checksum for case in cases if case.kind == "flipped")
+    assert all(draw(seed, "torn").kind == "torn" for seed in range(20))
+
+
+# -- what is done to a step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "verdict", "says"),
+    [
+        (case_of("late"), "exact", ""),
+        (case_of("failing"), "raised", "could not be read back: a transfer failed: .*Error"),
+        (case_of("failing", call="write"), "exact", ""),
+        (case_of("error"), "raised", "transfer of .* bytes in"),
+        (case_of("error", count=ALWAYS), "raised", "transfer of .* bytes in"),
+        (case_of("cut short", count=ALWAYS), "exact", ""),
+        (case_of("torn", amount=0.4), "raised", r"\d+ of \d+ bytes moved"),
+        (case_of("torn", amount=0.6), "raised", "0 of .* bytes moved"),
+        (case_of("interrupted", count=5), "exact", ""),
+        (case_of("flipped", checksum=True, count=ALWAYS), "raised", "checksum"),
+        (case_of("flipped", checksum=True, call="write", on_disk=True, count=ALWAYS), "raised", "checksum"),
+        (case_of("dying worker"), "raised", "the worker that had the transfer of .* died"),
+        (case_of("directory gone", call="before"), "exact", ""),
+        (case_of("directory gone", call="after"), "exact", ""),
+    ],
+    ids=lambda value: f"{value.kind}-{value.call}-{value.amount}-{value.count}" if isinstance(value, Case) else "",
+)
+def test_a_fault_strikes_and_ends_as_it_must(case: Case, verdict: str, says: str, scratch: Path) -> None:
+    outcome = run_trial(case, scratch)
+    assert outcome.verdict == verdict, outcome.detail
+    assert outcome.struck > 0 if case.count == ALWAYS else outcome.struck == case.count
+    assert bool(outcome.raised) is (verdict == "raised")
+    assert re.search(says, outcome.detail), outcome.detail
+
+
+def test_faults_strike_the_calls_they_were_drawn_for_until_they_are_stopped() -> None:
+    sabotage = Sabotage(case_of("failing", where=0.5, count=2), transfers=8)
+    struck = [sabotage.plan("read", number) is not None for number in range(7)]
+    assert struck == [False, False, False, False, True, True, False]
+    assert sabotage.plan("write", 4) is None
+    assert sabotage.struck == 2
+    sabotage = Sabotage(case_of("failing", where=0.0, count=ALWAYS), transfers=8)
+    assert sabotage.plan("read", 0) is not None
+    sabotage.stop()
+    assert sabotage.plan("read", 1) is None
+
+
+def test_cutting_a_vector() -> None:
+    assert cut([(0, 512), (4096, 8192), (100, 5)], 4608) == [(0, 512), (4096, 4096)]
+    assert cut([(0, 512)], 1 << 20) == [(0, 512)]
+
+
+# -- what the campaign must notice -----------------------------------------------------------------------------------
+
+
+def test_it_notices_a_wrong_gradient(scratch: Path) -> None:
+    outcome = run_trial(case_of("flipped", count=ALWAYS), scratch)  # no checksum: the flipped bits arrive
+    assert outcome.verdict == "wrong"
+    assert "loss and gradients" in outcome.detail
+
+
+def test_it_notices_an_error_that_had_not_to_be(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "error", replace(KINDS["error"], survived=True))
+    outcome = run_trial(case_of("error"), scratch)
+    assert outcome.verdict == "wrong"
+    assert "has to be survived" in outcome.detail
+
+
+def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise ValueError("not one of tba's")
+
+    monkeypatch.setattr(FaultyStore, "read", fail)
+    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    outcome = run_trial(case_of("late"), scratch)
+    assert outcome.verdict == "wrong"
+    assert "not one of tba's" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("float32[2, 16, 32] #7 (4096 bytes) could not be read back: no space", True),
+        ("int64[] #7 (8 bytes) was not read back within 0.25 s; the device has stalled", True),
+        ("flush: no write has ended for 0.25 s; the store has stalled (TBA_IO_TIMEOUT sets how long)", True),
+        ("float32[2, 16, 32] #7 (4096 bytes) could not be read back", False),
+        ("a transfer failed", False),
+    ],
+)
+def test_an_error_has_to_name_tensor_and_cause(text: str, named: bool) -> None:
+    assert bool(_trial._NAMES_TENSOR.search(text) or _trial._NAMES_STORE.search(text)) is named
+
+
+def test_it_notices_extents_that_are_never_given_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(PosixStore, "discard", lambda self, ticket: None)
+    outcome = run_trial(case_of("late"), scratch)
+    assert outcome.verdict == "leaked"
+    assert "bytes in the store are left" in outcome.detail
+
+
+def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[Callable[[], None]] = []
+    close = PosixStore.close
+    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    monkeypatch.setattr(PosixStore, "close", lambda self: left.append(lambda: close(self)))
+    outcome = run_trial(case_of("late"), scratch)
+    for end in left:
+        end()
+    assert outcome.verdict == "leaked"
+    assert "thread tba-io" in outcome.detail
+    assert "descriptor" in outcome.detail
+
+
+def test_it_notices_a_case_that_hangs_or_dies_and_goes_on(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_campaign, "small_disk", _no_disk)
+    with Campaign(scratch) as campaign:
+        assert campaign.no_disk == "not in this test"
+        assert campaign.run(1, "disk full").verdict == "skipped"
+        assert_exact(campaign.run(1, "late"))
+        campaign._timeout_s = 0.0
+        hung = campaign.run(2, "late")
+        assert hung.verdict == "hung"
+        assert "no end within 0 s" in hung.detail
+        assert "_trial.py" in hung.detail  # where it stands
+        campaign._timeout_s = 60.0
+        assert_exact(campaign.run(2, "late"))
+        assert campaign._process is not None
+        campaign._process._process.kill()
+        died = campaign.run(3, "late")
+        assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 3)
+        assert "the process died" in died.detail
+        assert_exact(campaign.run(3, "late"))
+    assert list(scratch.iterdir()) == []
+
+
+def _no_disk(directory: Path, nbytes: int) -> Any:
+    raise NotAllowed("not in this test")
+
+
+def test_a_small_disk_is_small_and_gone_afterwards(scratch: Path) -> None:
+    try:
+        with small_disk(scratch, 16 << 20) as point:
+            free = os.statvfs(point)
+            assert 4 << 20 < free.f_bavail * free.f_frsize < 16 << 20
+            assert list(point.iterdir()) == []
+    except NotAllowed as reason:
+        pytest.skip(str(reason))
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_tally_counts_by_kind() -> None:
+    outcomes = [
+        Outcome(seed=0, kind="late", struck=2),
+        Outcome(seed=1, kind="late"),
+        Outcome(seed=2, kind="torn", verdict="raised", struck=1, raised=1),
+    ]
+    counts = tally(outcomes)
+    assert list(counts) == list(KINDS)
+    assert counts["late"] == {"cases": 2, "exact": 2, "struck": 1}
+    assert counts["torn"] == {"cases": 1, "raised": 1, "struck": 1}
+    assert not counts["open"]
+
+
+def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "faults", "--count", "1000", "--path", str(scratch)]
+    try:
+        with small_disk(scratch, 8 << 20):
+            pass
+    except NotAllowed as reason:
+        pytest.skip(str(reason))
+    mounts = Path("/proc/mounts")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while str(scratch) not in mounts.read_text():
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert str(scratch) not in mounts.read_text()
+    assert list(scratch.iterdir()) == []

@@ -1,0 +1,296 @@
+"""`tba doctor`: what each fact means for a tier, what is shown, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from support.doctor import DISK, FAST, FIT, GIB, GPU
+from tba import OffloadConfig, _storage_path
+from tba._device_probe import KvikioFacts, Link
+from tba._disk_probe import DiskFacts, Speed
+from tba._storage_path import Mount, PathFacts
+from tba.cli import _examine, app
+from tba.cli._allocators import allocator_in_force
+from tba.cli._checks import (
+    AllocatorReport,
+    EnduranceReport,
+    Facts,
+    Finding,
+    Level,
+    judge,
+)
+from tba.cli._examine import examine
+
+
+def told(facts: Facts, level: Level, subject: str) -> Finding:
+    """The one finding of this level about the subject."""
+    (finding,) = [finding for finding in judge(facts) if (finding.level, finding.subject) == (level, subject)]
+    return finding
+
+
+def path_with(**changes: Any) -> Facts:
+    return replace(FIT, paths=(replace(DISK, **changes),))
+
+
+def test_a_fit_machine_has_nothing_to_be_done() -> None:
+    findings = judge(FIT)
+    assert {finding.level for finding in findings} == {Level.OK}
+    assert [finding.subject for finding in findings] == ["/disk", "memory", "kvikio", "allocator"]
+    assert not any(finding.do for finding in findings)
+    assert "writes 2.00 GB/s and reads 3.00 GB/s" in findings[0].text  # the best of the block sizes
+
+
+def test_whatever_is_wrong_comes_with_what_to_do() -> None:
+    for facts in EVERY_WRONG:
+        wrong = [finding for finding in judge(facts) if finding.level is not Level.OK]
+        assert wrong
+        assert all(finding.text and finding.do for finding in wrong)
+
+
+@pytest.mark.parametrize(("tier", "level"), [("nvme", "failure"), ("auto", "failure"), ("cpu", "warning")])
+def test_a_path_that_cannot_serve_fails_the_tiers_that_need_it(tier: str, level: str) -> None:
+    facts = replace(path_with(refusal="it is not a directory; name one", disk=None), tier=tier, devices=(GPU,))
+    finding = told(facts, Level(level), "/disk")
+    assert (finding.text, finding.do) == ("it is not a directory", "name one")
+    facts = replace(FIT, tier=tier, devices=(GPU,), paths=(), no_path="no default directory can hold the scratch file")
+    assert told(facts, Level(level), "storage paths").text.startswith("no default directory")
+    failed = replace(path_with(disk=DiskFacts(error="Input/output error")), tier=tier, devices=(GPU,))
+    assert "the probe failed: Input/output error" in told(failed, Level(level), "/disk").text
+
+
+def test_one_bad_path_of_several_fails() -> None:
+    bad = replace(DISK, path="/bad", facts=PathFacts(path="/bad", device=2), refusal="full; free some space")
+    findings = judge(replace(FIT, paths=(DISK, bad)))
+    assert [(finding.subject, finding.level) for finding in findings[:2]] == [("/disk", "ok"), ("/bad", "failure")]
+
+
+def test_a_network_file_system_is_warned_of() -> None:
+    facts = path_with(facts=replace(DISK.facts, mount=Mount(point="/n", kind="nfs4", source="server:/x")))
+    assert "network file system (nfs4)" in told(facts, Level.WARNING, "/disk").text
+
+
+def test_little_room_is_warned_of() -> None:
+    assert "4,294,967,295 bytes are free" in told(path_with(free_bytes=4 * GIB - 1), Level.WARNING, "/disk").text
+    assert judge(path_with(free_bytes=4 * GIB)) == judge(FIT)
+    assert judge(path_with(free_bytes=None)) == judge(FIT)  # a file system that does not say
+
+
+def test_no_direct_io_is_warned_of() -> None:
+    facts = path_with(disk=replace(FAST, alignment=1))
+    assert "O_DIRECT) does not work" in told(facts, Level.WARNING, "/disk").text
+
+
+@pytest.mark.parametrize("speed", [Speed(1 << 20, 0.4e9, 3e9, 1), Speed(1 << 20, 3e9, 0.4e9, 1)])
+def test_a_slow_disk_is_warned_of(speed: Speed) -> None:
+    finding = told(path_with(disk=replace(FAST, speeds=(speed,))), Level.WARNING, "/disk")
+    assert "slow, a step that saves 1 GB moves it in 2.5 s" in finding.text
+
+
+def test_a_path_that_was_not_measured_is_not_judged_by_speed() -> None:
+    finding = told(path_with(disk=replace(FAST, speeds=())), Level.OK, "/disk")
+    assert "not measured" in finding.text
+
+
+def test_two_paths_on_one_file_system_are_warned_of() -> None:
+    twin = replace(DISK, path="/disk/two")
+    facts = replace(FIT, paths=(DISK, twin))
+    assert "same file system as /disk" in told(facts, Level.WARNING, "/disk/two").text
+    other = replace(twin, facts=replace(DISK.facts, device=2))
+    assert all(finding.level is Level.OK for finding in judge(replace(FIT, paths=(DISK, other))))
+
+
+@pytest.mark.parametrize(("tier", "count"), [("nvme", 1), ("auto", 1), ("cpu", 0), ("keep", 0)])
+def test_another_system_fails_the_tiers_that_need_linux(tier: str, count: int) -> None:
+    facts = replace(FIT, platform="darwin", tier=tier, paths=(), devices=(GPU,))
+    assert [finding.level for finding in judge(facts)].count(Level.FAILURE) == count
+
+
+def test_tiers_that_would_move_nothing() -> None:
+    assert "nothing will move" in told(replace(FIT, tier="cpu", paths=()), Level.WARNING, "system").text
+    assert all(f.level is Level.OK for f in judge(replace(FIT, tier="cpu", paths=(), devices=(GPU,))))
+    assert told(replace(FIT, tier="keep", paths=()), Level.OK, "system").text == "tier keep moves nothing"
+
+
+def test_a_budget_beyond_what_is_free_is_warned_of() -> None:
+    shared = replace(FIT.memory, local_ranks=8, cpu_budget_bytes=8 * GIB)
+    facts = replace(FIT, tier="cpu", devices=(GPU,), memory=shared)
+    assert "8.0 GiB for each process (8 ranks share the node)" in told(facts, Level.WARNING, "memory").text
+    assert told(replace(facts, tier="nvme"), Level.OK, "memory")
+
+
+def test_a_device_is_judged_by_its_link_and_its_copies() -> None:
+    facts = replace(FIT, devices=(GPU,))
+    assert "25.0 GB/s" in told(facts, Level.OK, "cuda:0").text
+    narrow = replace(GPU, link=Link(8, 16, 16.0, 16.0), to_device_bytes_per_s=13e9, to_host_bytes_per_s=13e9)
+    assert "8 of 16 lanes" in told(replace(FIT, devices=(narrow,)), Level.WARNING, "cuda:0").text
+    slow = replace(GPU, to_host_bytes_per_s=15e9)
+    assert "15.0 GB/s over a link of 31.5 GB/s" in told(replace(FIT, devices=(slow,)), Level.WARNING, "cuda:0").text
+    hidden = replace(slow, link=None)  # nothing to compare with
+    assert told(replace(FIT, devices=(hidden,)), Level.OK, "cuda:0")
+    broken = replace(GPU, to_device_bytes_per_s=None, to_host_bytes_per_s=None, error="out of memory")
+    assert "failed: out of memory" in told(replace(FIT, devices=(broken,)), Level.WARNING, "cuda:0").text
+
+
+@pytest.mark.parametrize(
+    ("kvikio", "asked", "tier", "level"),
+    [
+        (KvikioFacts(error="kvikio is not installed"), "auto", "nvme", "ok"),
+        (KvikioFacts(error="kvikio is not installed"), "kvikio", "nvme", "failure"),
+        (KvikioFacts(error="kvikio is not installed"), "kvikio", "cpu", "warning"),
+        (KvikioFacts(version="26", mode="gds"), "kvikio", "nvme", "ok"),
+        (KvikioFacts(version="26"), "kvikio", "cpu", "ok"),
+        (KvikioFacts(version="26", mode="compat"), "kvikio", "nvme", "warning"),
+        (KvikioFacts(version="26", mode="compat"), "auto", "nvme", "ok"),
+    ],
+)
+def test_kvikio_matters_where_it_is_asked_for(kvikio: KvikioFacts, asked: str, tier: str, level: str) -> None:
+    facts = replace(FIT, kvikio=kvikio, io_backend=asked, tier=tier, devices=(GPU,))
+    assert told(facts, Level(level), "kvikio")
+
+
+def test_glibc_is_warned_of_where_the_cpu_trains() -> None:
+    for name in ("glibc", "glibc tuned"):
+        facts = replace(FIT, allocator=AllocatorReport(in_force=name, best="jemalloc"))
+        assert "tba run -- ...`, which would choose jemalloc" in told(facts, Level.WARNING, "allocator").do
+        assert told(replace(facts, devices=(GPU,)), Level.OK, "allocator")
+
+
+def test_the_allowance() -> None:
+    under = EnduranceReport(limit_bytes=1000, written_today_bytes=999, problems=("a file is broken; mend it",))
+    facts = replace(FIT, endurance=under)
+    assert "999 of 1,000 bytes a day" in told(facts, Level.OK, "endurance").text
+    assert told(facts, Level.WARNING, "endurance").do == "mend it"
+    facts = replace(FIT, endurance=EnduranceReport(limit_bytes=1000, written_today_bytes=1000))
+    assert "stay in memory until tomorrow" in told(facts, Level.WARNING, "endurance").text
+
+
+EVERY_WRONG = [
+    replace(FIT, platform="win32", paths=()),
+    path_with(refusal="it is not a directory; name one", disk=None),
+    path_with(facts=replace(DISK.facts, mount=Mount(kind="nfs"))),
+    path_with(free_bytes=1),
+    path_with(disk=DiskFacts(error="x")),
+    path_with(disk=replace(FAST, alignment=1)),
+    path_with(disk=replace(FAST, speeds=(Speed(1, 1.0, 1.0, 1),))),
+    replace(FIT, paths=(DISK, replace(DISK, path="/two"))),
+    replace(FIT, no_path="none", paths=()),
+    replace(FIT, tier="cpu", paths=()),
+    replace(FIT, tier="cpu", devices=(GPU,), memory=replace(FIT.memory, free_bytes=1)),
+    replace(FIT, devices=(replace(GPU, link=Link(4, 16, 16.0, 16.0), to_host_bytes_per_s=1.0, error="x"),)),
+    replace(FIT, io_backend="kvikio"),
+    replace(FIT, io_backend="kvikio", kvikio=KvikioFacts(version="1", mode="compat")),
+    replace(FIT, allocator=AllocatorReport(in_force="glibc", best="glibc")),
+    replace(FIT, endurance=EnduranceReport(limit_bytes=1, written_today_bytes=2, problems=("a; b",))),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "environ", "name"),
+    [
+        ("", {}, "glibc"),
+        ("", {"MALLOC_MMAP_THRESHOLD_": "1", "MALLOC_TRIM_THRESHOLD_": "2"}, "glibc tuned"),
+        ("/lib/libjemalloc.so.2", {}, "jemalloc"),
+        ("/v/libmimalloc.so.3.1", {"MALLOC_MMAP_THRESHOLD_": "1"}, "mimalloc"),
+        ("/lib/libtcmalloc_minimal.so.4", {}, "tcmalloc_minimal"),
+        ("/home/malloc/libc.so.6", {}, "glibc"),
+    ],
+)
+def test_the_allocator_in_force(library: str, environ: dict[str, str], name: str) -> None:
+    maps = f"7f0-7f1 r-xp 00000000 fe:00 12 {library}\n7f1-7f2 rw-p 00000000 00:00 0 [heap]\n"
+    assert allocator_in_force(maps, environ) == name
+
+
+# -- for real ----------------------------------------------------------------------------------------------------------
+
+
+def doctor(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_a_real_directory_is_measured(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 16, 1 << 20))
+    result = doctor("--tier", "nvme", "--path", str(scratch), "--seconds", "0.01", "--json")
+    data = json.loads(result.stdout)
+    assert (result.exit_code, data["works"], data["tier"]) == (0, True, "nvme")
+    (path,) = data["paths"]
+    assert [speed["block_bytes"] for speed in path["disk"]["speeds"]] == [1 << 16, 1 << 20]
+    assert all(speed["moved_bytes"] and speed["write_bytes_per_s"] > 0 for speed in path["disk"]["speeds"])
+    assert path["facts"]["mount"]["kind"]
+    assert data["memory"]["total_bytes"] > 0
+    origins = {setting["name"]: setting["origin"] for setting in data["settings"]}
+    assert (origins["tier"], origins["storage_paths"], origins["io_threads"]) == ("argument", "argument", "default")
+    assert os.listdir(scratch) == []
+
+
+def test_the_screen_ends_with_the_verdict(scratch: Path) -> None:
+    result = doctor("--tier", "nvme", "--path", str(scratch), "--seconds", "0")
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1].strip() == "tier nvme can work here"
+    assert len(result.stdout.splitlines()) < 50  # one screen
+
+
+def test_status_1_where_the_tier_cannot_work(scratch: Path) -> None:
+    missing = scratch / "none"
+    result = doctor("--tier", "nvme", "--path", str(missing), "--seconds", "0")
+    assert result.exit_code == 1
+    assert "there is no such directory" in " ".join(result.stdout.split())  # lines are wrapped
+    assert result.stdout.splitlines()[-1].strip() == "tier nvme cannot work here"
+    result = doctor("--tier", "keep", "--path", str(missing), "--seconds", "0", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["works"]) == (0, True)
+
+
+def test_status_1_where_no_default_directory_serves(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_storage_path, "default_directories", lambda *_: ())
+    result = doctor("--tier", "auto", "--seconds", "0", "--json")
+    assert result.exit_code == 1
+    assert "no default directory" in json.loads(result.stdout)["no_path"]
+
+
+def test_status_2_where_a_setting_is_wrong() -> None:
+    result = doctor("--tier", "disk")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("tba doctor: tier='disk' is not one of")
+
+
+def test_a_tier_without_files_looks_at_no_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
+    assert examine(OffloadConfig(tier="cpu"), seconds=0).paths == ()
+    assert not (scratch / "cache").exists()
+
+
+def test_what_it_writes_counts_against_the_allowance(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(scratch / "state"))
+    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 20,))
+    config = OffloadConfig(storage_paths=scratch, max_write_bytes_per_day="100MiB")
+    for looks in (1, 2):
+        facts = examine(config, seconds=0.001)
+        assert facts.paths[0].disk is not None
+        (speed,) = facts.paths[0].disk.speeds
+        assert 0 < speed.moved_bytes <= 5 << 20
+        assert facts.endurance.problems == ()
+        assert facts.endurance.written_today_bytes >= looks << 20
+    spent = examine(config.model_copy(update={"max_write_bytes_per_day": 1 << 20}), seconds=0.001)
+    assert spent.paths[0].disk == DiskFacts(alignment=spent.paths[0].disk.alignment)  # nothing was written
+    assert any("until tomorrow" in finding.text for finding in judge(spent))
+
+
+def test_shares_of_a_rank(scratch: Path) -> None:
+    config = OffloadConfig(storage_paths=scratch, cpu_budget="8GiB", nvme_budget="1GiB")
+    facts = examine(config, seconds=0, environ={**os.environ, "LOCAL_WORLD_SIZE": "4"})
+    assert (facts.memory.local_ranks, facts.memory.cpu_budget_bytes) == (4, 2 * GIB)
+    assert facts.memory.nvme_budget_bytes == GIB // 4
+
+
+def test_it_is_a_command_of_its_own(scratch: Path) -> None:
+    command = [sys.executable, "-m", "tba", "doctor", "--tier", "keep", "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(result.stdout)["works"] is True

@@ -1,0 +1,311 @@
+"""`compress=`: what saved tensors shrink to, over every tier, and what backward then gets."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from compact import PRESETS, Preset, Quantized
+from support.engine import ALL_INT8, Gate, activation, engine, save
+from support.exactness import equal, gradients_of
+from tba import ConfigError, OffloadConfig, Offloader, offload_context
+
+TIERS = ("keep", "cpu", "nvme", "auto")
+# Every tensor, whoever saved it: so that small graphs of any operator go through the codec.
+LINEAR_INT4 = Preset("linear", {})
+LINEAR_INT4 = LINEAR_INT4.override({"linear_input": Quantized("int4", rounding="stochastic", rotate=True)})
+
+
+class Mixed(nn.Module):
+    """Saves token ids, a boolean mask, an fp32 upcast of bf16 and plain floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        self.norm = nn.LayerNorm(64)
+        self.inner = nn.Linear(64, 128)
+        self.outer = nn.Linear(128, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x.masked_fill(ids[..., None] % 7 == 0, 0.5)
+        x = x.to(torch.bfloat16).float().square() + x
+        hidden = functional.gelu(self.inner(self.norm(x)))
+        return functional.cross_entropy(self.outer(hidden).flatten(0, 1), ids.flatten())
+
+
+def train(
+    tier: str | None,
+    compress: Any = None,
+    *,
+    make: Callable[[], nn.Module] = Mixed,
+    flush: bool = False,
+    **settings: Any,
+) -> tuple[list[Tensor], Any]:
+    """The gradients of two steps, and the statistics; without a tier by plain PyTorch."""
+    torch.manual_seed(0)
+    model = make()
+    ids = torch.randint(0, 50, (8, 32))
+    offload = (
+        Offloader(model, OffloadConfig(tier=tier, compress=compress, min_tensor_bytes=0, **settings)) if tier else None
+    )
+    return gradients_of(model, ids, offload, steps=2, flush=flush)
+
+
+@pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
+@pytest.mark.parametrize("tier", TIERS)
+def test_exact_gives_the_same_bits_from_fewer_bytes(tier: str) -> None:
+    plain, _ = train(None)
+    ours, stats = train(tier, "exact", flush=tier != "cpu")
+    assert equal(ours, plain)
+    assert 0 < stats.packed_bytes <= 0.55 * stats.encoded_bytes
+    assert stats.saved_bytes == stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
+    assert (stats.live_records, stats.errors) == (0, 0)
+
+
+def test_less_is_written_and_read() -> None:
+    _, plain = train("nvme", flush=True)
+    _, exact = train("nvme", "exact", flush=True)
+    saved = exact.encoded_bytes - exact.packed_bytes + exact.derived_bytes
+    assert min(exact.packed_bytes, exact.derived_bytes) > 0
+    # Of each extent up to two blocks are padding.
+    assert abs(plain.written_bytes - exact.written_bytes - saved) < 4096 * 2 * 40
+    assert exact.written_bytes == exact.read_bytes
+
+
+@pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
+def test_what_a_codec_makes_does_not_depend_on_tier_or_timing() -> None:
+    plain, _ = train(None)
+    first, stats = train("nvme", ALL_INT8, flush=True)
+    assert stats.packed_bytes < 0.35 * stats.encoded_bytes
+    assert not equal(first, plain)
+    for a, b in zip(first, plain, strict=True):
+        assert functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.999
+    assert equal(train("nvme", ALL_INT8)[0], first)  # forwarded
+    for tier in ("keep", "cpu", "auto"):
+        assert equal(train(tier, ALL_INT8)[0], first)
+    assert equal(train("nvme", ALL_INT8, prefetch_bytes=0, staging_bytes=1 << 20)[0], first)
+
+
+@pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
+@pytest.mark.parametrize("tier", TIERS)
+def test_what_backward_recomputes_is_exact_in_every_tier(scratch: Path, tier: str) -> None:
+    leaf = torch.randn(64, 64, requires_grad=True)
+    with engine(scratch, tier=tier, compress=ALL_INT8) as offload, offload:
+        y = checkpoint(lambda x: x.exp().sin(), leaf, use_reentrant=True).sum()
+        y.backward()
+        stats = offload.stats()
+    # The checkpoint itself saved the leaf, in forward.
+    assert (stats.encoded_bytes, stats.kept_by_reason["recomputed"]) == (leaf.nbytes, 2 * leaf.nbytes)
+
+
+def test_the_seed_decides_what_is_random() -> None:
+    stochastic = ALL_INT8.override({"unknown": Quantized("int4", rounding="stochastic")})
+    one, _ = train("keep", stochastic, seed=1)
+    assert equal(train("keep", stochastic, seed=1)[0], one)
+    assert not equal(train("keep", stochastic, seed=2)[0], one)
+    state = torch.get_rng_state()
+    train("keep", stochastic)
+    torch.manual_seed(0)
+    Mixed()
+    torch.randint(0, 50, (8, 32))
+    after = torch.get_rng_state()
+    train("keep", stochastic)
+    assert torch.equal(torch.get_rng_state(), after)  # the engine draws nothing from the default generator
+    torch.set_rng_state(state)
+
+
+def test_memory_goes_as_soon_as_the_operator_has_finished(scratch: Path) -> None:
+    array = np.ones(1 << 18, dtype=np.float32)
+    watched = weakref.ref(array)
+    with engine(scratch, tier="keep", compress=ALL_INT8) as offload:
+        x = torch.from_numpy(array)
+        del array
+        weight = torch.ones((), requires_grad=True)
+        with offload:
+            y = weight * x
+            del x
+            assert watched() is not None  # its operator may still run, for all that is known
+            other = save(weight + 1)
+            assert watched() is None
+        (y.sum() + other).backward()
+        assert weight.grad is not None
+        assert torch.isclose(weight.grad, torch.tensor(float(1 << 18) + 4.0))
+        stats = offload.stats()
+    assert (stats.written_bytes, stats.kept_bytes > 0) == (0, True)
+
+
+def test_backward_twice_and_two_savers_of_one_tensor(scratch: Path) -> None:
+    with engine(scratch, compress=ALL_INT8) as offload:
+        leaf, x = activation(64, 64)
+        with offload:
+            y = (save(x) + save(x)).sum()
+        offload.flush()
+        y.backward(retain_graph=True)
+        assert leaf.grad is not None
+        first = leaf.grad.clone()
+        y.backward()
+        assert torch.equal(leaf.grad, 2 * first)
+        assert offload.stats().duplicate_bytes == x.nbytes
+        assert (first - 4 * leaf.detach()).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 64])
+def test_what_takes_no_bytes_is_neither_written_nor_read(scratch: Path, prefetch_bytes: int) -> None:
+    with engine(scratch, compress="exact", prefetch_bytes=prefetch_bytes) as offload:
+        leaf = torch.randn(64, 64, requires_grad=True)
+        with offload:
+            taken = leaf.gather(0, torch.zeros(64, 64, dtype=torch.int64))
+            y = (taken.exp() + leaf.sin()).sum()
+        offload.flush()
+        wanted = 3 * (leaf.detach().cos() + torch.cat((64 * leaf.detach()[:1].exp(), torch.zeros(63, 64))))
+        for _ in range(3):  # over a graph that is kept: what one backward has read makes room in the next
+            y.backward(retain_graph=True)
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, wanted)
+        stats = offload.stats()
+    assert (stats.encoded_bytes, stats.packed_bytes) == (64 * 64 * 8, 0)
+
+
+def test_an_edit_after_the_codec_has_run_is_legal_and_one_before_is_an_error(scratch: Path) -> None:
+    with engine(scratch, compress=ALL_INT8) as offload:
+        leaf, x = activation(64, 64)
+        wanted = 2 * x.detach().clone()
+        with offload:
+            y = save(x)
+            save(activation(4, 4)[1])  # now the operator has finished
+            x.detach().zero_()
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert (leaf.grad - wanted).abs().max() < 0.1
+        with offload:
+            leaf, x = activation(64, 64)
+            y = save(x)
+            x.detach().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_a_write_under_way_is_of_the_packed_bytes(scratch: Path) -> None:
+    gate = Gate("write")
+    with engine(scratch, gate, compress=ALL_INT8, prefetch_bytes=0) as offload:
+        leaf, x = activation(64, 64)
+        with offload:
+            y = save(x)
+        x.detach().zero_()  # the copy was finished by the codec: nothing is poisoned
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.abs().max() > 1
+        gate.open()
+
+
+def test_not_a_number_comes_back_where_it_was() -> None:
+    x = torch.randn(64, 64)
+    x[3, 5], x[4, 6] = float("nan"), float("inf")
+    x.requires_grad_()
+    with Offloader(None, OffloadConfig(tier="keep", compress=ALL_INT8, min_tensor_bytes=0)) as offload:
+        y = save(x * 1)
+    y.backward(torch.ones(64, 64))
+    assert x.grad is not None
+    assert torch.equal(x.grad.isnan(), x.detach().isnan())
+    assert torch.equal(x.grad.isinf(), x.detach().isinf())
+    offload.close()
+
+
+def test_a_saver_that_needs_more_gets_a_record_of_its_own(scratch: Path) -> None:
+    """One tensor saved by a linear layer, in 4 bits, and then by a norm, exactly."""
+
+    def step(offload: Offloader | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        linear, norm = nn.Linear(64, 64), nn.LayerNorm(64)
+        leaf, x = activation(32, 64)
+        if offload is None:
+            loss = linear(x).square().sum() + norm(x).square().sum()
+        else:
+            with offload:
+                loss = linear(x).square().sum() + norm(x).square().sum()
+            offload.flush()
+        loss.backward()
+        return [
+            g
+            for g in (leaf.grad, linear.bias.grad, norm.weight.grad, norm.bias.grad, linear.weight.grad)
+            if g is not None
+        ]
+
+    plain = step(None)
+    with engine(scratch, compress=LINEAR_INT4) as offload:
+        ours = step(offload)
+        stats = offload.stats()
+    assert equal(ours[:4], plain[:4])  # the input's gradient too: a linear layer's needs no saved input
+    assert not torch.equal(ours[4], plain[4])
+    assert functional.cosine_similarity(ours[4].flatten(), plain[4].flatten(), 0) > 0.98
+    assert stats.encoded_bytes == 32 * 64 * 4
+
+
+def test_the_stricter_of_two_savers_comes_first_and_serves_both(scratch: Path) -> None:
+    torch.manual_seed(0)
+    linear, norm = nn.Linear(64, 64), nn.LayerNorm(64)
+    _, x = activation(32, 64)
+    with engine(scratch, compress=LINEAR_INT4) as offload:
+        with offload:
+            loss = norm(x).square().sum() + linear(x).square().sum()
+        loss.backward()
+        assert offload.stats().encoded_bytes == 0
+
+
+@pytest.mark.parametrize("tier", ["keep", "nvme"])
+def test_under_torch_compile(tier: str) -> None:
+    def make() -> nn.Module:
+        model = Mixed()
+        model.forward = torch.compile(model.forward, backend="aot_eager")  # type: ignore[method-assign]
+        return model
+
+    plain, _ = train(None, make=make)
+    assert equal(train(tier, "exact", make=make)[0], plain)
+
+
+def test_copies_of_the_model_and_the_registry_know_presets() -> None:
+    model = Mixed()
+    first = offload_context(model, "keep", compress="safe8")
+    assert offload_context(model, "keep", compress="safe8") is first
+    assert offload_context(model, "keep", compress=PRESETS["balanced"]) is not first
+    assert offload_context(model, "keep", compress=ALL_INT8) is offload_context(model, "keep", compress=ALL_INT8)
+    assert copy.deepcopy(model) is not model
+    first.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"compress": "safe9"}, r"compress='safe9' is not None, a compact.Preset or one of .*; did you mean safe8\?"),
+        ({"compress": 8}, "compress=8 is not None, a compact.Preset or one of 'exact'"),
+        ({"rank": 8}, "rank=8 was given with compress=None, which projects nothing"),
+        ({"compress": "safe8", "rank": 0.5}, "rank=0.5 was given with compress='safe8'"),
+        ({"compress": "compact", "rank": 0}, "rank=0 is not a whole number above 0"),
+        ({"compress": "compact", "rank": 1.5}, "rank=1.5 is not a whole number above 0"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        OffloadConfig(**settings)
+
+
+def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_COMPRESS", "compact")
+    monkeypatch.setenv("TBA_RANK", "0.125")
+    assert (OffloadConfig().compress, OffloadConfig().rank) == ("compact", 0.125)
+    monkeypatch.setenv("TBA_RANK", "32")
+    assert OffloadConfig().rank == 32
+    monkeypatch.setenv("TBA_COMPRESS", "none")
+    monkeypatch.delenv("TBA_RANK")
+    assert OffloadConfig().compress is None

@@ -1,0 +1,235 @@
+"""attach: what a model that somebody else's loop calls goes through, and what a copy of it needs."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.exactness import assert_bit_equal
+from tba import ConfigError, _torch, attach, offload_context
+
+
+class Interrupted(nn.Module):
+    """A model whose forward a Ctrl-C ends where it is told so."""
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.inner = inner
+        self.interrupt = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inner is not None:
+            x = self.inner(x)
+        x = self.linear(x).tanh()
+        if self.interrupt:
+            raise KeyboardInterrupt
+        return x
+
+
+def _pairs_on_the_stack() -> int:
+    pairs = []
+    while (top := _torch.top_hooks(True)) is not None:
+        _torch.pop_hooks()
+        pairs.append(top)
+    for pair in reversed(pairs):
+        _torch.push_hooks(*pair)
+    return len(pairs)
+
+
+def _interrupt(model: Interrupted) -> None:
+    model.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(2, 8))
+    model.interrupt = False
+
+
+def test_a_new_attach_takes_off_what_interrupted_forwards_have_left(scratch: Path) -> None:
+    for _ in range(3):  # as cells of a notebook, each with a model of its own
+        model = Interrupted()
+        offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+        _interrupt(model)
+        assert _pairs_on_the_stack() == 1
+        offload.close()
+    model = Interrupted()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    assert _pairs_on_the_stack() == 0
+    model(torch.randn(2, 8)).sum().backward()
+    assert _pairs_on_the_stack() == 0
+    assert offload.stats().offloaded_bytes > 0
+    offload.close()
+
+
+def test_the_next_forward_takes_off_what_an_interrupted_one_has_left(scratch: Path) -> None:
+    model = Interrupted()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    for _ in range(3):
+        _interrupt(model)
+        assert offload.entered
+        model(torch.randn(2, 8)).sum().backward()
+        assert not offload.entered
+        assert _pairs_on_the_stack() == 0
+    offload.close()
+
+
+def test_a_pair_of_a_forward_that_still_runs_stays(scratch: Path) -> None:
+    inner = Interrupted()
+    outer = Interrupted(inner)
+    offloads = [attach(m, "nvme", min_tensor_bytes=0, storage_paths=scratch) for m in (outer, inner)]
+    seen: list[int] = []
+    inner.linear.register_forward_hook(lambda *_: seen.append(_pairs_on_the_stack()))
+    outer(torch.randn(2, 8)).sum().backward()
+    assert seen == [2]
+    _interrupt(inner)  # leaves its own pair; the outer one's forward then clears that, and keeps its own
+    outer(torch.randn(2, 8)).sum().backward()
+    assert seen == [2, 1, 2]
+    assert _pairs_on_the_stack() == 0
+    for offload in offloads:
+        assert not offload.entered
+        offload.close()
+
+
+def test_a_with_statement_takes_them_off_too(scratch: Path) -> None:
+    model = Interrupted()
+    attached = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    _interrupt(model)
+    with offload_context(None, "keep"):
+        assert _pairs_on_the_stack() == 1
+    assert _pairs_on_the_stack() == 0
+    attached.close()
+
+
+def test_a_second_attach_with_other_settings_is_an_error(scratch: Path) -> None:
+    model = nn.Linear(4, 4)
+    offload = attach(model, "nvme", storage_paths=scratch)
+    assert attach(model, "nvme", storage_paths=scratch) is offload
+    with pytest.raises(ConfigError, match=r"attached already.*close\(\) that one.*tier='keep' instead of 'nvme'"):
+        attach(model, "keep")
+    offload.close()
+    attach(model, "keep").close()
+
+
+@pytest.mark.parametrize("compress", [None, "safe8"])
+def test_an_attached_model_is_loaded_where_tba_is_not_installed(scratch: Path, compress: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    offload = attach(model, "auto", storage_paths=scratch, compress=compress)
+    torch.save(model, scratch / "model.pt")
+    offload.close()
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys(("tba", "compact", "io_backends")))  # importing them is an error
+import torch
+model = torch.load({str(scratch / "model.pt")!r}, weights_only=False)
+model(torch.ones(2, 4)).sum().backward()
+print(model[0].weight.grad.shape)
+"""
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert run.stdout.strip() == "torch.Size([4, 4])", run.stderr
+
+
+def test_nothing_is_entered_where_no_gradient_is_recorded(scratch: Path) -> None:
+    model = Interrupted()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    entered: list[bool] = []
+    model.linear.register_forward_hook(lambda *_: entered.append(offload.entered))
+    x = torch.randn(2, 8)
+    with torch.no_grad():
+        without = model(x)
+    with torch.inference_mode():
+        model(x)
+    assert_bit_equal(model(x).detach(), without)
+    assert entered == [False, False, True]
+    with torch.no_grad():
+        _interrupt(model)
+    model(x).sum().backward()
+    assert not offload.entered
+    offload.close()
+
+
+class _TheirOffload(torch.autograd.graph.saved_tensors_hooks):
+    """As libraries have them."""
+
+    def __init__(self) -> None:
+        super().__init__(self._to, self._back)
+
+    def _to(self, x: Tensor) -> Tensor:
+        return x.detach().clone()
+
+    def _back(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Inside(nn.Module):
+    """A model that enters another offloader around its layers."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        self.context = context
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.context():
+            return self.layers(x).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("context", "name"),
+    [
+        (_TheirOffload, r"test_attach\._TheirOffload"),
+        (torch.autograd.graph.save_on_cpu, r"torch\.autograd\.graph\.save_on_cpu"),
+    ],
+)
+@pytest.mark.parametrize("how", ["context", "attach", "auto"])
+def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, how: str, scratch: Path) -> None:
+    model = _Inside(context)
+    x = torch.randn(8, 64)
+    settings: dict[str, Any] = {"storage_paths": scratch, "min_tensor_bytes": 0}
+    if how == "attach":
+        offload = attach(model, "nvme", **settings)
+    else:
+        offload = offload_context(model, "nvme" if how == "context" else "auto", **settings)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with nullcontext() if how == "attach" else offload:
+                model(x).backward()
+    assert not model.layers[0]._forward_pre_hooks
+    messages = [str(warning.message) for warning in told if "gets nothing" in str(warning.message)]
+    assert len(messages) == 1
+    assert re.search(f"the saved-tensor hooks of .*{name}.*switch that", messages[0])
+    offload.close()
+
+
+def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:
+    class Checkpointed(_Inside):
+        def forward(self, x: Tensor) -> Tensor:
+            from torch.utils.checkpoint import checkpoint
+
+            return checkpoint(self.layers, x, use_reentrant=False).sum()  # type: ignore[no-any-return]
+
+    model = Checkpointed(None)
+    with offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) as offload:
+        model(torch.randn(8, 64, requires_grad=True)).backward()
+    assert not [str(w.message) for w in recwarn.list if "gets nothing" in str(w.message)]
+    offload.close()
+
+
+def test_a_saved_state_has_nothing_of_ours(scratch: Path) -> None:
+    model = nn.Linear(4, 4)
+    offload = attach(model, "auto", storage_paths=scratch)
+    file = io.BytesIO()
+    torch.save(model, file)
+    assert b"tba._" not in file.getvalue()
+    assert os.listdir(scratch) == []
+    offload.close()

@@ -1,0 +1,205 @@
+"""Invariants 7, 8 and 12: nothing left behind, bounded memory and disk, learned order; and forwarding."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engine import Gate, activation, chain, engine, save
+from support.exactness import assert_bit_equal
+from tba import offload_context
+
+N = 4096
+
+
+# Writes, says what is on disk, and waits in mid-step to be killed.
+_KILLED = """
+import os, sys, torch
+from tba import offload_context
+offload = offload_context(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0, storage_paths=sys.argv[1])
+x = torch.randn(1 << 20, requires_grad=True)
+with offload:
+    y = (x * 1).exp().exp()
+    offload.flush()
+    ours = [fd for fd in range(3, 64) if sys.argv[1] in os.path.realpath(f"/proc/self/fd/{fd}")]
+    print(offload.stats().file_bytes, *[oct(os.fstat(fd).st_mode & 0o777) for fd in ours], flush=True)
+    z = (x * 1).exp().exp()
+    sys.stdin.read()
+"""
+
+
+def test_7_kill_9_in_mid_step_leaves_no_file(scratch: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(scratch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    said = child.stdout.readline().split()
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert int(said[0]) > 0, "nothing was on disk: the test proves nothing"
+    assert said[1:] == ["0o600"]
+    assert list(scratch.iterdir()) == []
+
+
+def test_7_a_thousand_steps_leave_the_file_flat(scratch: Path) -> None:
+    sizes = []
+    with engine(scratch, prefetch_bytes=0) as offload:
+        for step in range(1000):
+            _, x = activation(1024 + step % 7)
+            with offload:
+                y = chain(x, 3)
+            offload.flush()
+            y.sum().backward()
+            sizes.append(offload.stats().file_bytes)
+        assert offload.stats().written_bytes > 1000 * 4096
+        assert offload.stats().live_records == 0
+    # The file system counts its own notes of what has been written, some blocks, as part of the file.
+    assert max(sizes[500:]) <= max(sizes[:500]) + (1 << 20)
+
+
+def test_7_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    offload = offload_context(tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
+    _, x = activation(N)
+    with offload:
+        y = chain(x)
+    offload.flush()
+    assert set(os.listdir("/proc/self/fd")) != before
+    y.sum().backward()
+    offload.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert not [t for t in threading.enumerate() if t.name.startswith("tba-")]
+    assert offload.stats().live_records == 0
+
+
+def test_8_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch: Path) -> None:
+    gate = Gate("write")
+    cap = 3 * N * 4
+    with engine(scratch, gate, prefetch_bytes=0, staging_bytes=cap) as offload:
+        opener = threading.Timer(0.3, gate.open)
+        opener.start()
+        _, x = activation(N)
+        with offload:
+            y = chain(x, 12)
+        offload.flush()
+        stats = offload.stats()
+        opener.join()  # flush ended no earlier
+        assert 0 < stats.staging_peak_bytes <= cap
+        assert stats.backpressure_s > 0
+        y.sum().backward()
+
+
+def test_8_read_ahead_never_exceeds_its_cap_with_a_slow_consumer(scratch: Path) -> None:
+    cap = 4 * N * 4
+    peaks: list[int] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(x)
+            return x.detach() * 1
+
+        @staticmethod
+        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
+            (x,) = ctx.saved_tensors
+            peaks.append(offload.stats().resident_bytes)
+            return gradient + 0 * x
+
+    with engine(scratch, prefetch_bytes=cap) as offload:
+        for _ in range(2):  # the second time along the learned order
+            _, x = activation(N)
+            with offload:
+                for _ in range(16):
+                    x = Looks.apply(x * 1)
+            offload.flush()
+            x.sum().backward()
+        assert max(peaks) <= cap
+        assert max(peaks) > N * 4, "nothing was read ahead"
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_8_retain_graph_twice_under_a_cap(flushed: bool, scratch: Path) -> None:
+    cap = 3 * N * 4
+    with engine(scratch, prefetch_bytes=cap, staging_bytes=cap) as offload:
+        leaf, x = activation(N)
+        plain = leaf.detach().clone().requires_grad_()
+        chain(plain + 0, 16).sum().backward()
+        with offload:
+            y = chain(x, 16)
+        if flushed:
+            offload.flush()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+            assert_bit_equal(gradient, plain.grad)
+            assert offload.stats().resident_bytes <= cap
+        if not flushed:  # what was forwarded from memory at first had to be written after all
+            offload.flush()
+            assert offload.stats().written_bytes >= 16 * N * 4
+
+
+def test_forwarding_answers_from_memory_and_cancels_the_queued_write(scratch: Path) -> None:
+    gate = Gate("write")
+    with engine(
+        scratch, gate, prefetch_bytes=0
+    ) as offload:  # nothing is held back: all is queued, the gate holds the first
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x, 8)
+        y.sum().backward()
+        assert offload.stats().forwarded_bytes == 8 * N * 4
+        assert offload.stats().read_bytes == 0
+        gate.open()
+        del y, x
+        offload.flush()
+        assert offload.stats().written_bytes <= 2 * (N * 4 + 1024), "cancelled writes were made"
+        assert leaf.grad is not None
+
+
+def test_12_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path) -> None:
+    reads: list[int] = []
+
+    def watch(operation: str, number: int) -> None:
+        if operation == "read":
+            reads.append(number)
+
+    def forward(x: Tensor) -> list[Tensor]:
+        return [save(x * (index + 1)) for index in range(6)]
+
+    with engine(scratch, watch, prefetch_bytes=2 * N * 4) as offload:
+        gradients = []
+        order = [3, 0, 5, 1, 4, 2]
+        for step in range(4):
+            leaf, x = activation(N)
+            with offload:
+                branches = forward(x)
+            offload.flush()
+            asked = order if step < 3 else order[::-1]
+            for index in asked:  # one backward each would be six walks; one sum keeps the graph's own order
+                branches[index].sum().backward(retain_graph=True)
+            gradients.append(leaf.grad)
+            del branches, x
+        for gradient in gradients[1:3]:
+            assert_bit_equal(gradient, gradients[0])
+        assert torch.allclose(gradients[3], gradients[0])
+        stats = offload.stats()
+        assert stats.read_bytes >= stats.offloaded_bytes
+
+
+def test_12_a_learned_order_makes_backward_ask_for_what_is_there_already(scratch: Path) -> None:
+    with engine(scratch, prefetch_bytes=1 << 30) as offload, offload.trace() as events:
+        for _ in range(3):
+            _, x = activation(N)
+            with offload:
+                y = chain(x, 16)
+            offload.flush()
+            events.clear()
+            y.sum().backward()
+        assert len([e for e in events if e.kind == "read"]) == 16  # each exactly once

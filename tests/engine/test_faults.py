@@ -1,0 +1,271 @@
+"""Invariant 6: never a wrong byte. Whatever fails, the tensor stays, or an error names it; nothing hangs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from io_backends import PosixStore, Syscalls
+from io_backends.testing import Fault, Operation
+from support.engine import Gate, activation, chain, engine
+from support.exactness import assert_adds_up, assert_bit_equal
+from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning, StalledError, TransferError, offload_context
+
+N = 1 << 15
+
+
+def _expected(leaf: Tensor) -> Tensor:
+    plain = leaf.detach().clone().requires_grad_()
+    chain(plain + 0).sum().backward()
+    assert plain.grad is not None
+    return plain.grad
+
+
+def _fails(operation: Operation, code: int, which: Callable[[int], bool]) -> Callable[[Operation, int], Fault | None]:
+    def plan(asked: Operation, number: int) -> Fault | None:
+        if asked == operation and which(number):
+            return Fault(error=OSError(code, os.strerror(code)))
+        return None
+
+    return plan
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.ENOENT])
+@pytest.mark.parametrize("which", [lambda n: True, lambda n: n == 3, lambda n: n % 2 == 0], ids=["all", "one", "half"])
+def test_6_a_failed_write_keeps_the_tensor(code: int, which: Callable[[int], bool], scratch: Path) -> None:
+    with engine(scratch, _fails("write", code, which)) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x)
+        with pytest.warns(OffloadWarning, match="stays in memory"):
+            offload.flush()
+        stats = offload.stats()
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert stats.errors == sum(map(which, range(8)))
+        assert stats.kept_by_reason["write failed"] == stats.errors * N * 4
+        assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
+
+
+def test_6_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path) -> None:
+    """Beyond the cap what backward keeps is written after all: that fails again, of a tensor that is kept already."""
+    with engine(scratch, _fails("write", errno.EIO, lambda n: True), prefetch_bytes=0) as offload:
+        leaf, x = activation(N)
+        with pytest.warns(OffloadWarning, match="stays in memory"):  # noqa: PT031  # either may land the first
+            with offload:
+                y = chain(x)
+            offload.flush()
+        y.sum().backward(retain_graph=True)
+        offload.flush()
+        stats = offload.stats()
+        assert stats.errors > 8  # some were tried again
+        assert stats.offloaded_bytes == 0
+        assert stats.kept_by_reason == {"write failed": 8 * N * 4}
+        assert_bit_equal(leaf.grad, _expected(leaf))
+
+
+def test_6_a_failed_read_raises_and_names_the_tensor_and_a_later_one_may_succeed(scratch: Path) -> None:
+    with engine(scratch, _fails("read", errno.EIO, lambda n: n == 0), prefetch_bytes=0) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x)
+        offload.flush()
+        with pytest.raises(TransferError, match=r"float32\[32768\] #7 .131072 bytes. could not be read back.*"):
+            y.sum().backward(retain_graph=True)
+        assert leaf.grad is None
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert offload.stats().errors == 1
+
+
+def test_6_a_failed_read_ahead_is_raised_only_by_whom_it_concerns(scratch: Path) -> None:
+    with engine(scratch, _fails("read", errno.EIO, lambda n: n == 5), prefetch_bytes=1 << 30) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x)
+        offload.flush()
+        with pytest.raises(TransferError, match=r"#2 "):  # reads are in the order 7, 6, 5, 4, 3, 2
+            y.sum().backward()
+        assert leaf.grad is None
+
+
+@pytest.mark.parametrize("at_most", [4096, 8192 + 4096])
+def test_6_transfers_that_the_system_cuts_short_are_finished(at_most: int, scratch: Path) -> None:
+    real = Syscalls()
+
+    def cut(pieces):  # type: ignore[no-untyped-def]
+        address, length = pieces[0]
+        return [(address, min(length, at_most))]
+
+    syscalls = Syscalls(
+        pwritev=lambda fd, pieces, offset: real.pwritev(fd, cut(pieces), offset),
+        preadv=lambda fd, pieces, offset: real.preadv(fd, cut(pieces), offset),
+    )
+    offload = Offloader(
+        config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=PosixStore(scratch, syscalls=syscalls)
+    )
+    leaf, x = activation(N)
+    with offload:
+        y = chain(x)
+    offload.flush()
+    y.sum().backward()
+    assert_bit_equal(leaf.grad, _expected(leaf))
+    assert_adds_up(offload.stats())
+    offload.close()
+
+
+@pytest.mark.parametrize("moved", [0, 100])
+def test_6_a_short_transfer_without_an_error_is_an_error(moved: int, scratch: Path) -> None:
+    real, short = Syscalls(), [False]
+
+    def preadv(fd, pieces, offset):  # type: ignore[no-untyped-def]
+        return moved if short[0] else real.preadv(fd, pieces, offset)
+
+    store = PosixStore(scratch, syscalls=Syscalls(preadv=preadv))
+    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=store)
+    leaf, x = activation(N)
+    with offload:
+        y = chain(x)
+    offload.flush()
+    short[0] = True
+    with pytest.raises(OffloadError, match="bytes moved"):
+        y.sum().backward()
+    assert leaf.grad is None
+    offload.close()
+
+
+def test_6_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path) -> None:
+    gate = Gate("write")
+    with engine(scratch, gate, io_timeout=0.2, prefetch_bytes=0, staging_bytes=2 * N * 4) as offload:
+        leaf, x = activation(N)
+        with pytest.warns(OffloadWarning, match=r"no transfer has ended for 0\.2 s"), offload:
+            y = chain(x)  # back-pressure never ends: the rest stays in memory
+        with pytest.raises(StalledError, match="stalled"):
+            offload.flush()
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, _expected(leaf))
+        gate.open()
+    gate = Gate("read")
+    with engine(scratch, gate, io_timeout=0.2, prefetch_bytes=0) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x)
+        offload.flush()
+        with pytest.raises(StalledError, match=r"#7 .*0\.2 s"):
+            y.sum().backward()
+        gate.open()
+
+
+def test_6_a_directory_that_vanishes_before_the_first_write(scratch: Path) -> None:
+    directory = scratch / "gone"
+    directory.mkdir()
+    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=directory))
+    directory.rmdir()
+    leaf, x = activation(N)
+    with offload:
+        y = chain(x)
+    with pytest.warns(OffloadWarning, match="stay"):
+        offload.flush()
+    y.sum().backward()
+    assert_bit_equal(leaf.grad, _expected(leaf))
+    offload.close()
+
+
+def _mount(image: Path, point: Path, megabytes: int) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small file system needs root")
+    point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(megabytes << 20)
+    for command in (["mkfs.ext4", "-q", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(point)]):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{' '.join(command)} is not allowed here: {done.stderr.strip()}")
+
+
+def test_6_a_disk_that_really_runs_full(scratch: Path) -> None:
+    image, point = scratch / "image", scratch / "mounted"
+    _mount(image, point, 32)
+    try:
+        # The default budget would stop at 80% of what is free.
+        config = OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=point, nvme_budget="1GiB")
+        offload = Offloader(config=config)
+        leaf, x = activation(1 << 20)
+        with offload:
+            y = chain(x, 12)  # 48 MiB
+        with pytest.warns(OffloadWarning, match="No space left"):
+            offload.flush()
+        stats = offload.stats()
+        y.sum().backward()
+        plain = leaf.detach().clone().requires_grad_()
+        chain(plain + 0, 12).sum().backward()
+        assert_bit_equal(leaf.grad, plain.grad)
+        assert stats.errors > 0
+        assert stats.written_bytes > 8 << 20
+        offload.close()
+    finally:
+        subprocess.run(["umount", str(point)], check=True)
+
+
+def test_interpreter_exit_with_transfers_in_flight(scratch: Path) -> None:
+    code = """
+import sys, torch
+from tba import offload_context
+offload = offload_context(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0, storage_paths=sys.argv[1])
+x = torch.randn(1 << 20, requires_grad=True)
+with offload:
+    y = (x * 1).exp().exp().exp()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(scratch)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_test_store_can_corrupt(scratch: Path) -> None:
+    # Without a checksum a flipped bit arrives: this shows that the faults above reach the gradient if not caught.
+    def plan(operation: Operation, number: int) -> Fault | None:
+        return Fault(flip_byte=3) if operation == "read" else None
+
+    with engine(scratch, plan) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y = chain(x)
+        offload.flush()
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert not torch.equal(leaf.grad, _expected(leaf))
+
+
+def test_a_directory_replaced_by_a_link_into_ram_is_noticed(scratch: Path, tmp_path: Path) -> None:
+    ram = Path("/dev/shm")
+    if not ram.is_dir() or ram.stat().st_dev == scratch.stat().st_dev:
+        pytest.skip("this system has no second file system in RAM")
+    place = scratch / "place"
+    place.mkdir()
+    leaf, x = activation(N)
+    with (
+        tempfile.TemporaryDirectory(dir=ram) as elsewhere,
+        closing(offload_context(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0, storage_paths=place)) as offload,
+    ):
+        place.rmdir()
+        place.symlink_to(elsewhere)
+        said = "place' was on device .* when it was chosen and is on device .* now"
+        with pytest.warns(OffloadWarning, match=said):  # noqa: PT031  # whichever comes later than the worker warns
+            with offload:
+                y = chain(x)
+            offload.flush()
+        y.sum().backward()
+        assert leaf.grad is not None
+        assert offload.stats().written_bytes == 0
+        assert offload.stats().errors > 0

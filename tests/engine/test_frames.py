@@ -1,0 +1,153 @@
+"""Frames: every warning points at the user's own line, and a traceback may begin there."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from io_backends.testing import Fault
+from support.engine import activation, chain, engine
+from tba import OffloadWarning, _frames, _storage_path, attach, audit, offload_context
+
+
+class Line:
+    """The line of this file that a warning points at, or none."""
+
+    text = ""
+
+
+@contextmanager
+def pointed_at() -> Iterator[Line]:
+    """Fills in the line of the one warning given inside."""
+    line = Line()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield line
+    (warning,) = caught
+    assert warning.category is OffloadWarning
+    assert warning.filename == __file__
+    line.text = linecache.getline(warning.filename, warning.lineno).strip()
+
+
+def test_leaving_points_at_the_with(scratch: Path) -> None:
+    offload = offload_context(tier="nvme", storage_paths=scratch)
+    with pointed_at() as line, offload:
+        torch.ones(1)
+    assert line.text.startswith("with pointed_at() as line, ")
+    offload.close()
+
+
+def test_a_setting_points_at_the_call(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.path.realpath(scratch)
+    monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - nfs4 server:/x rw\n")
+    with pointed_at() as line:
+        offload = offload_context(tier="nvme", storage_paths=scratch)
+    assert line.text.startswith("offload = offload_context(")
+    offload.close()
+    with pointed_at() as line:
+        offload = attach(nn.Linear(1, 1), tier="nvme", storage_paths=scratch)
+    assert line.text.startswith("offload = attach(")
+    offload.close()
+
+
+def test_an_attached_model_points_at_the_forward(scratch: Path) -> None:
+    model = nn.Sequential(nn.Linear(1, 1))
+    offload = attach(model, tier="nvme", storage_paths=scratch)
+    with pointed_at() as line, torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        model(torch.ones(1))
+    assert line.text == "model(torch.ones(1))"
+    offload.close()
+
+
+def test_entering_points_at_the_with(scratch: Path) -> None:
+    offload = offload_context(tier="keep")
+    with pointed_at() as line, torch.autograd.graph.disable_saved_tensors_hooks("not here"), offload:
+        torch.ones(1)
+    assert line.text.startswith("with pointed_at() as line, ")
+    offload.close()
+
+
+def test_a_failed_write_points_at_the_flush(scratch: Path) -> None:
+    def plan(operation: str, number: int) -> Fault | None:
+        return Fault(error=OSError(5, "injected")) if operation == "write" else None
+
+    with engine(scratch, plan, prefetch_bytes=1 << 30) as offload:
+        with offload:
+            x = activation(1 << 16)[1]
+            y = chain(x, 4)
+            with pointed_at() as line:
+                offload.flush()
+        assert line.text == "offload.flush()"
+        del y
+
+
+def test_an_audit_points_at_its_call() -> None:
+    with pointed_at() as line:
+        audit(nn.LayerNorm(8), torch.randn(4, 8), loss=lambda out: out.pow(3).sum(), presets=["compact"])
+    assert line.text.startswith("audit(nn.LayerNorm(8)")
+
+
+def test_no_module_warns_but_by_the_one_way() -> None:
+    package = Path(_frames.__file__).parent
+    ways = [path.name for path in package.rglob("*.py") if "warnings.warn(" in path.read_text()]
+    assert ways == ["_frames.py"]
+
+
+def test_a_warning_holds_no_frame_that_led_to_it() -> None:
+    class Local:
+        pass
+
+    def caller() -> weakref.ref[Local]:
+        local = Local()
+        with pytest.warns(OffloadWarning, match="once"):
+            _frames.warn("once")
+        return weakref.ref(local)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
+
+
+def test_a_worker_points_at_what_the_main_thread_does() -> None:
+    worker = threading.Thread(target=_frames.warn, args=("from a worker",))
+    with pointed_at() as line:
+        worker.start()
+        worker.join()
+    assert line.text in ("worker.start()", "worker.join()")
+
+
+def test_where_no_frame_is_the_users_it_is_said_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_frames, "between", lambda file: True)
+    with pytest.warns(OffloadWarning, match="said all the same"):
+        _frames.warn("said all the same")
+
+
+def test_a_traceback_begins_at_the_users_frame() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.view(7)
+
+    error: Exception | None = None
+    try:
+        nn.Sequential(Broken())(torch.ones(3))
+    except RuntimeError as caught:
+        error = caught
+    assert error is not None
+    assert error.__traceback__ is not None
+    beneath = _frames.users_part(error.__traceback__.tb_next)  # torch's own frames lead to the forward
+    assert [frame.name for frame in traceback.extract_tb(beneath)] == ["forward"]
+    assert _frames.users_part(None) is None

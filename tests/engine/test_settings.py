@@ -1,0 +1,118 @@
+"""Settings of the I/O layer, seen from training: they bound, verify, slow down and stripe, and never change a bit."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from support.engine import activation, chain
+from support.exactness import assert_bit_equal
+from tba import ConfigError, OffloadConfig, Offloader, OffloadStats, OffloadWarning
+
+MIB = 1 << 20
+LENGTH = 6  # tensors of a chain
+
+
+def train(scratch: Path, elements: int = MIB // 4, **settings: object) -> OffloadStats:
+    """One step through the file, bit-equal to plain; returns what moved."""
+    settings = {"tier": "nvme", "min_tensor_bytes": 0, "prefetch_bytes": 0, "storage_paths": scratch, **settings}
+    offload = Offloader(config=OffloadConfig(**settings))
+    leaf, x = activation(elements)
+    with offload:
+        y = chain(x, LENGTH)
+    offload.flush()
+    y.sum().backward()
+    plain = leaf.detach().clone().requires_grad_()
+    chain(plain + 0, LENGTH).sum().backward()
+    assert_bit_equal(leaf.grad, plain.grad)
+    stats = offload.stats()
+    offload.close()
+    return stats
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's state directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_checksums_and_rates_change_nothing_but_time(scratch: Path) -> None:
+    stats = train(scratch, checksum=True, max_write_rate="1GiB/s", max_read_rate="1GiB/s")
+    assert stats.read_bytes >= stats.offloaded_bytes >= LENGTH * MIB
+    assert stats.forwarded_bytes == stats.errors == 0
+
+
+def test_several_paths_are_used_as_one(scratch: Path) -> None:
+    paths = [scratch / name for name in ("a", "b", "c")]
+    for path in paths:
+        path.mkdir()
+    stats = train(scratch, storage_paths=paths)
+    assert stats.read_bytes >= stats.offloaded_bytes >= LENGTH * MIB
+    assert [list(path.iterdir()) for path in paths] == [[], [], []]
+
+
+def test_one_of_several_paths_that_is_full_is_done_without(scratch: Path) -> None:
+    """A budget of one tensor a path: what does not fit stays in memory, and says so."""
+    for name in ("a", "b"):
+        (scratch / name).mkdir()
+    degraded = pytest.warns(RuntimeWarning, match="one of .* stores|do not fit")
+    with degraded, pytest.warns(OffloadWarning, match="do not fit .* stays in memory"):
+        stats = train(scratch, storage_paths=[scratch / "a", scratch / "b"], nvme_budget=3 * MIB)
+    assert 0 < stats.offloaded_bytes <= 3 * MIB
+    assert stats.kept_by_reason["write failed"] == stats.kept_bytes > 0
+
+
+def test_the_disk_budget_bounds_the_file(scratch: Path) -> None:
+    with pytest.warns(OffloadWarning, match="do not fit into a scratch file .* stays in memory"):
+        stats = train(scratch, nvme_budget=2 * MIB + MIB // 2)
+    assert stats.written_bytes <= 2 * MIB + MIB // 2
+    assert stats.kept_by_reason["write failed"] == stats.kept_bytes >= (LENGTH - 3) * MIB
+
+
+def test_a_budget_is_shared_by_the_ranks_of_a_node(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.warns(OffloadWarning, match="do not fit"):
+        stats = train(scratch, nvme_budget=5 * MIB)
+    assert 0 < stats.written_bytes <= 5 * MIB // 4
+
+
+def test_past_the_allowance_of_the_day_tensors_stay_and_the_next_run_knows(scratch: Path, state: Path) -> None:
+    with pytest.warns(OffloadWarning, match=r"bytes that may be written on .* have been"):
+        stats = train(scratch, max_write_bytes_per_day=2 * MIB + MIB // 2)
+    assert stats.written_today_bytes == 2 * MIB
+    assert stats.kept_by_reason == {"write allowance of the day used up": stats.kept_bytes}
+    assert stats.offloaded_bytes == 2 * MIB
+    nothing = pytest.warns(OffloadWarning, match="moved nothing.*write allowance of the day used up")
+    with nothing, pytest.warns(OffloadWarning, match=r"bytes that may be written on"):
+        again = train(scratch, max_write_bytes_per_day=2 * MIB + MIB // 2)
+    assert again.offloaded_bytes == again.written_bytes == 0
+    assert again.written_today_bytes == 2 * MIB
+
+
+def test_without_an_allowance_nothing_is_kept_about_a_run(scratch: Path, state: Path) -> None:
+    stats = train(scratch)
+    assert stats.written_today_bytes == 0
+    assert not state.exists()
+
+
+def test_kvikio_says_what_it_cannot_do(scratch: Path) -> None:
+    for name, value in (("checksum", True), ("max_write_rate", "1GiB/s"), ("max_read_rate", "1GiB/s")):
+        with pytest.raises(ConfigError, match=f"{name} was asked for with io_backend 'kvikio'"):
+            Offloader(config=OffloadConfig(tier="nvme", storage_paths=scratch, io_backend="kvikio", **{name: value}))
+
+
+def test_stats_project_what_a_day_writes(scratch: Path) -> None:
+    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=scratch))
+    assert offload.stats().projected_bytes_per_day == 0
+    _, x = activation(MIB)
+    time.sleep(1)  # a rate over less says nothing
+    with offload:
+        y = chain(x, 2)
+    offload.flush()
+    stats = offload.stats()
+    del y
+    offload.close()
+    assert stats.projected_bytes_per_day > 1000 * stats.written_bytes >= 8000 * MIB

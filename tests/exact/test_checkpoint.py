@@ -1,0 +1,159 @@
+"""Checkpointed training with the context outside or inside of what is recomputed is bit for bit plain training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from support.exactness import assert_adds_up, assert_bit_equal, assert_through_file, first_argument, run_training
+from support.zoo import FAMILIES, Family
+from tba import Offloader, offload_context
+
+KINDS = pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "nonreentrant"])
+BACKWARD = pytest.mark.parametrize("backward", ["inside", "outside"])
+FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
+
+
+class Arm:
+    """One run: where the context stands, and what the engine counted. Without `scratch`: plain PyTorch."""
+
+    def __init__(self, family: Family, use_reentrant: bool, where: str, scratch: Path | None = None) -> None:
+        self.family, self.use_reentrant, self.where, self.scratch = family, use_reentrant, where, scratch
+        self.offload: Offloader | None = None
+
+    def make_model(self) -> nn.Module:
+        model = self.family.make_model()
+        if self.scratch is not None:
+            self.offload = offload_context(model, tier="nvme", min_tensor_bytes=0, storage_paths=self.scratch)
+        for name in self.family.blocks:
+            block = model.get_submodule(name)
+            block.forward = self._recomputed(block.forward)
+        return model
+
+    def _recomputed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # The reentrant kind takes neither keywords nor nested arguments.
+            leaves, spec = tree_flatten((args, kwargs))
+            return checkpoint(partial(body, spec), *leaves, use_reentrant=self.use_reentrant)
+
+        def body(spec: Any, *leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            if self.where == "outside" or self.offload is None:
+                return forward(*args, **kwargs)
+            with self.offload:
+                out = forward(*args, **kwargs)
+            self.offload.flush()  # what the reentrant kind packs in backward goes through the file too
+            return out
+
+        return wrapped
+
+    def context(self, _: nn.Module) -> AbstractContextManager[Any]:
+        return self.offload if self.offload is not None else nullcontext()
+
+    def flush(self) -> None:
+        if self.offload is not None:
+            self.offload.flush()
+
+    def run(self, **how: Any) -> Any:
+        return run_training(self.make_model, self.family.make_batch, between=self.flush, **how)
+
+
+@FAMILY
+@KINDS
+@BACKWARD
+def test_context_around_checkpointed_blocks(family: Family, use_reentrant: bool, backward: str, scratch: Path) -> None:
+    """What the blocks take in is offloaded; what backward makes again is used at once and stays."""
+    plain = Arm(family, use_reentrant, "outside").run()
+    arm = Arm(family, use_reentrant, "outside", scratch)
+    moved = arm.run(context=arm.context, backward_inside=backward == "inside")
+    stats = arm.offload.stats()
+    arm.offload.close()
+    moved.assert_equals(plain)
+    recomputed = use_reentrant and backward == "inside"
+    kept_because = {"recomputed"} if recomputed else ()
+    assert_through_file(stats, kept_because=kept_because, unread_bytes=3 * family.unread_bytes)
+    assert stats.weight_bytes > 0
+    assert (stats.kept_by_reason.get("recomputed", 0) > 0) == recomputed
+
+
+# The reentrant kind runs its forward without gradients: seen from inside, nothing is saved until backward.
+
+
+@FAMILY
+@KINDS
+@BACKWARD
+def test_context_inside_checkpointed_blocks(family: Family, use_reentrant: bool, backward: str, scratch: Path) -> None:
+    """The non-reentrant kind then saves through the engine in forward and recomputes nothing; the other in backward.
+
+    So the first is compared with a run without checkpointing (which updates the statistics of batch norm once, too).
+    A graph that is kept may be asked again, so that what is packed in its backward goes to the file as well.
+    """
+    if use_reentrant:
+        plain = Arm(family, True, "inside").run(retain_graph=True)
+    else:
+        plain = run_training(family.make_model, family.make_batch)
+    arm = Arm(family, use_reentrant, "inside", scratch)
+    inside = {"backward_context": lambda: arm.offload} if backward == "inside" else {}
+    moved = arm.run(retain_graph=True, **inside)
+    stats = arm.offload.stats()
+    arm.offload.close()
+    moved.assert_equals(plain)
+    assert_through_file(stats)
+    assert stats.weight_bytes > 0
+
+
+@FAMILY
+def test_context_inside_reentrant_blocks_that_are_used_at_once(family: Family, scratch: Path) -> None:
+    """Without `retain_graph` nothing that is packed inside backward is worth moving: it is kept; statistics say so."""
+    plain = Arm(family, True, "inside").run()
+    arm = Arm(family, True, "inside", scratch)
+    moved = arm.run()
+    stats = arm.offload.stats()
+    arm.offload.close()
+    moved.assert_equals(plain)
+    assert_adds_up(stats)
+    assert stats.kept_bytes == stats.kept_by_reason["recomputed"] > 0
+    assert stats.offloaded_bytes == 0
+    assert stats.weight_bytes > 0
+
+
+@KINDS
+def test_context_inside_of_only_the_forward_without_a_model(use_reentrant: bool, scratch: Path) -> None:
+    """The whole loss function recomputed, under autocast, by an engine that knows no model."""
+    family = FAMILIES[0]
+
+    def train(offload: Offloader | None) -> list[Any]:
+        torch.manual_seed(7)
+        model = family.make_model().train()
+        batch = family.make_batch()
+        anchor = torch.ones((), requires_grad=True)  # the reentrant kind needs an input that requires a gradient
+
+        def loss_of(anchor: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
+            with offload if offload is not None else nullcontext():
+                loss = first_argument(model, batch) * anchor
+            if offload is not None:
+                offload.flush()
+            return loss
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = checkpoint(loss_of, anchor, *batch, use_reentrant=use_reentrant)
+        loss.backward(retain_graph=True)
+        return [loss.detach(), anchor.grad, *(p.grad for p in model.parameters())]
+
+    plain = train(None)
+    offload = offload_context(tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
+    moved = train(offload)
+    stats = offload.stats()
+    offload.close()
+    assert_bit_equal(moved, plain)
+    assert_through_file(stats)
+    assert stats.weight_bytes > 0

@@ -1,0 +1,193 @@
+"""Compiled blocks with their activations through the file are bit for bit the same compiled blocks without.
+
+The hooks stand outside of the compiled region: it packs all it saves after its forward and unpacks all of it when its
+backward begins. Inductor may then overwrite what it was given (donated buffers), which each case counts in a probe.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch._inductor import config as inductor_config
+
+from benchmarks.gpt import Block, GPTConfig
+from support.exactness import adamw, assert_bit_equal, assert_through_file
+from support.zoo import ConvBlock
+from tba import Offloader, OffloadStats, offload_context
+
+pytestmark = [
+    # From the compiler itself.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+BATCH, SEQUENCE, WIDTH = 2, 16, 32
+
+
+class Llama(nn.Module):
+    """One decoder layer of Llama with its rotary embedding: [B, S, W] -> [B, S, W]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = transformers.LlamaConfig(
+            vocab_size=61,
+            hidden_size=WIDTH,
+            intermediate_size=2 * WIDTH,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=SEQUENCE,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+        model = transformers.LlamaModel(config)
+        self.layer, self.rotary = model.layers[0], model.rotary_emb
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1]).unsqueeze(0)
+        out: Tensor = self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
+        return out
+
+
+def _gpt() -> nn.Module:
+    return Block(GPTConfig(layers=1, width=WIDTH, heads=2, sequence=SEQUENCE, vocab=61, dropout=0.1))
+
+
+def _mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh()
+    )
+
+
+BLOCKS = {
+    "gpt": (_gpt, (BATCH, SEQUENCE, WIDTH)),
+    "llama": (Llama, (BATCH, SEQUENCE, WIDTH)),
+    "conv": (lambda: ConvBlock(8), (BATCH, 8, 8, 8)),
+    "mlp": (_mlp, (BATCH, SEQUENCE, WIDTH)),
+}
+# Blocks whose backward, compiled by inductor, writes to some of what it is given.
+DONATES = {"gpt", "llama", "conv"}
+WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++")
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, WITH_COMPILER])]
+BLOCK = pytest.mark.parametrize("name", BLOCKS)
+
+
+@pytest.fixture(scope="module")
+def _compiled_code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.fixture(autouse=True)
+def _own_compiler(_compiled_code: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache of compiled code that starts empty, and no pool of compiling processes that outlives the tests."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(_compiled_code))
+    torch.compiler.reset()
+    with inductor_config.patch(compile_threads=1):
+        yield
+    torch.compiler.reset()
+
+
+def _step(compiled: nn.Module, shape: tuple[int, ...], offload: Offloader | None = None) -> tuple[Tensor, Tensor]:
+    """Two uses of the block with an eager operator between, so that both kinds of backward share a saved tensor."""
+    leaf = torch.randn(shape, requires_grad=True)
+    with offload if offload is not None else nullcontext():
+        middle = compiled(leaf * 1)
+        loss = (compiled(middle * middle.sigmoid()) * torch.randn(shape)).mean()
+    if offload is not None:
+        offload.flush()
+    loss.backward()
+    assert leaf.grad is not None
+    return loss.detach(), leaf.grad
+
+
+def _train(block: nn.Module, compiled: nn.Module, shape: tuple[int, ...], offload: Offloader | None = None) -> Any:
+    start = copy.deepcopy(block.state_dict())
+    torch.manual_seed(7)
+    optimizer = adamw(block.parameters())
+    results = []
+    for _ in range(3):
+        loss, gradient = _step(compiled, shape, offload)
+        results.append([loss, gradient, *(p.grad.clone() for p in block.parameters() if p.grad is not None)])
+        optimizer.step()
+        optimizer.zero_grad()
+    end = {name: tensor.clone() for name, tensor in block.state_dict().items()}
+    block.load_state_dict(start)
+    return [results, end]
+
+
+def _overwritten(compiled: nn.Module, shape: tuple[int, ...]) -> int:
+    """How many tensors that unpack returned the backward has written to."""
+    handed: list[tuple[Tensor, Tensor]] = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        handed.append((tensor.clone(), tensor.clone()))
+        return handed[-1][0]
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, unpack):
+        loss = compiled(torch.randn(shape, requires_grad=True) * 1).square().mean()
+    loss.backward()
+    assert handed
+    return sum(not torch.equal(given, before) for given, before in handed)
+
+
+def _compare(name: str, backend: str, scratch: Path) -> tuple[nn.Module, tuple[int, ...]]:
+    make, shape = BLOCKS[name]
+    torch.manual_seed(5)
+    block = make().train()
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    plain = _train(block, compiled, shape)
+    assert_bit_equal(_train(block, compiled, shape), plain, "plain against itself:")
+    with torch.compiler.set_stance("fail_on_recompile"):  # the hooks are invisible to the compiler
+        offload = offload_context(block, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
+        moved = _train(block, compiled, shape, offload)
+    stats = offload.stats()
+    offload.close()
+    assert_bit_equal(moved, plain)
+    assert_through_file(stats)
+    assert stats.weight_bytes > 0
+    return compiled, shape
+
+
+def _moved(model: nn.Module, block: nn.Module, scratch: Path) -> OffloadStats:
+    """What a step of `block`, which is `model` or that compiled, moves."""
+    leaf = torch.randn(BATCH, SEQUENCE, 8 * WIDTH, requires_grad=True)
+    with offload_context(model, tier="nvme", min_tensor_bytes=4096, storage_paths=scratch) as offload:
+        loss = block(leaf * 1).square().mean()
+    offload.flush()
+    loss.backward()
+    stats = offload.stats()
+    offload.close()
+    return stats
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
+def test_a_compiled_block_writes_what_the_block_writes(backend: str, scratch: Path) -> None:
+    block = Block(GPTConfig(layers=1, width=8 * WIDTH, heads=2, sequence=SEQUENCE))
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    eager, moved = _moved(block, block, scratch), _moved(block, compiled, scratch)
+    assert moved.read_bytes == moved.written_bytes
+    assert 0.9 * eager.written_bytes < moved.written_bytes < 1.03 * eager.written_bytes
+
+
+@BLOCK
+def test_aot_eager_block_is_exact(name: str, scratch: Path) -> None:
+    _compare(name, "aot_eager", scratch)
+
+
+@BLOCK
+@pytest.mark.slow
+@WITH_COMPILER
+def test_inductor_block_is_exact(name: str, scratch: Path) -> None:
+    compiled, shape = _compare(name, "inductor", scratch)
+    if name in DONATES:
+        assert _overwritten(compiled, shape) > 0

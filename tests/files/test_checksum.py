@@ -1,0 +1,141 @@
+"""Checksums: a changed bit anywhere is found on reading and named, and nothing else changes."""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from io_backends import Corrupted, PosixStore, Syscalls, _checksum, _layout
+from support.stores import WAIT_S, Pieces, buffer_of, empty_at, pattern_at, read_back, write
+
+MIB = 1 << 20
+REAL = Syscalls()
+
+
+class Flipping:
+    """Reads after which the bits of `masks` are inverted: {offset in the file: mask}."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, int] = {}
+
+    def __call__(self, fd: int, pieces: Pieces, offset: int) -> int:
+        moved = REAL.preadv(fd, pieces, offset)
+        begin = offset
+        for address, length in pieces:
+            for where, mask in self.masks.items():
+                if begin <= where < begin + length:
+                    ctypes.c_ubyte.from_address(address + where - begin).value ^= mask
+            begin += length
+        return moved
+
+
+@pytest.fixture
+def flipping() -> Flipping:
+    return Flipping()
+
+
+@pytest.fixture
+def store(scratch: Path, flipping: Flipping) -> Iterator[PosixStore]:
+    store = PosixStore(scratch, checksum=True, threads=3, syscalls=Syscalls(preadv=flipping))
+    yield store
+    store.close()
+
+
+def test_the_digest_is_xxh3_over_the_memory_itself() -> None:
+    array = pattern_at(3, 100_000)
+    for begin, end in ((0, 100_000), (1, 2), (77, 4000)):
+        found = _checksum.digest()(array.ctypes.data + begin, end - begin)
+        assert found == xxhash.xxh3_64_intdigest(array[begin:end].tobytes())
+
+
+@pytest.mark.parametrize("nbytes", [1, 5000, 4 * MIB + 3, 17 * MIB + 11])
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_flipped_bit_is_found_and_named(store: PosixStore, flipping: Flipping, nbytes: int, padded: bool) -> None:
+    array = pattern_at(100, nbytes)
+    ticket = write(store, array)
+    location = ticket.location
+    chunks = _layout.chunks(location.skew + nbytes, store.alignment)
+    assert len(location.sums) == chunks
+    for place in {0, nbytes // 2, nbytes - 1}:
+        flipping.masks = {location.offset + location.skew + place: 1 << place % 8}
+        with pytest.raises(Corrupted) as caught:
+            read_back(store, ticket, padded=padded)
+        chunk = min(chunks - 1, (location.skew + place) // _layout.CHUNK_BYTES)
+        first, last = _layout.chunk_payload(chunk, location.skew, nbytes, store.alignment)
+        assert first <= place < last
+        text = str(caught.value)
+        assert f"bytes {first} to {last} of {nbytes}, read at offset {location.offset}" in text
+        assert f"written with {location.sums[chunk]:016x}" in text
+        assert str(store.directory) in text
+    flipping.masks = {}
+    assert np.array_equal(read_back(store, ticket, padded=padded), array)
+
+
+def test_a_bit_of_the_padding_is_nobody_s(store: PosixStore, flipping: Flipping) -> None:
+    array = pattern_at(100, 5000)
+    ticket = write(store, array)
+    flipping.masks = {ticket.location.offset + byte: 0xFF for byte in (0, 99 % store.alignment, 100 + 5000)}
+    if store.alignment > 100:
+        assert np.array_equal(read_back(store, ticket), array)
+
+
+@pytest.mark.parametrize("idle_at_write", [0, 2])
+@pytest.mark.parametrize("idle_at_read", [0, 2])
+def test_sums_are_the_same_however_many_workers_share_a_transfer(
+    store: PosixStore, monkeypatch: pytest.MonkeyPatch, idle_at_write: int, idle_at_read: int
+) -> None:
+    array = pattern_at(511, 25 * MIB + 3)
+    monkeypatch.setattr(store._workers, "idle", lambda: idle_at_write)
+    ticket = write(store, array)
+    monkeypatch.setattr(store._workers, "idle", lambda: idle_at_read)
+    assert np.array_equal(read_back(store, ticket), array)
+    assert len(ticket.location.sums) == 7
+
+
+def test_every_size_and_address_comes_back(store: PosixStore) -> None:
+    for nbytes in (0, 1, 511, 512, 513, 4096, 100_000):
+        for skew in (0, 1, 511, 4095):
+            array = pattern_at(skew, nbytes)
+            ticket = write(store, array)
+            for padded in (True, False):
+                assert np.array_equal(read_back(store, ticket, padded=padded), array)
+
+
+def test_what_another_write_put_there_is_found(store: PosixStore, scratch: Path) -> None:
+    """As by a store that gives a range out twice: the bytes are good, but not those that were written here."""
+    first, second = (write(store, pattern_at(0, 8192, seed)) for seed in range(2))
+    stolen = first.location._replace(offset=second.location.offset)
+    target = empty_at(0, 8192)
+    with pytest.raises(Corrupted):
+        store.read(stolen, buffer_of(target)).wait(WAIT_S)
+
+
+def test_without_checksums_nothing_is_hashed(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_checksum, "sums", None)
+    store = PosixStore(scratch)
+    array = pattern_at(3, 5000)
+    ticket = write(store, array)
+    assert ticket.location.sums == ()
+    assert np.array_equal(read_back(store, ticket), array)
+    store.close()
+
+
+def test_a_missing_package_is_named(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real: Callable[..., Any] = builtins.__import__
+
+    def absent(name: str, *arguments: Any) -> Any:
+        if name == "xxhash":
+            raise ImportError("no module")
+        return real(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(ImportError, match="checksum=True needs the package xxhash: pip install xxhash"):
+        PosixStore(scratch, checksum=True)
+    PosixStore(scratch).close()

@@ -1,0 +1,102 @@
+"""On a GPU: an in-place edit of a saved tensor is noticed while its copy is under way, and legal afterwards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engine import Gate, save
+from support.exactness import assert_bit_equal
+from support.gpu import gpu_only, leaf_of, offloader, open_device, scribble
+
+pytestmark = gpu_only
+
+MODIFIED = "modified by an inplace operation"
+both_tiers = pytest.mark.parametrize("tier", ["nvme", "cpu"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device() -> None:
+    open_device()
+
+
+def activation() -> tuple[Tensor, Tensor]:
+    leaf = leaf_of()
+    return leaf, leaf * 1
+
+
+@both_tiers
+def test_an_edit_while_the_write_is_held_back_is_noticed(tier: str, scratch: Path) -> None:
+    gate = Gate("write")
+    with offloader(tier, scratch, gate, prefetch_bytes=0) as offload:
+        leaf, x = activation()
+        with offload:
+            y = save(x)
+        with torch.no_grad():
+            x.add_(1)
+        gate.open()
+        offload.flush()  # nothing is raised here
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                y.sum().backward()
+        assert leaf.grad is None
+
+
+@both_tiers
+def test_an_edit_while_the_copy_is_held_back_is_noticed(
+    tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = sys.modules["tba._streams"]
+    real = streams._side_stream
+
+    def held_back(device: torch.device, direction: str) -> torch.cuda.Stream:
+        stream: torch.cuda.Stream = real(device, direction)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)  # a tenth of a second
+        return stream
+
+    with offloader(tier, scratch, prefetch_bytes=0) as offload:
+        _, x = activation()
+        with monkeypatch.context() as patched, offload:
+            patched.setattr(streams, "_side_stream", held_back)
+            y = save(x)
+        with torch.no_grad():  # leaving the context has queued the copy, behind the sleep
+            x.add_(1)
+        offload.flush()
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            y.sum().backward()
+
+
+@both_tiers
+def test_an_edit_after_the_copy_has_finished_does_not_reach_it(tier: str, scratch: Path) -> None:
+    with offloader(tier, scratch) as offload:
+        leaf, x = activation()
+        with offload:
+            y = save(x)
+        offload.flush()
+        with torch.no_grad():
+            x.zero_()
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, 2 * leaf.detach())
+
+
+@both_tiers
+def test_a_storage_emptied_while_the_write_is_held_back_becomes_an_alias(tier: str, scratch: Path) -> None:
+    gate = Gate("write")
+    with offloader(tier, scratch, gate, prefetch_bytes=0) as offload:
+        leaf, x = activation()
+        nbytes, content = x.untyped_storage().nbytes(), x.detach().clone()
+        with offload:
+            y = save(x)
+        x.untyped_storage().resize_(0)
+        scribble(content)
+        gate.open()
+        offload.flush()
+        x.untyped_storage().resize_(nbytes)  # as FSDP does, with the content back in time
+        x.data.copy_(content)
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, 2 * content)

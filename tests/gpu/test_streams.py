@@ -1,0 +1,368 @@
+"""On a GPU: whatever is late and on whatever stream, every byte is right; and no hook stops the whole device."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from io_backends.testing import Fault, Operation
+from support.engine import Gate
+from support.exactness import assert_bit_equal
+from support.gpu import (
+    DEVICE,
+    MIB,
+    NBYTES,
+    Delays,
+    LateCosine,
+    gpu_only,
+    late_net,
+    leaf_of,
+    no_sleep,
+    offloader,
+    open_device,
+    scribble,
+)
+from tba import Offloader, OffloadWarning
+
+pytestmark = gpu_only
+
+LAYERS = 10
+CAPS = {"no read-ahead": 0, "a little": 3 * NBYTES, "all": 1 << 30}
+both_tiers = pytest.mark.parametrize("tier", ["nvme", "cpu"])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device() -> None:
+    open_device()
+
+
+def plain_gradient(net: Callable[[Tensor], Tensor], seed: int = 0) -> Tensor:
+    leaf = leaf_of(seed)
+    net(leaf * 1).sum().backward()
+    torch.cuda.synchronize()
+    assert leaf.grad is not None
+    assert bool(leaf.grad.isfinite().all())
+    return leaf.grad
+
+
+@both_tiers
+@pytest.mark.parametrize("cap", CAPS)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_are_exact_with_random_delays(
+    seed: int, cap: str, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    delays = Delays(seed, monkeypatch)
+    settings = {"prefetch_bytes": CAPS[cap], "staging_bytes": 4 * NBYTES}
+    with offloader(tier, scratch, delays.plan, **settings) as offload:
+        for flushed in (False, True, False):  # the third along an order learned twice
+            leaf = leaf_of()
+            with offload:
+                y = late_net(leaf * 1, LAYERS, delays.sleep)
+            if flushed:
+                offload.flush()
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, expected)
+        stats = offload.stats()
+    assert delays.copies > 2 * LAYERS
+    assert stats.read_bytes >= 2 * LAYERS * NBYTES
+    assert stats.errors == 0
+
+
+@both_tiers
+def test_forward_and_backward_each_on_a_stream_of_its_own(
+    tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    delays = Delays(1, monkeypatch)
+    first, second, usual = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+    with offloader(tier, scratch, prefetch_bytes=3 * NBYTES) as offload:
+        for _ in range(3):
+            leaf = leaf_of()
+            first.wait_stream(usual)
+            with torch.cuda.stream(first), offload:
+                y = late_net(leaf * 1, LAYERS, delays.sleep)
+            offload.flush()
+            second.wait_stream(first)
+            with torch.cuda.stream(second):
+                y.sum().backward()
+            usual.wait_stream(second)
+            assert_bit_equal(leaf.grad, expected)
+        assert offload.stats().read_bytes >= 3 * 2 * LAYERS * NBYTES
+
+
+class Elsewhere(LateCosine):
+    """Reads what it saved on a stream that is not the one its backward runs on."""
+
+    stream: torch.cuda.Stream
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        here, there = torch.cuda.current_stream(), Elsewhere.stream
+        there.wait_stream(here)
+        with torch.cuda.stream(there):
+            x, inner = ctx.saved_tensors
+            ctx.sleep()
+            result = gradients[0] * inner.cos() * -x.sin()
+        gradients[0].record_stream(there)
+        here.wait_stream(there)
+        result.record_stream(here)
+        return result, None
+
+
+@both_tiers
+@pytest.mark.parametrize("cap", CAPS)
+def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
+    cap: str, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net(x: Tensor, sleep: Callable[[], None] = no_sleep) -> Tensor:
+        for _ in range(LAYERS):
+            result = Elsewhere.apply(x * 1.01, sleep)
+            assert isinstance(result, Tensor)
+            x = result
+            scribble(x)
+        return x
+
+    Elsewhere.stream = torch.cuda.Stream()
+    expected = plain_gradient(net)
+    delays = Delays(2, monkeypatch)
+    with offloader(tier, scratch, prefetch_bytes=CAPS[cap]) as offload:
+        for _ in range(3):
+            leaf = leaf_of()
+            with offload:
+                y = net(leaf * 1, delays.sleep)
+            offload.flush()
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, expected)
+
+
+@both_tiers
+def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def net(x: Tensor, other: torch.cuda.Stream, sleep: Callable[[], None] = no_sleep) -> Tensor:
+        here = torch.cuda.current_stream()
+        for _ in range(LAYERS):
+            shared = x * 1.01
+            other.wait_stream(here)
+            with torch.cuda.stream(other):
+                one = LateCosine.apply(shared, sleep)
+            two = LateCosine.apply(shared, sleep)
+            del shared
+            scribble(x)
+            here.wait_stream(other)
+            x = one + two
+            one.record_stream(here)
+        return x
+
+    stream = torch.cuda.Stream()
+    expected = plain_gradient(lambda x: net(x, stream))
+    delays = Delays(3, monkeypatch)
+    with offloader(tier, scratch, prefetch_bytes=3 * NBYTES, staging_bytes=4 * NBYTES) as offload:
+        for _ in range(2):
+            leaf = leaf_of()
+            with offload:
+                y = net(leaf * 1, stream, delays.sleep)
+            offload.flush()
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, expected)
+        assert offload.stats().duplicate_bytes == 2 * LAYERS * NBYTES
+
+
+@both_tiers
+def test_two_forwards_before_their_backwards(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [plain_gradient(lambda x: late_net(x, LAYERS), seed) for seed in (0, 1)]
+    delays = Delays(4, monkeypatch)
+    with offloader(tier, scratch, delays.plan, prefetch_bytes=3 * NBYTES) as offload:
+        for _ in range(2):
+            leaves = [leaf_of(0), leaf_of(1)]
+            with offload:
+                results = [late_net(leaf * 1, LAYERS, delays.sleep) for leaf in leaves]
+            for y in results:
+                y.sum().backward()
+            assert_bit_equal([leaf.grad for leaf in leaves], expected)
+
+
+@both_tiers
+@pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "at once"])
+def test_a_graph_kept_under_a_small_cap_gives_the_same_again(
+    flushed: bool, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    delays = Delays(5, monkeypatch)
+    cap = 3 * NBYTES
+    with offloader(tier, scratch, prefetch_bytes=cap, staging_bytes=cap) as offload:
+        leaf = leaf_of()
+        with offload:
+            y = late_net(leaf * 1, LAYERS, delays.sleep)
+        if flushed:
+            offload.flush()
+        for _ in range(3):
+            (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
+            assert_bit_equal(gradient, expected)
+            assert offload.stats().resident_bytes <= cap
+            scribble(gradient)
+
+
+def test_backwards_of_several_threads_do_not_disturb_one_another(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    delays = Delays(6, monkeypatch)
+    gradients: list[Tensor | None] = [None] * 3
+    with offloader("nvme", scratch, prefetch_bytes=3 * NBYTES) as offload:
+        ready = torch.cuda.Event()
+
+        def step(index: int) -> None:
+            stream = torch.cuda.Stream(DEVICE)
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                leaf = leaf_of()
+                with offload:
+                    y = late_net(leaf * 1, LAYERS, delays.sleep)
+                y.sum().backward()
+                stream.synchronize()
+            gradients[index] = leaf.grad
+
+        ready.record()
+        threads = [threading.Thread(target=step, args=(index,)) for index in range(len(gradients))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+    for gradient in gradients:
+        assert_bit_equal(gradient, expected)
+
+
+# -- what the hooks may not do -----------------------------------------------------------------------------------------
+
+
+@both_tiers
+def test_no_hook_waits_for_the_device(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("a hook synchronises")
+
+    real = torch.cuda.Event.synchronize
+
+    def on_workers_only(event: torch.cuda.Event) -> None:
+        assert threading.current_thread().name.startswith("tba-"), "a hook waits for an event"
+        real(event)
+
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    with offloader(tier, scratch, prefetch_bytes=3 * NBYTES) as offload:
+        leaf = leaf_of()
+        for number in range(2):
+            with monkeypatch.context() as patched:  # `close` may wait
+                if number:  # the first step makes streams, pinned memory and the file
+                    patched.setattr(torch.cuda, "synchronize", forbidden)
+                    patched.setattr(torch.cuda.Stream, "synchronize", forbidden)
+                    patched.setattr(torch.cuda.Event, "synchronize", on_workers_only)
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    leaf.grad = None
+                    with offload:
+                        y = late_net(leaf * 1, LAYERS)
+                    y.sum().backward()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        assert offload.stats().read_bytes > 0
+    assert_bit_equal(leaf.grad, expected)
+
+
+def test_capturing_a_cuda_graph_passes_through(scratch: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)).to(DEVICE)
+    x = torch.randn(32, 64, device=DEVICE)
+
+    def step(offload: Offloader) -> None:
+        with offload:
+            loss = model(x).square().mean()
+        loss.backward()
+
+    with offloader("nvme", scratch, model=model) as offload:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # as PyTorch asks for before a capture
+                step(offload)
+                model.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(side)
+        offload.flush()  # nothing is under way while a graph is recorded
+        before = offload.stats()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(offload)
+        after = offload.stats()
+        assert before.offloaded_bytes > 0
+        assert after.offloaded_bytes == before.offloaded_bytes
+        assert after.kept_by_reason["CUDA graph capture"] > 0
+        with torch.no_grad():
+            x.copy_(torch.randn(32, 64))
+        graph.replay()
+        replayed = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        torch.testing.assert_close(replayed, list(expected))  # a captured matrix product may be another kernel
+        step(offload)  # and afterwards the engine works again
+        assert offload.stats().offloaded_bytes > after.offloaded_bytes
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@both_tiers
+def test_a_graph_over_two_devices_restores_to_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def net(x: Tensor, sleep: Callable[[], None] = no_sleep) -> Tensor:
+        for device in (1, 0, 1, 0):
+            with torch.cuda.device(device):
+                x = late_net(x.to(f"cuda:{device}"), 3, sleep)
+        return x
+
+    expected = plain_gradient(net)
+    delays = Delays(7, monkeypatch)
+    with offloader(tier, scratch, prefetch_bytes=8 * NBYTES) as offload:
+        for _ in range(3):
+            leaf = leaf_of()
+            with offload:
+                y = net(leaf * 1, delays.sleep)
+            offload.flush()
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, expected)
+
+
+def test_reads_held_back_are_waited_for(scratch: Path) -> None:
+    expected = plain_gradient(lambda x: late_net(x, 4))
+    gate = Gate("read")
+    with offloader("nvme", scratch, gate, prefetch_bytes=16 * MIB) as offload:
+        leaf = leaf_of()
+        with offload:
+            y = late_net(leaf * 1, 4)
+        offload.flush()
+        opener = threading.Timer(0.2, gate.open)
+        opener.start()
+        y.sum().backward()
+        opener.join()
+        assert offload.stats().wait_s > 0
+        assert_bit_equal(leaf.grad, expected)
+
+
+def test_a_write_that_fails_leaves_the_tensor_on_the_device(scratch: Path) -> None:
+    def plan(operation: Operation, number: int) -> Fault | None:
+        return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" and number % 3 == 1 else None
+
+    expected = plain_gradient(lambda x: late_net(x, LAYERS))
+    with offloader("nvme", scratch, plan, prefetch_bytes=0) as offload:
+        leaf = leaf_of()
+
+        def forward() -> Tensor:
+            with offload:
+                y = late_net(leaf * 1, LAYERS)
+            offload.flush()
+            return y
+
+        with pytest.warns(OffloadWarning, match="stays in memory"):
+            y = forward()
+        y.sum().backward()
+        assert_bit_equal(leaf.grad, expected)
+        assert offload.stats().errors >= len(range(1, 2 * LAYERS, 3))

@@ -1,0 +1,116 @@
+"""What the engine's tests share: engines over a store that a test holds back or breaks, and small graphs to save."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compact import PRESETS, Quantized
+from io_backends import Buffer, HostArena, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
+from io_backends.testing import Fault, FaultyStore, Operation
+from tba import OffloadConfig, Offloader
+
+# Whatever is saved becomes smaller, and loses a little.
+ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
+
+
+def _striped(scratch: Path, threads: int) -> Store:
+    stores = [PosixStore(scratch, threads=threads) for _ in range(2)]
+    for store in stores:  # both files have their first blocks before a test looks
+        memory = torch.zeros(1)
+        ticket = store.write(Buffer(memory.data_ptr(), memory.nbytes, memory))
+        ticket.wait()
+        store.discard(ticket)
+    return StripedStore(stores)
+
+
+def _two_level(scratch: Path, threads: int) -> Store:
+    # Host memory for a few small tensors: most are spilled.
+    host = HostStore(arena=HostArena(1 << 20, segment_bytes=1 << 16))
+    return TwoLevelStore(host, PosixStore(scratch, threads=threads), 1 << 16, threads=threads)
+
+
+# What the engine's tests run over; `engine/test_stores.py` runs them over each.
+STORES: dict[str, Callable[[Path, int], Store]] = {
+    "posix": lambda scratch, threads: PosixStore(scratch, threads=threads),
+    "checksum": lambda scratch, threads: PosixStore(scratch, threads=threads, checksum=True),
+    "striped": _striped,
+    "host": lambda scratch, threads: HostStore(arena=HostArena(1 << 30), threads=threads),
+    "two-level": _two_level,
+}
+
+
+@contextmanager
+def engine(
+    scratch: Path,
+    plan: Callable[[Operation, int], Fault | None] | None = None,
+    *,
+    model: torch.nn.Module | None = None,
+    threads: int = 1,
+    **settings: Any,
+) -> Iterator[Offloader]:
+    """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
+    store = STORES[os.environ.get("ENGINE_TEST_STORE", "posix")](scratch, threads)
+    if plan is not None:
+        store = FaultyStore(store, plan)
+    config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
+    offload = Offloader(model, config, store=store)
+    try:
+        yield offload
+    finally:
+        offload.close()
+
+
+class Gate:
+    """A plan that holds back every transfer of one kind until `open()`."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+        self._event = threading.Event()
+
+    def __call__(self, operation: Operation, number: int) -> Fault | None:
+        return Fault(gate=self._event) if operation == self._operation else None
+
+    def open(self) -> None:
+        self._event.set()
+
+
+class Square(torch.autograd.Function):
+    """x -> x^2; saves exactly its input, and only after its own computation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.detach() ** 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradients[0]
+
+
+def save(x: Tensor) -> Tensor:
+    """A graph whose only saved tensor is `x`."""
+    result = Square.apply(x)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def activation(*size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A leaf and a non-leaf copy of it (the copy's own node saves nothing)."""
+    leaf = torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return leaf, leaf + 0
+
+
+def chain(x: Tensor, length: int = 8) -> Tensor:
+    """A graph that saves `length` tensors the size of `x`, none of them a leaf."""
+    for _ in range(length):
+        x = save(x * 1)
+    return x

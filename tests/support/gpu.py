@@ -1,0 +1,208 @@
+"""What the GPU tests share: engines for each tier, a training run, networks with work that starts late.
+
+Everything is made anew in each test and sized for seconds. cuBLAS reads its workspace from the environment when it is
+first used, so importing this module sets it: results are then the same to the bit from run to run.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from io_backends import HostStore, PosixStore, Store
+from io_backends.testing import Fault, FaultyStore, Operation
+from support.exactness import Run
+from tba import OffloadConfig, Offloader, OffloadStats
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+
+DEVICE = torch.device("cuda", 0)
+TIERS = ("nvme", "cpu", "auto")
+IN_HOST_MEMORY = "already in host memory"
+MIB = 1 << 20
+ELEMENTS = 1 << 18
+NBYTES = 4 * ELEMENTS  # of one saved tensor, where a test does not say otherwise
+
+# A test that cannot be decided here says so; one that promises a device (`make gpu`) shows the reason at its end.
+gpu_only = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no CUDA device"),
+    # Other libraries' warnings differ from machine to machine; ours are errors where they are not expected.
+    pytest.mark.filterwarnings("default", "error::tba.OffloadWarning"),
+]
+
+
+def open_device() -> None:
+    """Load the libraries, so that threads and files they keep are there before a test looks for its own."""
+    x = torch.ones(8, 8, 8, 8, device=DEVICE, requires_grad=True)
+    torch.nn.functional.conv2d(x, x).sum().backward()
+    (x[0, 0] @ x[0, 0]).sum().backward()
+    torch.empty(8, pin_memory=True)
+    torch.cuda.synchronize()
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Only kernels that give the same bits in every run; fresh memory is filled with NaN, so nothing works by luck."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
+@contextmanager
+def offloader(
+    tier: str,
+    scratch: Path,
+    plan: Callable[[Operation, int], Fault | None] | None = None,
+    *,
+    model: nn.Module | None = None,
+    **settings: Any,
+) -> Iterator[Offloader]:
+    """An engine that moves everything (tier "auto" by a budget of nothing); `plan` disturbs the store's transfers."""
+    fixed: dict[str, Any] = {"tier": tier, "min_tensor_bytes": 0, "storage_paths": scratch}
+    if tier == "auto":
+        fixed["memory_budget"] = 0
+    store: Store | None = None
+    if plan is not None:
+        store = FaultyStore(HostStore() if tier == "cpu" else PosixStore(scratch), plan)
+    offload = Offloader(model, OffloadConfig(**(fixed | settings)), store=store)
+    try:
+        yield offload
+    finally:
+        offload.close()
+
+
+def train(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[], tuple[Tensor, ...]],
+    offload_of: Callable[[nn.Module], Offloader] | None = None,
+    *,
+    autocast: bool = False,
+    steps: int = 3,
+    seed: int = 7,
+) -> Run:
+    """Some steps from a fixed seed; with an engine every saved tensor is flushed between forward and backward."""
+    torch.manual_seed(seed)
+    model = make_model().to(DEVICE).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    offload = offload_of(model) if offload_of is not None else None
+    run = Run()
+    for _ in range(steps):
+        batch = [part.to(DEVICE) for part in make_batch()]
+        with (
+            offload if offload is not None else nullcontext(),
+            torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=autocast),
+        ):
+            loss = model(*batch)
+        if offload is not None:
+            offload.flush()
+        loss.backward()
+        run.losses.append(loss.detach().clone())
+        run.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return run
+
+
+def assert_moved(stats: OffloadStats, tier: str) -> None:
+    """All that was saved, weights apart, went to the tier and was brought back from there."""
+    assert stats.saved_bytes == (
+        stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
+    ), stats
+    # A kernel may save a seed or a count that lives in host memory; tier "cpu" has nothing to gain by moving it.
+    kept = {reason: nbytes for reason, nbytes in stats.kept_by_reason.items() if nbytes}
+    assert set(kept) <= ({IN_HOST_MEMORY} if tier == "cpu" else set()), stats
+    assert kept.get(IN_HOST_MEMORY, 0) < 4096, stats
+    assert stats.offloaded_bytes > 0, stats
+    assert stats.forwarded_bytes == 0, stats
+    assert stats.written_bytes >= stats.offloaded_bytes, stats
+    assert stats.read_bytes >= stats.offloaded_bytes, stats
+    assert stats.errors == 0, stats
+
+
+def leaf_of(seed: int = 0, elements: int = ELEMENTS) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def no_sleep() -> None:
+    """In place of `Delays.sleep` where nothing is to be late."""
+
+
+class LateCosine(torch.autograd.Function):
+    """x -> sin(cos(x)). Saves what it was given and what it made; both its kernels start late."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sleep: Callable[[], None]) -> Tensor:
+        sleep()
+        inner = x.cos()
+        ctx.save_for_backward(x, inner)
+        ctx.sleep = sleep
+        return inner.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        x, inner = ctx.saved_tensors
+        ctx.sleep()
+        return gradients[0] * inner.cos() * -x.sin(), None
+
+
+def scribble(like: Tensor) -> None:
+    """What later operators do: take memory that has come free on this stream, and write to it."""
+    for _ in range(3):
+        torch.full_like(like, float("nan"))
+
+
+def late_net(x: Tensor, layers: int, sleep: Callable[[], None] = no_sleep) -> Tensor:
+    """Saves two tensors the size of `x` a layer, and lets others into all memory that is freed meanwhile."""
+    for _ in range(layers):
+        result = LateCosine.apply(x * 1.01, sleep)
+        assert isinstance(result, Tensor)
+        x = result
+        scribble(x)
+    return x
+
+
+class Delays:
+    """Work of random length, ahead of whatever is queued next: what depends on luck in timing then fails.
+
+    `sleep` is for operators to call; while installed, every copy of the engine's side streams starts late as well, and
+    so does every transfer of the store that has `plan`.
+    """
+
+    MAX_CYCLES = 1_000_000  # half a millisecond at 2 GHz: some twenty times a kernel or a copy of these tests
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._chance = random.Random(seed)
+        self.copies = 0
+        streams = sys.modules["tba._streams"]  # the one seam through which every copy gets its stream
+        real = streams._side_stream
+
+        def late(device: torch.device, direction: str) -> Any:
+            stream = real(device, direction)
+            with torch.cuda.stream(stream):
+                self.sleep()
+            self.copies += 1
+            return stream
+
+        monkeypatch.setattr(streams, "_side_stream", late)
+
+    def sleep(self) -> None:
+        torch.cuda._sleep(self._chance.randrange(self.MAX_CYCLES))
+
+    def plan(self, operation: Operation, number: int) -> Fault | None:
+        return Fault(delay_s=self._chance.random() * 1e-3)

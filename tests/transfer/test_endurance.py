@@ -1,0 +1,345 @@
+"""Endurance allowance: what is counted and declined, for which day, and a file that cannot be kept."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sqlite3
+import warnings
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from support.endurance import DAY_S, NOON, Clock, allowance, counts, the_file
+from tba import ClosedError, OffloadWarning, _endurance, _storage_path
+from tba._endurance import SYNC_S, Allowance, file_name, projected_bytes_per_day, state_directory
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_up_to_the_limit_and_no_further(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(60)
+    assert taken.take(40)
+    assert taken.written_today_bytes == 100
+    assert taken.take(0)
+    with pytest.warns(OffloadWarning, match=r"100 of the 100 bytes .* 2026-03-29 \(UTC\).*MAX_WRITE_BYTES_PER_DAY"):
+        assert not taken.take(1)
+    assert taken.written_today_bytes == 100  # what was declined is not counted
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100}
+
+
+def test_one_that_does_not_fit_leaves_room_for_a_smaller(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match="0 of the 100 bytes"):
+        assert not taken.take(101)
+    assert taken.take(100)
+
+
+def test_a_limit_of_nothing_declines_all(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 0, clock)
+    with pytest.warns(OffloadWarning, match="0 of the 0 bytes"):
+        assert not taken.take(1)
+
+
+def test_it_is_said_once_a_day(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 10, clock)
+    said = []
+    for _ in range(3):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [taken.take(11) for _ in range(5)] == [False] * 5
+        said.append([str(warning.message) for warning in caught])
+        clock.wait(DAY_S)
+    assert [len(texts) for texts in said] == [1, 1, 1]
+    assert ["2026-03-29" in said[0][0], "2026-03-30" in said[1][0]] == [True, True]
+
+
+def test_a_warning_turned_into_an_error_leaves_the_counts_right(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 10, clock)
+    assert taken.take(6)
+    with pytest.raises(OffloadWarning, match="6 of the 10 bytes"):
+        taken.take(6)
+    assert taken.take(4)
+    assert taken.written_today_bytes == 10
+
+
+def test_without_a_limit_nothing_is_counted_and_no_file_touched(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    taken = Allowance(None)
+    assert all(taken.take(1 << 60) for _ in range(3))
+    taken.give_back(5)
+    clock.wait(DAY_S)
+    assert taken.written_today_bytes == 0
+    taken.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_file_is_in_the_users_state_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    taken = Allowance(1000)
+    assert not (tmp_path / "state").exists()  # making one costs nothing
+    assert taken.take(7)
+    taken.close()
+    (day,) = counts(tmp_path / "state" / "tba").values()
+    assert day == 7
+    assert (tmp_path / "state" / "tba").stat().st_mode & 0o777 == 0o700
+
+
+def test_where_counts_are_kept() -> None:
+    assert state_directory({"XDG_STATE_HOME": "/s"}, "/home/u") == Path("/s/tba")
+    assert state_directory({}, "/home/u") == Path("/home/u/.local/state/tba")
+    assert state_directory({"XDG_STATE_HOME": "relative"}, "/home/u") == Path("/home/u/.local/state/tba")
+    assert state_directory({}, "~") is None
+    assert file_name("node-7.example.org") == "written-node-7_example_org.sqlite3"
+    assert file_name("../x") == "written-___x.sqlite3"
+    assert file_name("") == "written-host.sqlite3"
+
+
+def test_counts_go_on_in_the_next_run(tmp_path: Path, clock: Clock) -> None:
+    for total in (30, 60, 90):
+        taken = allowance(tmp_path, 100, clock)
+        assert taken.take(30)
+        assert taken.written_today_bytes == total
+        taken.close()
+        taken.close()
+        assert counts(tmp_path) == {"2026-03-29": total}
+    with pytest.warns(OffloadWarning, match="90 of the 100"):
+        assert not allowance(tmp_path, 100, clock).take(30)
+
+
+def test_the_file_is_looked_at_every_few_seconds_at_most(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = allowance(tmp_path, 1 << 40, clock)
+    looks = []
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *a, **b: (looks.append(clock.monotonic_s), connect(*a, **b))[1])
+    for _ in range(1000):
+        taken.take(1)
+        clock.wait(SYNC_S / 100)
+    assert len(looks) == 10
+    assert all(later - earlier >= SYNC_S for earlier, later in itertools.pairwise(looks))
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 1000}
+
+
+def test_midnight_gives_the_allowance_anew(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(12 * 3600 - 1)  # 23:59:59
+    with pytest.warns(OffloadWarning, match="2026-03-29"):
+        assert not taken.take(1)
+    clock.wait(1)
+    assert taken.take(70)
+    assert taken.written_today_bytes == 70
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 70}
+
+
+def test_what_was_taken_before_midnight_is_counted_there(tmp_path: Path) -> None:
+    clock = Clock(NOON + 12 * 3600 - 1)
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(40)
+    clock.wait(2)  # no look at the file is due yet
+    assert taken.take(50)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 40, "2026-03-30": 50}
+
+
+def test_a_clock_set_back_neither_gives_nor_takes(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(80)
+    clock.wall_s += DAY_S
+    assert taken.take(90)
+    clock.wall_s -= DAY_S  # back to a day of which 80 are gone
+    assert taken.written_today_bytes == 80
+    with pytest.warns(OffloadWarning, match="80 of the 100 bytes"):
+        assert not taken.take(30)
+    assert taken.take(20)
+    clock.wall_s += DAY_S
+    assert taken.written_today_bytes == 90
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 90}
+
+
+def test_bytes_of_a_cancelled_write_come_back(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(SYNC_S)
+    assert taken.take(0)  # brings the 100 to the file
+    assert counts(tmp_path) == {"2026-03-29": 100}
+    taken.give_back(60)
+    assert taken.written_today_bytes == 40
+    assert taken.take(60)
+    taken.give_back(60)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 40}
+
+
+def test_no_more_comes_back_than_was_taken_today(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(100)
+    clock.wait(DAY_S)
+    assert taken.take(30)
+    taken.give_back(100)
+    assert taken.written_today_bytes == 0
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 100}
+
+
+def test_what_a_day_would_take() -> None:
+    assert projected_bytes_per_day(1000, 100) == 864_000
+    assert projected_bytes_per_day(10, 0.0) == 864_000  # no division by nothing, and no wild guess
+
+
+def test_after_close(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(5)
+    taken.close()
+    with pytest.raises(ClosedError, match="closed"):
+        taken.take(1)
+    assert taken.written_today_bytes == 5
+
+
+# -- a file that cannot be kept -------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "state").write_text("a file where the directory should be")
+    taken = allowance(tmp_path / "state", 100, clock)
+    with pytest.warns(OffloadWarning, match=r"the directory cannot be made \(.*\), so bytes .* in memory.*XDG_STATE"):
+        assert taken.take(60)
+    for _ in range(3):  # said once, tried again and again
+        clock.wait(SYNC_S)
+        assert taken.take(10)
+    with pytest.warns(OffloadWarning, match="90 of the 100 bytes"):
+        assert not taken.take(20)
+    (tmp_path / "state").unlink()
+    clock.wait(SYNC_S)
+    assert taken.take(10)
+    assert counts(tmp_path / "state") == {"2026-03-29": 90}
+    taken.close()
+    assert counts(tmp_path / "state") == {"2026-03-29": 100}
+
+
+def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does where the system knows no home
+    taken = Allowance(100)
+    with pytest.warns(OffloadWarning, match="no home directory is known.*set XDG_STATE_HOME"):
+        assert taken.take(100)
+    assert taken.written_today_bytes == 100
+    taken.close()
+
+
+def test_a_file_that_is_no_database_is_left_alone_and_counting_goes_on_in_memory(tmp_path: Path, clock: Clock) -> None:
+    the_file(tmp_path).write_bytes(b"something else, and long enough not to pass for an empty database" * 20)
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match=r"sqlite3' does not work \(.*\), so bytes .* in memory.*remove it"):
+        assert taken.take(60)
+    with pytest.warns(OffloadWarning, match="60 of the 100"):
+        assert not taken.take(60)
+    assert the_file(tmp_path).read_bytes().startswith(b"something else")
+    the_file(tmp_path).unlink()
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 60}
+
+
+def test_a_file_lost_in_the_middle_gives_this_process_no_allowance_anew(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(70)
+    clock.wait(SYNC_S)
+    assert taken.take(10)
+    the_file(tmp_path).unlink()
+    clock.wait(SYNC_S)
+    with pytest.warns(OffloadWarning, match="80 of the 100"):
+        assert not taken.take(30)
+
+
+def test_one_that_stopped_in_the_middle_of_a_change_holds_nobody_up(tmp_path: Path, clock: Clock) -> None:
+    allowance(tmp_path, 100, clock).take(0)
+    with closing(sqlite3.connect(the_file(tmp_path), isolation_level=None)) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        taken = allowance(tmp_path, 100, clock)
+        assert taken.take(60)  # returns, though nothing is known of the file, and warns of nothing
+        clock.wait(SYNC_S)
+        assert taken.take(10)
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 70}
+
+
+# -- a place that others can write to -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["a file", "nothing yet"])
+def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path, clock: Clock) -> None:
+    state, target = tmp_path / "state", tmp_path / "target"
+    state.mkdir(0o700)
+    if there:
+        target.write_bytes(b"precious")
+    the_file(state).symlink_to(target)
+    taken = allowance(state, 100, clock)
+    with pytest.warns(OffloadWarning, match="sqlite3' is a link .*, so bytes written are counted in memory"):
+        assert taken.take(60)
+    taken.close()
+    assert taken.written_today_bytes == 60
+    assert (target.read_bytes() if there else target.exists()) == (b"precious" if there else False)
+
+
+def test_a_directory_that_is_a_link_is_not_followed(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "state").symlink_to(tmp_path / "theirs")
+    taken = allowance(tmp_path / "state", 100, clock)
+    with pytest.warns(OffloadWarning, match="the directory is a symbolic link"):
+        assert taken.take(60)
+    taken.close()
+    assert list((tmp_path / "theirs").iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["directory", "file"])
+def test_what_belongs_to_another_user_is_not_used(
+    what: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowance(tmp_path, 100, clock).take(0)
+    where = _endurance if what == "file" else _storage_path
+    monkeypatch.setattr(where, "user_id", lambda: os.getuid() + 1)
+    taken = allowance(tmp_path, 100, clock)
+    with pytest.warns(OffloadWarning, match=f"belongs to user {os.getuid()}, so"):
+        assert taken.take(60)
+    taken.close()
+    assert counts(tmp_path) == {}
+
+
+def test_nobody_else_can_read_or_write_what_is_kept(tmp_path: Path, clock: Clock) -> None:
+    umask = os.umask(0)
+    try:
+        taken = allowance(tmp_path / "state", 100, clock)
+        assert taken.take(60)
+        taken.close()
+        with closing(sqlite3.connect(the_file(tmp_path / "state"), isolation_level=None)) as database:
+            database.execute("BEGIN IMMEDIATE")
+            database.execute("UPDATE written SET bytes = bytes + 1")
+            seen = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()}
+    finally:
+        os.umask(umask)
+    assert {name.removeprefix(the_file(tmp_path).name): mode for name, mode in seen.items()} == {
+        "": 0o600,
+        "-journal": 0o600,
+    }
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_others_could_read_is_made_private(tmp_path: Path, clock: Clock) -> None:
+    allowance(tmp_path, 100, clock).take(0)
+    tmp_path.chmod(0o777)
+    the_file(tmp_path).chmod(0o666)
+    allowance(tmp_path, 100, clock).take(0)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path, the_file(tmp_path))] == [0o700, 0o600]

@@ -1,0 +1,180 @@
+"""Endurance allowance: several users of one file at once, killed and forked ones too, against a model."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.endurance import DAY_S, Clock, allowance, counts, the_file
+from tba import OffloadWarning
+from tba._endurance import Allowance
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None:
+    one, two = allowance(tmp_path, 100, clock), allowance(tmp_path, 100, clock)
+    assert one.take(40)
+    one.close()
+    assert two.take(50)  # its first look at the file
+    with pytest.warns(OffloadWarning, match="90 of the 100"):
+        assert not two.take(20)
+    two.close()
+    assert counts(tmp_path) == {"2026-03-29": 90}
+
+
+def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
+    taken = Allowance(1000, tmp_path)
+    granted = Counter[bool]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        threads = [
+            threading.Thread(target=lambda: granted.update([taken.take(3) for _ in range(200)])) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert granted == {True: 333, False: 800 - 333}
+    taken.close()
+    assert sum(counts(tmp_path).values()) == 999
+
+
+# Looks at the file at every take, so that processes meet there as often as can be.
+_TAKER = """
+import itertools, sys, warnings
+warnings.simplefilter("ignore")
+from tba._endurance import Allowance
+ticks = itertools.count(step=10)
+taken = Allowance(int(sys.argv[2]), sys.argv[1], monotonic_s=lambda: float(next(ticks)))
+print("ready", flush=True)
+sys.stdin.readline()
+granted = sum(taken.take(3) for _ in range(int(sys.argv[3])))
+print(granted, flush=True)
+"""
+
+
+def takers(directory: Path, limit: int, takes: int) -> list[subprocess.Popen[str]]:
+    """Two processes that take at the same time."""
+    command = [sys.executable, "-c", _TAKER, str(directory), str(limit), str(takes)]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return processes
+
+
+def test_processes_at_once_lose_no_byte(tmp_path: Path) -> None:
+    processes = takers(tmp_path, 3 * 400, 300)
+    granted = [int(process.communicate(timeout=60)[0]) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    # Each ends without `close`: what is pending goes to the file at exit.
+    assert sum(counts(tmp_path).values()) == 3 * sum(granted)
+    assert 400 <= sum(granted) < 600  # no room left unused, and each saw what the other took
+    assert os.listdir(tmp_path) == [the_file(tmp_path).name]
+
+
+def so_far(directory: Path) -> int:
+    """All that is counted; 0 while somebody is writing, or before there is a table."""
+    try:
+        return sum(counts(directory).values())
+    except sqlite3.OperationalError:
+        return 0
+
+
+def test_a_killed_process_leaves_a_file_that_reads(tmp_path: Path) -> None:
+    total = 0
+    for process in takers(tmp_path, 1 << 60, 1 << 40):
+        while not the_file(tmp_path).exists() or so_far(tmp_path) <= total:
+            assert process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+        total = sum(counts(tmp_path).values())
+        assert total % 3 == 0
+    taken = Allowance(1 << 60, tmp_path)
+    assert taken.take(1)  # the lock died with its holder
+    taken.close()
+    assert sum(counts(tmp_path).values()) == total + 1
+
+
+def test_a_forked_child_counts_for_itself(tmp_path: Path, clock: Clock) -> None:
+    taken = allowance(tmp_path, 100, clock)
+    assert taken.take(40)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+        child = os.fork()
+    if child == 0:
+        ok = taken.take(7)
+        taken.close()
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert counts(tmp_path) == {"2026-03-29": 7}
+    taken.close()
+    assert counts(tmp_path) == {"2026-03-29": 47}  # the 40 once
+
+
+# -- against a model -------------------------------------------------------------------------------------------------
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("take"), st.integers(0, 1), st.integers(0, 60)),
+        st.tuples(st.just("wait"), st.just(0), st.sampled_from([1, 3, 5, 3600, DAY_S])),
+        st.tuples(st.just("set clock"), st.just(0), st.integers(-2 * DAY_S, 2 * DAY_S)),
+        st.tuples(st.just("reopen"), st.integers(0, 1), st.just(0)),
+    ),
+    max_size=40,
+)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(operations)
+def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]) -> None:
+    limit = 100
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        directory = Path(name)
+        both = [allowance(directory, limit, clock) for _ in range(2)]
+        total = Counter[str]()
+        since_open = [Counter[str](), Counter[str]()]
+        for what, who, amount in steps:
+            day = datetime.datetime.fromtimestamp(clock.wall_s, datetime.UTC).date().isoformat()
+            if what == "take":
+                if both[who].take(amount):
+                    total[day] += amount
+                    since_open[who][day] += amount
+                    assert since_open[who][day] <= limit
+                else:
+                    assert total[day] + amount > limit  # never declined while there was room
+            elif what == "wait":
+                clock.wait(amount)
+            elif what == "set clock":
+                clock.wall_s += amount
+            else:
+                both[who].close()
+                both[who] = allowance(directory, limit, clock)
+                since_open[who].clear()
+        for taken in both:
+            taken.close()
+        recorded = counts(directory) if the_file(directory).exists() else {}
+        assert Counter(recorded) == total
