@@ -23,10 +23,11 @@ from . import _recipe
 from ._config import OffloadConfig
 from ._errors import ConfigError
 from ._hooks import Pair
+from ._packing import Packed
 from ._quiet import quiet
 from ._record import DERIVED, Record
 from ._saved_by import Linear, SavedBy, kind_of
-from ._saver import Packed, Saver
+from ._saver import Saver
 from ._torch import current_node
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"

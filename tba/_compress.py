@@ -98,7 +98,7 @@ class Compressor:
             return True
         if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
             return False
-        record.codec = needed
+        record.use_codec(needed)
         return True
 
     def _is_waiting(self, record: Record) -> bool:
@@ -107,7 +107,7 @@ class Compressor:
 
     def choose(self, record: Record, kind: Saved) -> None:
         """Settle a new record's codec, for now."""
-        record.codec = self._preset[kind]
+        record.use_codec(self._preset[kind])
 
     def encode(self, record: Record) -> bool:
         """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
@@ -124,7 +124,7 @@ class Compressor:
                     return False
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
-            record.codec = None
+            record.use_codec(None)
         return True
 
     def settle(self, *, wait: bool) -> list[Record]:

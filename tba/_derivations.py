@@ -81,7 +81,7 @@ class Derivations:
             return
         record.keep_counter(root)
         if root._version == 0 and not root.is_leaf:
-            record.recipe = recipe(root, self._unpack, self._about)
+            record.plan(recipe(root, self._unpack, self._about))
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
@@ -93,12 +93,12 @@ class Derivations:
         if found is None or alias is None:
             return False
         if record.is_edited() or not is_whole(record, alias):
-            record.recipe = None
+            record.plan(None)
             return False
         off = max(map(_off, found.sources), default=0.0)
         place, signature = record.number - self._first_number, (found.signature, off)
         if self._wrong.get(place) == signature or (off and (record.codec is None or record.codec.properties.exact)):
-            record.recipe = None
+            record.plan(None)
             return False
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
@@ -110,7 +110,7 @@ class Derivations:
                     self.waiting.append(_Comparison(record.ref, settled, known, *_streams.fetch(differs)))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
-            record.recipe = None
+            record.plan(None)
             return False
         except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
             differs = True
@@ -139,18 +139,16 @@ class Derivations:
         alias = record.alias
         assert alias is not None
         if differs:
-            record.recipe = None
+            record.plan(None)
             if known is not None:
                 self._wrong[known[0]] = known[1]
             return False
-        record.recipe = found
         for packed in found.sources:
             if isinstance(packed[0], Record):
-                packed[0].saves += 1  # this asks for it too
+                packed[0].add_saver()  # this asks for it too
         if record.stream is not None:
             _streams.goes_early(alias, record.stream)
-        record.alias = None
-        record.state = DERIVED
+        record.derive(found)
         return True
 
     def peek(self, record: Record, view: View) -> Tensor | None:
@@ -169,7 +167,7 @@ class Derivations:
             return None
         decoded = record.decoded
         tensor = look(record, view)
-        record.decoded = decoded
+        record.keep_decoded(*decoded or (None,))
         return tensor
 
     def end_step(self, next_number: int) -> None:
@@ -196,10 +194,9 @@ def again(record: Record, view: View, *, alone: bool) -> Tensor:
     else:
         assert record.recipe is not None
         whole = counted(_own(record.recipe.compute()))
-        record.decoded = (whole, stream) if record.asks + 1 < record.saves and not alone else None
-    record.asks += 1
-    if record.asks >= record.saves:
-        record.decoded = None
+        record.keep_decoded(None if alone else whole, stream)
+    if record.answer():
+        record.keep_decoded(None)
     return view.over(whole.untyped_storage(), 0) if alone else view.on_plain(whole)
 
 

@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,10 +19,9 @@ from io_backends import Store, interrupts
 
 from . import _backward, _open
 from ._config import OffloadConfig
-from ._errors import ClosedError, ConfigError, StalledError
+from ._errors import ClosedError, ConfigError
 from ._foreign import Foreign
 from ._hooks import Pair, before_forward, hint, lifted, tie
-from ._quiet import quiet
 from ._saver import Saver
 from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
@@ -70,7 +69,7 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         open_it = partial(_open_store, self.config, self._directories, store)
         self._saver = Saver(self.config, weak_model, open_it)
-        self._saved_by = self._saver.compressor.mode(model) if self._saver.compressor is not None else None
+        self._saved_by = self._saver.mode()
         self._per_thread = _PerThread()
         self._foreign = Foreign(self._saver.pack)
         self._untie: Callable[[], None] | None = None
@@ -78,7 +77,7 @@ class Offloader:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._saver.mover.closed
+        return self._saver.closed
 
     @property
     def entered(self) -> bool:
@@ -87,9 +86,9 @@ class Offloader:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "entered" if self.entered else "not entered"
-        counters = self._saver.counters
-        steps = f"{counters.steps:,} step{'s' * (counters.steps != 1)}"
-        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.offloaded_bytes)} offloaded>"
+        count, nbytes = self._saver.progress
+        steps = f"{count:,} step{'s' * (count != 1)}"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(nbytes)} offloaded>"
 
     def __enter__(self) -> Self:
         if self.closed:
@@ -102,20 +101,18 @@ class Offloader:
     ) -> None:
         self._leave(failed=kind is not None)
         hint(error)
-        steps = self._saver.steps
-        if kind is None and not (steps.told or self.entered or self._saver.dead):
-            steps.tell_if_idle(self.stats(), forward_seen=steps.open)
+        if kind is None and not self.entered:
+            self._saver.tell_if_idle()
         if interrupts.pending:
             interrupts.deliver()
 
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
         saver = self._saver
-        pushes = not saver.rest.enter()
+        pushes = saver.enter()
         pair = Pair(saver.pack, saver.unpack, forward, self._forget)
         pair.armed = pushes and interrupts.arm()
         try:
-            saver.enter()
             pair.enter(push=pushes)
             self._per_thread.pairs.append(pair)
             if self._saved_by is not None:
@@ -137,7 +134,7 @@ class Offloader:
         model = self._saver.model()
         if pair.pushed:
             self._foreign.watch(model)
-        if model is not None and forward is None and self._saver.rest.possible and len(self._per_thread.pairs) == 1:
+        if model is not None and forward is None and self._saver.may_rest and len(self._per_thread.pairs) == 1:
             with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
                 pair.unwatch = before_forward(model, partial(_begin_forward, weakref.ref(self)))
 
@@ -149,25 +146,14 @@ class Offloader:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
-            self._saver.rest.leave(failed=failed)
-            if packed:
-                self._end_packing()
+            self._saver.leave(failed=failed, packed=packed, inside=self.entered)
             if (foreign := self._foreign.end()) is not None:
-                self._saver.steps.tell_of_foreign(foreign)
-            self._foreign.suspect(packed and self._saver.steps.nothing_came)
+                self._saver.tell_of_foreign(foreign)
+            self._foreign.suspect(packed and self._saver.nothing_came)
         finally:
             if pair.armed:
                 interrupts.disarm()
             _backward.look()
-
-    def _end_packing(self, *, step: bool = False) -> None:
-        """No operator of this thread runs; nor does a step whose backward has, if the context is left or `step`."""
-        saver = self._saver
-        if not saver.dead:
-            with saver.locked(), quiet():
-                saver.finished.pass_on(None)
-                if (step or not self.entered) and saver.steps.over:
-                    saver.end_step()
 
     def _forget(self, pair: Pair) -> None:
         """A forward that had entered has ended in a KeyboardInterrupt; its pair is off the stack."""
@@ -176,23 +162,14 @@ class Offloader:
         self._per_thread.pairs.remove(pair)
         self._per_thread.forwards.remove(pair)
         self._foreign.end()
-        self._saver.rest.leave(failed=True)
-        self._end_packing()
+        self._saver.leave(failed=True, packed=True, inside=self.entered)
         if pair.armed:
             interrupts.disarm()
 
-    @interrupts.whole
     def stats(self) -> OffloadStats:
         """A snapshot of what was moved since the start."""
-        saver = self._saver
-        with saver.locked(), quiet():
-            if saver.steps.over and not self.entered:
-                saver.settle()
-                if not saver.counters.live_records:
-                    saver.end_step()
-            return saver.stats()
+        return self._saver.stats(inside=self.entered)
 
-    @interrupts.whole
     def flush(self) -> None:
         """Wait until all that this thread's graphs saved, and whatever else is queued, is written and its memory given
         back. Tier "auto" writes only what memory has no room for.
@@ -200,20 +177,7 @@ class Offloader:
         Raises:
             StalledError: no transfer ended for `io_timeout` seconds.
         """
-        saver = self._saver
-        with saver.locked(), quiet():
-            saver.finished.pass_on(None)
-            saver.held.send_all()
-            while not saver.mover.staging.wait_until_idle():
-                if interrupts.waiting():
-                    interrupts.deliver()
-                    continue
-                raise StalledError(
-                    f"flush: no write has ended for {self.config.io_timeout:g} s; "
-                    f"{', '.join(map(str, self._directories)) or 'the store'} has stalled (TBA_IO_TIMEOUT sets how "
-                    "long to wait)"
-                )
-            saver.settle()
+        self._saver.flush(", ".join(map(str, self._directories)) or "the store")
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
@@ -221,15 +185,9 @@ class Offloader:
         with lifted(self._saver.pack):
             yield
 
-    @contextmanager
-    def trace(self) -> Iterator[list[TraceEvent]]:
+    def trace(self) -> AbstractContextManager[list[TraceEvent]]:
         """Collect an event for each write, read, wait and forwarded tensor of the region, in the order they ended."""
-        mover, events = self._saver.mover, list[TraceEvent]()
-        before, mover.trace = mover.trace, events
-        try:
-            yield events
-        finally:
-            mover.trace = before
+        return self._saver.trace()
 
     @property
     def tied(self) -> bool:
@@ -248,23 +206,15 @@ class Offloader:
 
         What is still in memory stays usable by its graphs; an unpack of what was stored raises ClosedError.
         """
-        with self._saver.locked():
-            if self.closed:
-                return
-            self._saver.settle()
-            self._saver.mover.closed = True
-            untie, self._untie = self._untie, None
+        if not self._saver.stop():
+            return
+        untie, self._untie = self._untie, None
         if untie is not None:
             untie()
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
                 if self._per_thread.forwards.pop() is not None:
                     self._leave(failed=True)
-        store = self._saver.mover.store or self._store
-        if store is not None:
-            store.close()
-        with self._saver.locked():
-            self._saver.settle()
-        self._saver.mover.close()
+        self._saver.close(self._store)
 
 
 def _open_store(
@@ -303,8 +253,8 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
         return
     pair, saver = offloader._per_thread.pairs[-1], offloader._saver
     if pair.pushed:
-        offloader._end_packing(step=True)
-    if saver.rest.begins(args, kwargs):
+        saver.end_packing(step_over=True)
+    if saver.begin_forward(args, kwargs):
         pair.lift()
     elif not pair.pushed:
         pair.armed = pair.armed or interrupts.arm()

@@ -21,7 +21,7 @@ from ._compress import Compressor
 from ._derivations import Derivations
 from ._held import Held
 from ._policy import DERIVED
-from ._record import HELD, PENDING, Record
+from ._record import PENDING, Record
 from ._stats import Counters
 
 
@@ -63,7 +63,7 @@ class Finished:
         """Backward wants a pending record, so its operator has finished: it stays in memory."""
         if self._compressor is not None and not self._compressor.encode(record):
             self.settle(wait=True)
-        record.state = HELD
+        record.hold()
 
     @property
     def waits(self) -> bool:
@@ -89,12 +89,10 @@ class Finished:
 
     def _let_go(self, record: Record) -> None:
         self._counters.derived_bytes += record.nbytes
-        if record.offloaded:
-            record.offloaded = False
-            self._counters.kept_to_offloaded(-record.logical_bytes, DERIVED)
+        record.count_as_kept(self._counters, DERIVED)
 
     def _go(self, record: Record) -> None:
         if record.stays:
-            record.state = HELD
+            record.hold()
         else:
             self._held.add(record)

@@ -11,7 +11,6 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from . import _memory, _policy
 from ._config import OffloadConfig
 from ._pressure import LOOK_EVERY_BYTES
-from ._record import HELD, Record
+from ._record import Record, Remains
 from ._stats import Counters
 from ._transfer import Mover
 
@@ -36,7 +35,7 @@ class Held:
         self._mover = mover
         self._counters = counters
         self._model = model
-        self._queue: deque[weakref.ref[Record]] = deque()
+        self.members: dict[int, tuple[weakref.ref[Record], int]] = {}  # by number, oldest first: bytes of each
         self._adapts = config.tier == "auto"
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
@@ -44,10 +43,9 @@ class Held:
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished; whatever is too much then goes out."""
-        record.state = HELD
-        record.held_bytes = record.nbytes
+        record.hold()
+        self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
-        self._queue.append(record.ref)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
@@ -66,24 +64,25 @@ class Held:
             self._send(0)
 
     def end_step(self) -> None:
-        """Forget the dead; memory may look different in the next step."""
+        """Begin anew: memory may look different in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
-        self._queue = deque(reference for reference in self._queue if reference() is not None)
+
+    def bury(self, remains: Remains) -> None:
+        """A record has died."""
+        _, nbytes = self.members.pop(remains.number, (None, 0))
+        self.nbytes -= nbytes
 
     def _send(self, budget_bytes: int) -> None:
-        while self._queue and self.nbytes > budget_bytes:
-            record = self._queue.popleft()()
-            if record is None or not record.held_bytes:
+        while self.members and self.nbytes > budget_bytes:
+            reference, nbytes = self.members.pop(next(iter(self.members)))
+            self.nbytes -= nbytes
+            record = reference()
+            if record is None:
                 continue
-            self.nbytes -= record.held_bytes
-            record.held_bytes = 0
-            if not record.offloaded:
-                record.offloaded = True
-                self._counters.kept_to_offloaded(record.logical_bytes, _policy.FITS)
+            record.count_as_offloaded(self._counters, _policy.FITS)
             why_not = self._mover.send(record)
             if why_not is not None:
-                record.offloaded = False
-                self._counters.kept_to_offloaded(-record.logical_bytes, why_not)
+                record.count_as_kept(self._counters, why_not)
 
     @property
     def room_bytes(self) -> int:

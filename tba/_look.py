@@ -50,16 +50,16 @@ def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
     if record.encoded is not None:
         return view.on_plain(_decoded(record, record.encoded), record.encoded.begin)
     if record.state is RESTORED:
-        restored, given = record.restored, record.given
+        restored, last = record.restored, record.last_view
         assert restored is not None
         if alone:
             tensor = view.over(restored.untyped_storage(), record.begin)
-        elif given is not None and given[0] == view:
-            tensor = given[1]
+        elif last is not None and last[0] == view:
+            tensor = last[1]
         else:
             tensor = view.on_plain(restored, record.begin)
             if record.saves > 1:
-                record.given = view, tensor
+                record.keep_view(view, tensor)
         if record.ready is not None:
             _streams.use(tensor, record.ready)
         return tensor
@@ -110,11 +110,11 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
     if only_once and record.joined and record.saves == len(record.joined) + 1 and record.encoded is None:
         return _lend(record, view)
     if record.encoded is not None:
-        record.decoded = None  # made for this one alone
+        record.keep_decoded(None)  # made for this one alone
         tensor = look(record, view)
-        record.decoded = None
+        record.keep_decoded(None)
         return tensor, False
-    record.given = None  # whoever else looks at the memory is counted
+    record.keep_view(None)  # so that it does not count as another owner of the memory
     tensor = look(record, view, alone=True)
     restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
@@ -129,11 +129,12 @@ def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
 
     They share memory as they did when it saved them: a copy for each would be as many times what it spans.
     """
-    record.given = None
+    record.keep_view(None)
     tensor = look(record, view, alone=True)
     if record.state is RESTORED:
         return tensor, record.asks % record.saves == 0
-    record.lent = record.lent or _owners(tensor) <= _ALONE + 1
+    if _owners(tensor) <= _ALONE + 1:
+        record.lend()
     return tensor if record.lent else apart(tensor), False
 
 
@@ -214,7 +215,7 @@ def _decoded(record: Record, encoded: Encoded) -> Tensor:
         if record.ready is not None:
             _streams.use(payload, record.ready)
         whole = counted(unpacked(encoded, payload))
-    record.decoded = (whole, stream) if record.asks < record.saves else None
+    record.keep_decoded(whole if record.asks < record.saves else None, stream)
     return whole
 
 

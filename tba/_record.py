@@ -2,10 +2,6 @@
 
 The graph owns records: handles in autograd's nodes hold them, nothing else does for longer than a transfer needs.
 When the last handle goes, the record goes, and its weak reference, `Remains`, is appended to a deque.
-
-Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
-(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
-root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -21,15 +17,18 @@ from torch import Tensor
 from compact import Codec, Packed
 from io_backends import Ticket
 
+from ._errors import edited_in_place
 from ._recipe import Recipe
-from ._view import View, empty, is_over
+from ._source import Source
+from ._stats import Counters
+from ._view import View
 
 
 class RecordState(enum.Enum):
     """Where the bytes are."""
 
     PENDING = enum.auto()  # in memory (`alias`); its operator's kernel may still be running, so not yet submitted
-    HELD = enum.auto()  # in memory (`alias`) and meant to stay: kept by decision, taken back, or its write failed
+    RESIDENT = enum.auto()  # in memory (`alias`): held back from writing, kept by decision, or its write failed
     WRITING = enum.auto()  # in memory (`alias`) while a write is queued or running
     STORED = enum.auto()  # in the tier only
     READING = enum.auto()  # in the tier, on the way back
@@ -39,9 +38,9 @@ class RecordState(enum.Enum):
 
 
 # By a name of its own: read off the class, a member costs as much as asking a tensor something.
-PENDING, HELD, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordState
+PENDING, RESIDENT, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordState
 # A tuple: members are compared by identity there, while a set would call the enum's slow hash.
-IN_MEMORY = (HELD, WRITING, PENDING)
+IN_MEMORY = (RESIDENT, WRITING, PENDING)
 
 
 class Encoded(NamedTuple):
@@ -63,79 +62,48 @@ class Remains(weakref.ref["Record"]):
     Its callback is `deque.append`: no Python code runs at a record's end, so nothing can interrupt it half way.
     """
 
-    __slots__ = ("held_bytes", "number", "resident_bytes", "write")
+    __slots__ = ("number", "write")
     number: int
     write: Ticket | None
-    resident_bytes: int
-    held_bytes: int
 
 
-class Record:
-    """One range `[begin, end)` of a storage. The engine's lock guards every field.
+class Record(Source):
+    """One range of one storage, and what becomes of it. The engine's lock guards every field.
+
+    Only methods of this class change a record, and each transition asserts the states it may start from:
+
+        PENDING   hold -> RESIDENT, send -> WRITING, derive -> DERIVED
+        RESIDENT  send -> WRITING, drop -> STORED (if a copy is in the store)
+        WRITING   store -> STORED, stay -> RESIDENT (a copy is in the store), take_back -> RESIDENT (none is)
+        STORED    read_into -> READING, restore -> RESTORED
+        READING   restore -> RESTORED, read_failed -> STORED
+        RESTORED  drop -> STORED
+        any but PENDING and DERIVED: poison -> POISONED
 
     Attributes:
         number: position in the engine's pack sequence.
-        alias: detached tensor over the whole storage while the bytes are in memory; afterwards, until the copy is
-            confirmed, a tensor without bytes that still shares the version counter.
-        version: of that alias; another value later means it was edited in place.
-        saved_version: of the tensor at pack, which is what a later save is recognised by.
-        counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
-            needs it.
-        leaf: whether no operator of the graph made it: a program may edit it through `.data` at any time.
-        address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
+        stream: the producer's, on a device; None on a CPU.
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
             further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
             about memory are those of the packed bytes.
+        write, read: the transfer that took, or is to take, the bytes to the store; the one that brings them back.
+        view: the lease, or device memory, that is being read into.
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
-        joined: version counters of tensors without a common base that compiled code saved with it (`_joint`), and
-            their versions at pack: an edit through any of them is an edit.
+        ready: on a device, what the consumer's stream waits for before it uses `restored`.
         lent: the node that saved all of it has its memory, and nobody else looks at it.
-        given: of a restored record with several views, the last that an operator was given: the next wants the same.
+        last_view: of a restored record with several views, the last that an operator was given: the next wants it too.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
-        wanted: prefetch or backward asked for it while it was being written: it stays in memory.
+        wanted: read-ahead or backward asked for it while it was being written: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
         logical_bytes: what it counts for in `offloaded_bytes` (if `offloaded`) or `kept_bytes`.
-        resident_bytes, held_bytes: what it counts for in the engine's two budgets now.
     """
 
     __slots__ = (
-        "__weakref__",
-        "address",
-        "alias",
-        "asks",
-        "begin",
-        "codec",
-        "counter",
-        "decoded",
-        "device",
-        "encoded",
-        "end",
-        "given",
-        "joined",
-        "label",
-        "leaf",
-        "lent",
-        "logical_bytes",
-        "nbytes",
-        "offloaded",
-        "read",
-        "ready",
-        "recipe",
-        "ref",
-        "remains",
-        "restored",
-        "root",
-        "saved_version",
-        "saves",
-        "state",
-        "stays",
-        "storage_bytes",
-        "stream",
-        "version",
-        "view",
-        "wanted",
+        *("__weakref__", "asks", "codec", "decoded", "encoded", "last_view", "lent", "logical_bytes", "number"),
+        *("offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves", "state", "stays", "stream"),
+        *("view", "wanted", "write"),
     )
 
     def __init__(
@@ -147,74 +115,185 @@ class Record:
         begin: int,
         end: int,
         remains: deque[Remains],
+        *,
+        stream: object = None,
+        logical_bytes: int = 0,
+        offloaded: bool = False,
+        stays: bool = False,
     ) -> None:
-        if root is not tensor and not is_over(root, storage):
-            root = tensor
-        self.begin = begin
-        self.end = end
-        self.nbytes = end - begin
-        self.label = (tensor.dtype, tensor.shape)
-        self.device = tensor.device
-        self.version = self.saved_version = root._version
-        self.leaf = root.is_leaf
-        self.root = weakref.ref(root)
-        self.alias: Tensor | None = root.detach()
-        self.address = storage.data_ptr()
-        self.storage_bytes = storage.nbytes()
+        super().__init__(tensor, root, storage, begin, end)
+        self.number = number
+        self.stream = stream
+        self.logical_bytes = logical_bytes
+        self.offloaded = offloaded
+        self.stays = stays
         self.state: RecordState = PENDING
+        self.write: Ticket | None = None
         self.read: Ticket | None = None
-        self.view: memoryview | Tensor | None = None  # the lease, or device memory, being read into
+        self.view: memoryview | Tensor | None = None
         self.restored: Tensor | None = None
-        self.given: tuple[View, Tensor] | None = None
-        self.ready: object = None  # device: what the consumer's stream waits for before it uses `restored`
-        self.stream: object = None  # device: the producer's stream
+        self.last_view: tuple[View, Tensor] | None = None
+        self.ready: object = None
         self.codec: Codec | None = None
-        self.counter: Tensor | None = None
         self.encoded: Encoded | None = None
         self.decoded: tuple[Tensor, object] | None = None
         self.recipe: Recipe | None = None
-        self.joined: list[tuple[Tensor, int]] = []
         self.lent = False
-        self.stays = False
         self.wanted = False
         self.asks = 0
         self.saves = 1
-        self.logical_bytes = 0
-        self.offloaded = False
         self.remains = remains
         ref = Remains(self, remains.append)
         ref.number = number
         ref.write = None
-        ref.resident_bytes = ref.held_bytes = 0
         self.ref = ref  # last: a record that could not be made leaves nothing to be given back
 
-    @property
-    def number(self) -> int:
-        return self.ref.number
+    # -- transitions -----------------------------------------------------------------------------------------------
 
-    @property
-    def write(self) -> Ticket | None:
-        return self.ref.write
+    def hold(self) -> None:
+        """Stay in memory: the operator has finished."""
+        assert self.state is PENDING
+        self.state = RESIDENT
 
-    @write.setter
-    def write(self, ticket: Ticket | None) -> None:
-        self.ref.write = ticket
+    def derive(self, recipe: Recipe) -> None:
+        """Let the bytes go: `recipe` makes them again."""
+        assert self.state is PENDING
+        self.recipe, self.alias = recipe, None
+        self.state = DERIVED
 
-    @property
-    def resident_bytes(self) -> int:
-        return self.ref.resident_bytes
+    def send(self, ticket: Ticket) -> None:
+        """Go to the store by the write `ticket`, which has been queued."""
+        assert self.state in (PENDING, RESIDENT)
+        assert self.write is None
+        self.write = self.ref.write = ticket
+        self.state = WRITING
 
-    @resident_bytes.setter
-    def resident_bytes(self, nbytes: int) -> None:
-        self.ref.resident_bytes = nbytes
+    def stay(self) -> None:
+        """Stay in memory after all, now that the write has ended: the record is wanted."""
+        assert self.state is WRITING
+        self.state = RESIDENT
 
-    @property
-    def held_bytes(self) -> int:
-        return self.ref.held_bytes
+    def take_back(self) -> Ticket | None:
+        """Become what plain PyTorch has, an alias; the write is worthless, and the caller's to discard."""
+        assert self.state is WRITING
+        ticket, self.write, self.ref.write = self.write, None, None
+        self.state = RESIDENT
+        return ticket
 
-    @held_bytes.setter
-    def held_bytes(self, nbytes: int) -> None:
-        self.ref.held_bytes = nbytes
+    def store(self, *, confirmed: bool) -> None:
+        """Let the memory go: the write has ended. Unless `confirmed`, the version counter is kept."""
+        assert self.state is WRITING
+        self._drop_alias()
+        self.state = STORED
+        if confirmed:
+            self.alias = None
+
+    def confirm(self) -> None:
+        """Note that nobody edited the source while it was being written."""
+        assert self.state not in IN_MEMORY
+        self.alias = None
+
+    def read_into(self, ticket: Ticket, view: memoryview | Tensor, ready: object) -> None:
+        """Come back by the read `ticket`, into `view`."""
+        assert self.state is STORED
+        self.read, self.view, self.ready = ticket, view, ready
+        self.state = READING
+
+    def read_failed(self) -> None:
+        """Be in the store only, as before: a later unpack may try again."""
+        assert self.state is READING
+        self.read = self.view = self.ready = None
+        self.state = STORED
+
+    def restore(self, restored: Tensor, ready: object) -> None:
+        """Be back in memory, flat over `restored`, once `ready` has happened (None: it has, or `read_into` said)."""
+        assert self.state in (READING, STORED)
+        self.read = self.view = None
+        self.restored, self.ready = restored, ready or self.ready
+        self.state = RESTORED
+
+    def drop(self) -> None:
+        """Let go of bytes that are in the store too; where they are not, nothing changes.
+
+        A source that was edited, during the write or after it, is poisoned: nobody can tell which any more.
+        """
+        if self.state is RESTORED:
+            self.restored = self.last_view = self.ready = None
+            self.state = STORED
+        elif self.state is RESIDENT and self.write is not None:
+            if self.alias is not None and self.is_edited():
+                self.poison()
+                return
+            self._drop_alias()
+            self.alias = None
+            self.wanted = False
+            self.state = STORED
+
+    def poison(self) -> None:
+        """Give the bytes to nobody any more: they were edited before the copy was finished."""
+        assert self.state not in (PENDING, DERIVED)
+        self.state = POISONED
+        if self.alias is not None and self.alias.untyped_storage().nbytes():
+            self._drop_alias()
+        self.restored = self.last_view = self.ready = None
+
+    # -- what changes beside the state -----------------------------------------------------------------------------
+
+    def want(self, wanted: bool = True) -> None:
+        """Stay in memory when the write under way has ended, or no more."""
+        self.wanted = wanted
+
+    def add_saver(self) -> None:
+        """Count one more saved tensor, or one more recipe, that will ask for it."""
+        self.saves += 1
+
+    def answer(self) -> bool:
+        """Count that one of its tensors was asked for; whether no other is to be expected."""
+        self.asks += 1
+        return self.asks >= self.saves
+
+    def count_as_offloaded(self, counters: Counters, reason: str) -> None:
+        """Count it, kept until now for `reason`, as handed to the tier, unless it is already."""
+        if not self.offloaded:
+            self.offloaded = True
+            counters.kept_to_offloaded(self.logical_bytes, reason)
+
+    def count_as_kept(self, counters: Counters, reason: str) -> None:
+        """Count it, handed to the tier until now, as kept for `reason`, unless it is already."""
+        if self.offloaded:
+            self.offloaded = False
+            counters.kept_to_offloaded(-self.logical_bytes, reason)
+
+    def use_codec(self, codec: Codec | None) -> None:
+        """Settle which codec may make it smaller; None for none."""
+        self.codec = codec
+
+    def plan(self, recipe: Recipe | None) -> None:
+        """Settle how the bytes may be made again; None where they are kept."""
+        self.recipe = recipe
+
+    def become(self, payload: Tensor, encoded: Encoded) -> None:
+        """Replace the bytes by `payload`, uint8 [nbytes] with a storage of its own."""
+        storage = payload.untyped_storage()
+        self.alias, self.version, self.encoded = payload, payload._version, encoded
+        self.own = True
+        self.begin, self.end, self.nbytes = 0, payload.numel(), payload.numel()
+        self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
+        self.stays = self.stays or not self.nbytes
+
+    def keep_decoded(self, whole: Tensor | None, stream: object = None) -> None:
+        """Keep the unpacked bytes, made on `stream`, for the next that asks; None to let them go."""
+        self.decoded = None if whole is None else (whole, stream)
+
+    def keep_view(self, view: View | None, tensor: Tensor | None = None) -> None:
+        """Keep the tensor made for `view` for the next that asks; None to let it go."""
+        self.last_view = None if view is None or tensor is None else (view, tensor)
+
+    def lend(self) -> None:
+        """Note that the node that saved all of it has its memory."""
+        self.lent = True
+
+    # -- questions -------------------------------------------------------------------------------------------------
 
     def name(self) -> str:
         """For messages and timelines, e.g. `float32[8, 256, 1024] #17`."""
@@ -223,57 +302,16 @@ class Record:
 
     def may_be_joined(self, root: Tensor) -> bool:
         """Whether a save of `root`, at the version this was saved at, finds its bytes here."""
-        if self.state is POISONED or self.root() is not root:
-            return False
-        return all(counter._version == version for counter, version in self.joined)
+        return self.state is not POISONED and self.is_of(root)
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
         if self.state is RESTORED:
             return self.encoded is None
         alias = self.alias
-        return self.state is HELD and self.encoded is None and alias is not None and not self.is_edited()
+        return self.state is RESIDENT and self.encoded is None and alias is not None and not self.is_edited()
 
-    def versions(self) -> tuple[int, int]:
-        """The version found and the one expected: of a tensor that was edited in this memory, if any was."""
-        assert self.alias is not None
-        found, expected = self.alias._version, self.version
-        if self.joined and found == expected and self.encoded is None:
-            for counter, version in self.joined:
-                if counter._version != version:
-                    return counter._version, version
-        return found, expected
-
-    def is_edited(self) -> bool:
-        """Whether the memory its alias shows was edited since pack, through any of the tensors that were saved."""
-        found, expected = self.versions()
-        return found != expected
-
-    def join(self, tensor: Tensor) -> None:
-        """One more tensor shows some of these bytes, which has a version counter of its own."""
-        self.joined.append((_counter_of(tensor), tensor._version))
-
-    def become(self, payload: Tensor, encoded: Encoded) -> None:
-        """From now on the bytes are `payload`, uint8 [nbytes] with a storage of its own."""
-        storage = payload.untyped_storage()
-        self.alias, self.version, self.encoded = payload, payload._version, encoded
-        self.begin, self.end, self.nbytes = 0, payload.numel(), payload.numel()
-        self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
-        self.stays = self.stays or not self.nbytes
-
-    def keep_counter(self, root: Tensor) -> None:
-        """From now on `counter` tells of edits, wherever the bytes are."""
-        self.counter = _counter_of(root)
-
-    def drop_alias(self) -> None:
-        """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
-        alias = self.alias
-        assert alias is not None
-        alias.data = empty(alias.dtype, alias.device)
-
-
-def _counter_of(tensor: Tensor) -> Tensor:
-    """A tensor without bytes that shares a version counter."""
-    counter = tensor.detach()
-    counter.data = empty(tensor.dtype, tensor.device)
-    return counter
+    def check(self) -> None:
+        """Raise PyTorch's own RuntimeError if what is in memory was edited in place."""
+        if self.state is POISONED or (self.state in IN_MEMORY and self.is_edited()):
+            raise edited_in_place(self.name(), *self.versions())

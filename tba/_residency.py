@@ -14,25 +14,31 @@ from collections import deque
 from collections.abc import Callable
 
 from . import _policy
+from ._held import Held
 from ._prefetch import Orders, Walk
 from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
-from ._stats import Counters
 from ._transfer import Mover
 
 _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
 
 
 class Residency:
-    """Read-ahead and eviction along the learned order."""
+    """Read-ahead and eviction along the learned order.
 
-    def __init__(self, mover: Mover, counters: Counters, finish_operator: Callable[[Record], None]) -> None:
-        self.records: dict[int, weakref.ref[Record]] = {}  # all live ones, by number, ascending
+    Attributes:
+        records: all live ones, by number, ascending.
+        nbytes: what counts for the budget now.
+    """
+
+    def __init__(self, mover: Mover, held: Held, finish_operator: Callable[[Record], None]) -> None:
+        self.records: dict[int, weakref.ref[Record]] = {}
+        self.nbytes = 0
         self._mover = mover
-        self._counters = counters
+        self._held = held
         self._finish_operator = finish_operator
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
-        self._members: dict[int, weakref.ref[Record]] = {}  # what counts now, longest resident first
+        self._members: dict[int, tuple[weakref.ref[Record], int]] = {}  # what counts, and for how much; oldest first
         self._used_up: dict[int, weakref.ref[Record]] = {}  # those of them that backward has had as often as it saved
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
@@ -45,22 +51,38 @@ class Residency:
             walk = self._walks[task] = self._orders.begin(record.number, (record.label, record.nbytes))
         return walk.ask(record.number)
 
-    def advance(self, task: int, current: Record, budget_bytes: int) -> None:
+    def bring(self, record: Record, task: int) -> bool:
+        """See that a record which backward asks for is in memory or on its way; whether it is there.
+
+        It comes at the cost of others where the budget is full, and in any case. If it is on its way, what is expected
+        next follows it. Raises ClosedError, TransferError.
+        """
+        if record.state is PENDING:
+            self._finish_operator(record)
+        if not self._is_here(record):
+            self._make_room(record, record, self._budget_bytes(), evict_unused=True)
+            self._bring(record)
+        if record.state is READING:
+            self.advance(task, record)
+            return False
+        return True
+
+    def advance(self, task: int, current: Record) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
         if self._arriving:
             self._start_second_legs()
         walk = self._walks.get(task)
         if walk is None or not self.records:
             return
-        burst_bytes = _policy.read_burst_bytes(budget_bytes)
-        full = self._members and self._counters.resident_bytes + burst_bytes > budget_bytes
+        budget_bytes = self._budget_bytes()
+        full = self._members and self.nbytes + _policy.read_burst_bytes(budget_bytes) > budget_bytes
         if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
             return
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:
             reference = self.records.get(number)
             record = reference() if reference is not None else None
-            if record is None or record.state is POISONED or _needs_no_read(record):
+            if record is None or record.state in (POISONED, DERIVED) or self._is_here(record):
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
@@ -71,29 +93,20 @@ class Residency:
             except RuntimeError:  # OffloadError, or no memory on the device: the unpack that asks for it will say so
                 return
 
-    def demand(self, record: Record, budget_bytes: int) -> None:
-        """Bring one record that is not resident yet: at the cost of others where the budget is full, in any case."""
-        self._make_room(record, record, budget_bytes, evict_unused=True)
-        self._bring(record)
-
     def answered(self, record: Record) -> None:
         """Backward got a record once more."""
-        record.asks += 1
-        if record.asks >= record.saves and record.resident_bytes:
+        if record.answer() and record.number in self._members:
             self._used_up[record.number] = record.ref
 
     def hand_over(self, record: Record) -> None:
-        """The record's memory now belongs to whoever asked: the engine lets go of it."""
-        self._mover.drop(record)
-        self._leave(record)
+        """Let go of a record's memory, which now belongs to the program that asked for it."""
+        record.drop()
+        self._leave(record.number)
 
     def bury(self, remains: Remains) -> None:
         """A record has died."""
         self.records.pop(remains.number, None)
-        self._members.pop(remains.number, None)
-        self._used_up.pop(remains.number, None)
-        self._counters.live_records -= 1
-        self._counters.resident_bytes -= remains.resident_bytes
+        self._leave(remains.number)
 
     def end_walks(self) -> None:
         """A step has ended: keep what its walks have taught."""
@@ -110,47 +123,52 @@ class Residency:
             self._mover.take_back(record)
         elif record.state is PENDING:
             self._finish_operator(record)
-        record.resident_bytes = record.nbytes
-        self._counters.resident_bytes += record.nbytes
-        self._members[record.number] = record.ref
+        self._members[record.number] = record.ref, record.nbytes
+        self.nbytes += record.nbytes
+
+    def _is_here(self, record: Record) -> bool:
+        """Whether it counts already, for this budget or for that of what is held, or is never moved."""
+        return record.stays or record.number in self._members or record.number in self._held.members
+
+    def _budget_bytes(self) -> int:
+        """What may be read back and ahead now; what is held comes first, as it was saved last."""
+        return min(self._mover.window_bytes - self._held.nbytes, self._mover.read_ahead_bytes)
 
     def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
-        need = self._counters.resident_bytes + wanted.nbytes - budget_bytes
+        need = self.nbytes + wanted.nbytes - budget_bytes
         if need <= 0 or not self._members:
             return True
         for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
-            for reference in list(members.values()):
-                record = reference()
+            for number in list(members):
+                reference = self.records.get(number)
+                record = reference() if reference is not None else None
                 if record is None or record is current:
                     continue
                 need -= self._evict(record)
                 if need <= 0:
                     return True
-        return not self._counters.resident_bytes
+        return not self.nbytes
 
     def _evict(self, record: Record) -> int:
         """Bytes this frees (soon, where they are still to be written)."""
-        nbytes = record.resident_bytes
+        _, nbytes = self._members.get(record.number, (None, 0))
         if record.state is READING:
             return 0  # its memory cannot be taken from under the transfer
         if record.state is WRITING:
-            record.wanted = False
+            record.want(False)
         elif record.state in IN_MEMORY and record.write is None:
-            self._leave(record)  # before the write: it counts as in flight then
-            record.wanted = False
-            if self._mover.send(record) is not None:
-                return 0
-            return nbytes
+            self._leave(record.number)  # before the write: it counts as in flight then
+            record.want(False)
+            return nbytes if self._mover.send(record) is None else 0
         else:
-            self._mover.drop(record)
-        self._leave(record)
+            record.drop()
+        self._leave(record.number)
         return nbytes
 
-    def _leave(self, record: Record) -> None:
-        self._counters.resident_bytes -= record.resident_bytes
-        record.resident_bytes = 0
-        self._members.pop(record.number, None)
-        self._used_up.pop(record.number, None)
+    def _leave(self, number: int) -> None:
+        _, nbytes = self._members.pop(number, (None, 0))
+        self.nbytes -= nbytes
+        self._used_up.pop(number, None)
 
     def _start_second_legs(self) -> None:
         while self._arriving:
@@ -164,7 +182,3 @@ class Residency:
                     except RuntimeError:  # no memory on the device now: that unpack reads it again
                         self.hand_over(record)
             self._arriving.popleft()
-
-
-def _needs_no_read(record: Record) -> bool:
-    return bool(record.resident_bytes or record.held_bytes or record.stays or record.state is DERIVED)

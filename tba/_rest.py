@@ -25,9 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ._config import OffloadConfig
-from ._policy import FITS
 from ._sizes import size
-from ._stats import Counters
 
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
@@ -61,7 +59,6 @@ class Rest:
         self._forwards_left = 0  # until the next look
         self._learn_in = _LEARN_EVERY
         self._asked = False  # since the context was entered
-        self._before = 0, 0, 0  # bytes kept and moved, and errors, when the last step ended
         self._tells = False
         self._told = False
 
@@ -73,13 +70,11 @@ class Rest:
         rest._tells = config.tier == "auto"
         return rest
 
-    def end_step(self, counters: Counters, room_bytes: int) -> None:
+    def end_step(self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int) -> None:
         """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""
-        now = counters.kept_by_reason.get(FITS, 0), counters.offloaded_bytes, counters.errors
-        kept_bytes, moved_bytes, errors = (a - b for a, b in zip(now, self._before, strict=True))
-        self._before = now
         met, self._met = self._met, []
-        self.resting = bool(self.possible and met) and not (moved_bytes or errors) and kept_bytes * _TIMES <= room_bytes
+        fitted = not moved_bytes and not failures and kept_bytes * _TIMES <= room_bytes
+        self.resting = bool(self.possible and met) and fitted
         self._tell(kept_bytes, moved_bytes, room_bytes)
         if self.resting:
             self._fitted = [*met, *(known for known in self._fitted if known not in met)][:_MOST_KEYS]

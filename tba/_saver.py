@@ -18,46 +18,36 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
-from compact import Saved
 from io_backends import Store, interrupts
 
-from . import _backward, _policy, _streams
+from . import _backward, _streams
 from ._compress import compressor
 from ._config import OffloadConfig
 from ._derivations import Derivations, again
 from ._endurance import projected_bytes_per_day
-from ._errors import edited_in_place
+from ._errors import StalledError, edited_in_place
 from ._finished import Finished
 from ._fork import dies_in_child
 from ._held import Held
-from ._joint import joined
-from ._known import Known
 from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
-from ._plain import shown_bytes, why_not_plain
-from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
+from ._packing import Packed, Packing
 from ._quiet import quiet
-from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, Record, Remains
+from ._record import DERIVED, IN_MEMORY, READING, Record
 from ._residency import Residency
 from ._rest import Rest
+from ._saved_by import SavedBy
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
-from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept, sequence_nr
-from ._view import View, is_edited, span
-from ._weights import MARK, WEIGHT, Chains, is_parameter, mark_weights
-
-# A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
-_SLICES = 16
-
-# What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
-Packed = tuple[Record, View] | tuple[Tensor, int]
+from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count
+from ._view import View, is_edited
+from ._weights import is_parameter, mark_weights
 
 
 class Saver:
@@ -69,22 +59,28 @@ class Saver:
         self.lock = threading.RLock()
         self.counters = Counters()
         self.steps = Steps(config.tier, self.counters, model)
+        self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.dead = False
-        self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
-        self._min_tensor_bytes = int(config.min_tensor_bytes)
-        self._min_slice_bytes = self._min_tensor_bytes // _SLICES
         self.model = model  # gives it, or None
         self._marked = False  # the model's weights, in this step
-        self._chains = Chains()
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.held = Held(config, self.mover, self.counters, model)
         self.compressor = compressor(config, self.counters)
         self.derivations = Derivations(self.unpack) if self.compressor is not None else None
         self.finished = Finished(self.held, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.held.look_at_room)
-        self.residency = Residency(self.mover, self.counters, self.finished.wanted)
-        self._remains: deque[Remains] = deque()
-        self._numbers = 0
+        self.residency = Residency(self.mover, self.held, self.finished.wanted)
+        self._packing = Packing(
+            config,
+            self.counters,
+            self.mover,
+            self.finished,
+            self.residency,
+            self.compressor,
+            self.derivations,
+            self.settle,
+        )
+        self._remains = self._packing.remains
         self._started_s = time.monotonic()
         dies_in_child(self)
 
@@ -105,7 +101,7 @@ class Saver:
             on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
             if not on_cpu and _streams.capturing(tensor):
-                return self._keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
+                return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             steps = self.steps
             if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
                 if steps.backward_seen:
@@ -115,119 +111,14 @@ class Saver:
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
             if kind is nn.Parameter or (base is not None and is_parameter(base)):
-                packed = self._pass_weight(tensor)
+                packed = self._packing.weight(tensor)
             else:
-                packed = self._pack_activation(tensor, base, on_cpu)
+                packed = self._packing.activation(tensor, base, on_cpu)
         if mover.ended:
             mover.catch_up()
         if interrupts.pending:
             interrupts.deliver()
         return packed
-
-    def _pass_weight(self, tensor: Tensor) -> Packed:
-        try:
-            self.counters.weight_bytes += tensor.nbytes
-        except RuntimeError:  # a sparse one has no such count
-            self.counters.weight_bytes += tensor.numel() * tensor.itemsize
-        # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
-        if tensor.is_leaf or self._chains.lead_to_parameter(tensor):
-            return tensor, tensor._version
-        return Detached((tensor.detach(), tensor._version))
-
-    def _pack_activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool) -> Packed:
-        if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
-            return self._pack_odd(tensor)
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, a zero tensor once: plain by type
-            return self._pack_odd(tensor)
-        if getattr(storage, MARK, None) is WEIGHT:
-            return self._pass_weight(tensor)
-        if storage.nbytes() < self._min_tensor_bytes:
-            return self._keep(tensor, tensor.nbytes, TOO_SMALL)
-        if tensor.is_nested:
-            return self._pack_odd(tensor)
-        if self._remains or self.mover.unconfirmed or self.mover.ended:
-            self.settle()
-        if self._chains.lead_to_parameter(tensor):
-            return self._pass_weight(tensor)
-        packed = self._pack_stored(tensor, base, on_cpu, storage)
-        # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
-        if self.finished.pending.queue:
-            self.finished.pass_on(sequence_nr())
-        if self.compressor is not None and self.finished.waits:
-            self.finished.settle(wait=False)
-        return packed
-
-    def _pack_stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
-        compressor, nbytes, storage_bytes = self.compressor, tensor.nbytes, storage.nbytes()
-        decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
-        if decision is KEEP or not nbytes or self.mover.closed:
-            return self._keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
-        view = View.of(tensor)
-        begin, end = span(tensor, view)
-        nbytes = min(nbytes, end - begin)
-        root = base if type(base) is Tensor else tensor
-        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
-        known: Known | None = getattr(storage, MARK, None)
-        if known is not None:
-            record = known.find(root, begin, end, self._remains)
-            if record is not None and (compressor is None or compressor.also(record, kind)):
-                return self._pack_known(record, tensor, view, nbytes)
-            record = joined(reversed(self.finished.pending.queue), sequence_nr(), storage, begin, end)
-            if record is not None and (compressor is None or compressor.also(record, kind)):
-                record.join(tensor)
-                return self._pack_known(record, tensor, view, nbytes)
-        if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
-            return self._keep(tensor, nbytes, TOO_SMALL)
-        if tensor.is_quantized or tensor._is_zerotensor():
-            return self._pack_odd(tensor)
-        if decision is not SHRINK and compressor is None and self.steps.whole.keeps(sequence_nr(), nbytes):
-            return self._keep(tensor, nbytes, _policy.WHOLE)
-        if nbytes < storage_bytes:
-            begin, end = _policy.range_to_store(begin, end, storage_bytes)
-        record = Record(self._numbers, tensor, root, storage, begin, end, self._remains)
-        self.counters.live_records += 1
-        self._numbers += 1
-        record.stream = _streams.producer_stream(tensor)
-        self.residency.records[record.number] = record.ref
-        if known is None:
-            known = Known()
-            setattr(storage, MARK, known)
-        known.add(record)
-        record.logical_bytes = nbytes
-        record.stays = decision is SHRINK
-        if compressor is not None:
-            compressor.choose(record, kind)
-        if self.derivations is not None:
-            self.derivations.look_for(record)
-        record.offloaded = decision is SEND
-        if record.offloaded:
-            self.counters.offloaded_bytes += nbytes
-        else:
-            self.counters.kept_by_reason[reason] += nbytes
-        self.finished.add(sequence_nr(), record)
-        return record, view
-
-    def _pack_known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
-        self.counters.duplicate_bytes += nbytes
-        record.saves += 1
-        if record.stream is not None:
-            _streams.also_used(tensor, record.stream)
-        return record, view
-
-    def _pack_odd(self, tensor: Tensor) -> Packed:
-        """What is no plain tensor: subclasses, sparse, meta, ..."""
-        if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
-            return self._pass_weight(tensor)
-        return self._keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
-
-    def _keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
-        self.counters.kept_by_reason[reason] += nbytes
-        if tensor.is_leaf:
-            return tensor, tensor._version
-        # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
-        return Detached((tensor.detach(), tensor._version))
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -275,51 +166,40 @@ class Saver:
                 mover.pressure.moved(record.nbytes)
             if task != -1:
                 self.steps.backward_seen = True
-            if record.state is PENDING:
-                self.finished.wanted(record)
-            elif record.restored is not None and is_edited(record.restored):
+            if record.restored is not None and is_edited(record.restored):
                 self.residency.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
             derived = record.state is DERIVED
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
             if again_asked and not to_code and record.shows():
                 self.residency.answered(record)
                 return look(record, view)
-            tensor = None if derived else self._look(record, view, task, to_code)
+            tensor = None if derived else self._give(record, view, task, to_code)
         if derived:
             return again(record, view, alone=to_code)
         while tensor is None:
             mover.await_read(record)
             with self.lock:
-                tensor = self._look(record, view, task, to_code)
+                tensor = self._give(record, view, task, to_code)
         if mover.ended:
             mover.catch_up()
         if interrupts.pending:
             interrupts.deliver()
         return tensor
 
-    def _look(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
+    def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """The tensor if the record is in memory; else its read is under way and None is returned."""
-        mover, residency, alias = self.mover, self.residency, record.alias
+        residency = self.residency
         if record.state is READING:
             try:
-                mover.arrive(record)
+                self.mover.arrive(record)
             except RuntimeError:  # TransferError, or no memory on the device
                 residency.hand_over(record)
                 raise
-        elif record.state is POISONED or record.state in IN_MEMORY:
-            assert alias is not None
-            if record.state is POISONED or record.is_edited():
-                raise edited_in_place(record.name(), *record.versions())
-            if record.offloaded and not record.asks:
-                self.counters.forwarded_bytes += record.logical_bytes
-                if mover.trace is not None:
-                    now_s = time.perf_counter()
-                    mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
-        window_bytes = mover.read_ahead_bytes(self.held.nbytes)
-        if not record.resident_bytes and not record.held_bytes and not record.stays:
-            residency.demand(record, window_bytes)
-        if record.state is READING:
-            residency.advance(task, record, window_bytes)
+        else:
+            record.check()
+            if record.offloaded and not record.asks and record.state in IN_MEMORY:
+                self._count_as_forwarded(record)
+        if not residency.bring(record, task):
             return None
         residency.answered(record)
         if to_code:
@@ -328,8 +208,140 @@ class Saver:
                 residency.hand_over(record)
         else:
             tensor = look(record, view)
-        residency.advance(task, record, window_bytes)  # last: waiting for room in it lets go of the lock
+        residency.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
+
+    def _count_as_forwarded(self, record: Record) -> None:
+        self.counters.forwarded_bytes += record.logical_bytes
+        if self.mover.trace is not None:
+            now_s = time.perf_counter()
+            self.mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+
+    # -- around the hooks ----------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `stop` was called: nothing is moved any more."""
+        return self.mover.closed
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps ended and bytes handed to the tier, so far."""
+        return self.counters.steps, self.counters.offloaded_bytes
+
+    @property
+    def nothing_came(self) -> bool:
+        """Whether nothing worth moving has ever been saved but weights."""
+        return not self._packing.numbers
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether the hooks may ever stay off in a run that fits."""
+        return self.rest.possible
+
+    def mode(self) -> SavedBy | None:
+        """The torch-function mode to enter with the hooks, where `compress` needs one. Raises ConfigError."""
+        return self.compressor.mode(self.model()) if self.compressor is not None else None
+
+    def enter(self) -> bool:
+        """The context is entered: whether the hooks are to be pushed. Between steps, weights may have been replaced."""
+        if not self.steps.open:
+            self._marked = False
+        return not self.rest.enter()
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The model's forward begins: whether the hooks are to be off in it."""
+        return self.rest.begins(args, kwargs)
+
+    def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
+        """The context is left, by an exception if `failed`; `inside` another entry of it on this thread.
+
+        `packed`: the hooks were on.
+        """
+        self.rest.leave(failed=failed)
+        if packed:
+            self.end_packing(step_over=not inside)
+
+    def end_packing(self, *, step_over: bool) -> None:
+        """No operator of this thread runs; nor, if `step_over`, does a micro-batch whose backward has run."""
+        if not self.dead:
+            with self.locked(), quiet():
+                self.finished.pass_on(None)
+                if step_over and self.steps.over:
+                    self.end_step()
+
+    def tell_of_foreign(self, name: str) -> None:
+        """Another pair of hooks, of `name`, was innermost: say so if nothing has reached ours."""
+        if self.nothing_came:
+            self.steps.tell_of_foreign(name)
+
+    def tell_if_idle(self) -> None:
+        """Say once if the tier has had nothing to do."""
+        if not (self.steps.told or self.dead):
+            stats = self.stats(inside=False)
+            self.steps.tell_if_idle(stats, forward_seen=self.steps.open)
+
+    @interrupts.whole
+    def flush(self, where: str) -> None:
+        """Write what waits to be written, and wait for it. Raises StalledError, which names `where`."""
+        with self.locked(), quiet():
+            self.finished.pass_on(None)
+            self.held.send_all()
+            while not self.mover.staging.wait_until_idle():
+                if interrupts.waiting():
+                    interrupts.deliver()
+                    continue
+                raise StalledError(
+                    f"flush: no write has ended for {self.mover.limits.timeout_s:g} s; {where} has stalled "
+                    "(TBA_IO_TIMEOUT sets how long to wait)"
+                )
+            self.settle()
+
+    @interrupts.whole
+    def stats(self, *, inside: bool) -> OffloadStats:
+        """A snapshot of the counters; `inside` the context a step may still go on."""
+        with self.locked(), quiet():
+            if self.steps.over and not inside:
+                self.settle()
+                if not self.residency.records:
+                    self.end_step()
+            self.settle()
+            self._take_readings()
+            self.steps.close()
+            since_s = time.monotonic() - self._started_s
+            return self.counters.snapshot(
+                file_bytes=self.mover.file_bytes(),
+                last_step=self.steps.last,
+                written_today_bytes=self.mover.allowance.written_today_bytes,
+                projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
+            )
+
+    @contextmanager
+    def trace(self) -> Iterator[list[TraceEvent]]:
+        """Collect an event for each write, read, wait and forwarded tensor."""
+        events: list[TraceEvent] = []
+        before, self.mover.trace = self.mover.trace, events
+        try:
+            yield events
+        finally:
+            self.mover.trace = before
+
+    def stop(self) -> bool:
+        """Move nothing any more; False if that was so already."""
+        with self.locked():
+            if self.closed:
+                return False
+            self.settle()
+            self.mover.closed = True
+        return True
+
+    def close(self, store: Store | None) -> None:
+        """After `stop`: close the store in use, else `store`, and give memory back."""
+        if (used := self.mover.store or store) is not None:
+            used.close()
+        with self.locked():
+            self.settle()
+        self.mover.close()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -348,7 +360,7 @@ class Saver:
         while self._remains:
             remains = self._remains.popleft()
             self.residency.bury(remains)
-            self.held.nbytes -= remains.held_bytes
+            self.held.bury(remains)
             if remains.write is not None:
                 self.mover.discard(remains.write)
         if self.mover.unconfirmed:
@@ -363,18 +375,21 @@ class Saver:
         self.residency.end_walks()
         if self.compressor is not None and self.derivations is not None:
             self.compressor.end_step()
-            self.derivations.end_step(self._numbers)
-        self.held.end_step()
-        self._chains.end_step()
+            self.derivations.end_step(self._packing.numbers)
+        mover, held = self.mover, self.held
+        moved_bytes, failures = mover.sent_bytes, mover.failures
+        self.rest.end_step(
+            kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
+            moved_bytes=moved_bytes,
+            failures=failures,
+            room_bytes=held.room_bytes,
+        )
+        self._packing.end_step(moves=self._moves or moved_bytes > 0)
+        held.end_step()
         self._marked = False
-        self.mover.trim()
-        self.steps.end(self.mover.file_bytes())
-        self.rest.end_step(self.counters, self.held.room_bytes)
-
-    def enter(self) -> None:
-        """The context is entered: between steps, weights may have been replaced."""
-        if not self.steps.open:
-            self._marked = False
+        mover.end_step()
+        self._take_readings()
+        self.steps.end(mover.file_bytes())
 
     def mark_weights(self) -> None:
         """Once a step: learn the model's storages anew, as they may have been replaced."""
@@ -382,17 +397,9 @@ class Saver:
             mark_weights(model)
         self._marked = True
 
-    def stats(self) -> OffloadStats:
-        """A snapshot of the counters."""
-        self.settle()
-        self.steps.close()
-        since_s = time.monotonic() - self._started_s
-        return self.counters.snapshot(
-            file_bytes=self.mover.file_bytes(),
-            last_step=self.steps.last,
-            written_today_bytes=self.mover.allowance.written_today_bytes,
-            projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
-        )
+    def _take_readings(self) -> None:
+        self.counters.live_records = len(self.residency.records)
+        self.counters.resident_bytes = self.residency.nbytes
 
     def die(self) -> None:
         """In a forked child."""

@@ -24,10 +24,8 @@ from torch.utils import checkpoint
 
 from . import _heap
 from ._frames import warn
-from ._policy import FITS
 from ._stats import Counters, OffloadStats, difference
 from ._torch import untraced
-from ._whole import Whole
 
 
 class Steps:
@@ -40,10 +38,11 @@ class Steps:
         self._tier = tier
         self._counters = counters
         self._model = model
+        self._micro_batches = 0  # ended so far
+        self._of_step = 0  # those of them that ended since the last step did
         self._at_start = counters.snapshot()
-        self.whole = Whole(tier)
         self._file_bytes = 0
-        self._before = 0, 0, 0  # bytes written, offloaded and kept before the open micro-batch
+        self._written_bytes = 0  # before the open micro-batch
         self._by_optimizer = False  # whether one has been seen to step
         self._stepped = False  # whether one has since the last step ended
         self.told = tier in ("keep", "auto")  # tiers that may rightly move nothing
@@ -63,40 +62,31 @@ class Steps:
     def end(self, file_bytes: int) -> None:
         """The open micro-batch has ended."""
         self.open = self.backward_seen = False
-        counters = self._counters
-        counters.micro_batches += 1
-        now = counters.written_bytes, counters.offloaded_bytes, counters.kept_bytes
-        written_bytes, offloaded_bytes, kept_bytes = (a - b for a, b in zip(now, self._before, strict=True))
-        self._before = now
+        self._of_step += 1
+        self._micro_batches += 1
+        self._counters.micro_batches = self._micro_batches
         self._file_bytes = file_bytes
-        self.whole.end_step(offloaded_bytes, kept_bytes)
         self.close()
-        _heap.heap.end_step(written_bytes)
+        before, self._written_bytes = self._written_bytes, self._counters.written_bytes
+        _heap.heap.end_step(self._written_bytes - before)
 
     def close(self) -> None:
         """End the step, if no micro-batch is under way and nothing more can belong to it."""
-        by_backward = not self._by_optimizer and self._counters.micro_batches > self._at_start.micro_batches
+        by_backward = not self._by_optimizer and self._of_step
         if self.open or not (self._stepped or by_backward):
             return
         if self._stepped and not self._by_optimizer:
             self._by_optimizer = True
             self._counters.steps, self._at_start = 0, OffloadStats()
         self._stepped = False
+        self._of_step = 0
         self._counters.steps += 1
         now = self._counters.snapshot(file_bytes=self._file_bytes)
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last, forward_seen=True)
 
-    @property
-    def nothing_came(self) -> bool:
-        """Whether nothing worth moving has ever been saved but weights."""
-        counters = self._counters
-        return not (counters.offloaded_bytes or counters.kept_by_reason.get(FITS))
-
     def tell_of_foreign(self, name: str) -> None:
-        """Another pair of hooks was innermost: say so if nothing but weights has reached ours."""
-        if not self.nothing_came:
-            return
+        """Say that another pair of hooks was innermost, and nothing but weights has reached ours."""
         self.told = True
         warn(
             f"tier={self._tier!r} gets nothing: the saved-tensor hooks of {name} act inside of this context, and "
@@ -105,8 +95,8 @@ class Steps:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: it may have been ours, after a backward of ours. Called without the lock."""
-        before = self._at_start.micro_batches if self._by_optimizer else 0
-        if self._stepped or not (self.over or self._counters.micro_batches > before):
+        ended = self._of_step if self._by_optimizer else self._micro_batches
+        if self._stepped or not (self.over or ended):
             return
         model = self._model()
         if model is not None:

@@ -1,4 +1,4 @@
-"""Mover: takes one record's bytes out to the store and brings them back. Every change of a record's state is here.
+"""Mover: takes one record's bytes out to the store and brings them back.
 
 Guarantees:
 
@@ -37,7 +37,7 @@ from ._frames import warn
 from ._host_memory import HostMemory
 from ._policy import Limits
 from ._pressure import Pressure
-from ._record import HELD, IN_MEMORY, PENDING, POISONED, READING, RESTORED, STORED, WRITING, Record
+from ._record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
 from ._staging import Staging
 from ._stats import Counters, TraceEvent
 from ._torch import storage_use_count
@@ -74,6 +74,8 @@ class Mover:
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._sending = False
+        self.sent_bytes = 0  # by writes queued in this step
+        self.failures = 0  # transfers that have failed in this step
         self._learn_size(0)
         self._warned = False
         self._reads_ended = 0
@@ -94,9 +96,9 @@ class Mover:
                 if not interrupts.waiting():
                     self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
                 return _policy.NOT_WRITTEN
-        if (alias := record.alias) is None or record.state not in (PENDING, HELD):
+        if (alias := record.alias) is None or record.state not in (PENDING, RESIDENT):
             return _policy.FITS  # changed hands while we waited
-        if self._moved(record, alias.untyped_storage()):
+        if record.was_moved():
             return _MOVED
         if not self.allowance.take(nbytes):
             return _policy.DECLINED
@@ -113,8 +115,8 @@ class Mover:
             return _policy.NOT_WRITTEN
         finally:
             self._sending = False
-        record.write = ticket
-        record.state = WRITING
+        record.send(ticket)
+        self.sent_bytes += nbytes
         self._in_flight[ticket] = record.ref
         if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
@@ -159,26 +161,23 @@ class Mover:
     def _settle_write(self, record: Record, ticket: Ticket) -> None:
         alias = record.alias
         assert alias is not None
-        storage = alias.untyped_storage()
-        if self._moved(record, storage):
+        if record.was_moved():
             self._take_back(record, _MOVED)
         elif record.is_edited():
-            self._poison(record)
+            record.poison()
         elif ticket.error is not None:
             self._take_back(record, _policy.NOT_WRITTEN)
             self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
         elif isinstance(ticket.location, Buffer) and ticket.location.owner is alias:
             self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
         elif record.wanted:
-            record.state = HELD
+            record.stay()
         else:
+            storage = alias.untyped_storage()
             alone = storage_use_count(storage._cdata) <= _OURS_ALONE
             del storage
-            record.drop_alias()
-            record.state = STORED
-            if alone:
-                record.alias = None
-            else:
+            record.store(confirmed=alone)
+            if not alone:
                 self.unconfirmed.append(record.ref)
 
     def confirm(self) -> None:
@@ -189,33 +188,18 @@ class Mover:
             if record is None or record.alias is None or record.state in IN_MEMORY:
                 continue
             if record.is_edited():
-                self._poison(record)
+                record.poison()
             else:
-                record.alias = None
+                record.confirm()
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
         ticket = record.write
         if ticket is not None and self._cancel(ticket):
-            self._give_back(record)
-            record.state = HELD
+            self._discard_write(record)
             return True
-        record.wanted = True
+        record.want()
         return False
-
-    def drop(self, record: Record) -> None:
-        """Let go of bytes that are in the store too."""
-        if record.state is HELD and record.write is not None:
-            if record.alias is not None and record.is_edited():
-                self._poison(record)  # when the edit was made, during the write or after, nobody can tell any more
-                return
-            record.drop_alias()
-            record.alias = None
-            record.wanted = False
-            record.state = STORED
-        elif record.state is RESTORED:
-            record.restored = record.given = record.ready = None
-            record.state = STORED
 
     def discard(self, ticket: Ticket) -> None:
         """A dead record's place in the store is free again."""
@@ -225,10 +209,6 @@ class Mover:
             self.store.discard(ticket)
 
     # -- back ----------------------------------------------------------------------------------------------------
-
-    def read_ahead_bytes(self, held_bytes: int) -> int:
-        """What may be read back and ahead now, while so much is held: that is wanted before what was written."""
-        return min(self.window_bytes - held_bytes, self._read_ahead_bytes)
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""
@@ -243,19 +223,19 @@ class Mover:
             self.counters.read_bytes += record.nbytes
             self._restore(record, _streams.host_bytes(there.owner))
             return
+        view: memoryview | Tensor
         try:
-            before = None
+            ready = before = None
             if record.stream is not None and self._direct(record.nbytes):
-                record.view, record.ready, buffer, before = _direct.borrow(record.nbytes, record.device)
+                view, ready, buffer, before = _direct.borrow(record.nbytes, record.device)
             else:
                 memory = self.memory.of(record.device, self.store.alignment)
                 skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
-                record.view, buffer = memory.lease(record.nbytes, skew)
-            record.read = self.store.read(location, buffer, on_done=self._read_ended, before=before)
+                view, buffer = memory.lease(record.nbytes, skew)
+            ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
-            record.view = record.ready = None
             raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
-        record.state = READING
+        record.read_into(ticket, view, ready)
 
     def await_read(self, record: Record) -> None:
         """Without the lock: wait for a record's read, however late. Raises TransferError, StalledError."""
@@ -295,10 +275,9 @@ class Mover:
         ticket, kept = record.read, record.view
         if record.state is not READING or ticket is None or not ticket.done():
             return
-        record.read = record.view = None
-        record.state = STORED  # until the bytes are where they belong: a later unpack may try again
         if ticket.error is not None:
-            self.counters.errors += 1
+            record.read_failed()
+            self._count_failure()
             raise TransferError(
                 f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
             ) from ticket.error
@@ -309,16 +288,21 @@ class Mover:
         self._restore(record, _streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
 
     def _restore(self, record: Record, host: Tensor) -> None:
+        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
         memory = None if record.stream is None else self.memory.of(record.device)
-        restored, arrival = _streams.into(host, record.device, memory)
-        record.restored = restored if memory is None else restored.data  # whose counter does not count the copy
-        record.ready = arrival or record.ready  # read into device memory, it has been ready since `fetch`
-        record.state = RESTORED
+        try:
+            restored, arrival = _streams.into(host, record.device, memory)
+        except BaseException:
+            if record.state is READING:
+                record.read_failed()
+            raise
+        record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
 
     # -- both ----------------------------------------------------------------------------------------------------
 
-    def trim(self) -> None:
-        """Once a step: give back memory and disk blocks that the last one did not use."""
+    def end_step(self) -> None:
+        """Give back memory and disk blocks that the last step did not use."""
+        self.sent_bytes = self.failures = 0
         self.memory.trim()
         trim = getattr(self.store, "trim", None)  # not every store has it
         if trim is not None and not self.closed:
@@ -328,7 +312,7 @@ class Mover:
         """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
         self._largest_bytes = largest_bytes
         self.window_bytes = _policy.window_bytes(self.limits, largest_bytes)
-        self._read_ahead_bytes = _policy.read_ahead_bytes(self.window_bytes, largest_bytes)
+        self.read_ahead_bytes = _policy.read_ahead_bytes(self.window_bytes, largest_bytes)
 
     def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
         """What to write, and what to wait for before."""
@@ -371,30 +355,23 @@ class Mover:
         """Blocks the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
 
-    def _moved(self, record: Record, storage: torch.UntypedStorage) -> bool:
-        return storage.data_ptr() != record.address or storage.nbytes() != record.storage_bytes
-
-    def _poison(self, record: Record) -> None:
-        record.state = POISONED
-        if record.alias is not None and record.alias.untyped_storage().nbytes():
-            record.drop_alias()
-        record.restored = record.given = record.ready = None
-
     def _take_back(self, record: Record, reason: str) -> None:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
-        self._give_back(record)
-        record.state = HELD
-        self.counters.kept_to_offloaded(-record.logical_bytes * record.offloaded, reason)  # once, if it fails again
-        record.offloaded = False
+        self._discard_write(record)
+        record.count_as_kept(self.counters, reason)
 
-    def _give_back(self, record: Record) -> None:
-        ticket, record.write = record.write, None
+    def _discard_write(self, record: Record) -> None:
+        ticket = record.take_back()
         assert self.store is not None
         if ticket is not None:
             self.store.discard(ticket)
 
-    def _complain(self, text: str) -> None:
+    def _count_failure(self) -> None:
+        self.failures += 1
         self.counters.errors += 1
+
+    def _complain(self, text: str) -> None:
+        self._count_failure()
         if not self._warned:
             self._warned = True
             warn(f"offloading: {text}")

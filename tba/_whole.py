@@ -57,17 +57,17 @@ class Whole:
             self._largest = run.nbytes, run.graph
         return run.graph in self._graphs
 
-    def end_step(self, offloaded_bytes: int, kept_bytes: int) -> None:
-        """A step is over, of which so much went to a tier and so much stayed."""
+    def end_step(self, step_bytes: int, *, moves: bool) -> None:
+        """A step is over that saved so much worth moving; whether any of it moves."""
         largest, self._largest = self._largest, None
         if largest is None:
             return
         nbytes, graph = largest
-        if not _policy.is_whole_step(nbytes, offloaded_bytes + kept_bytes):
+        if not _policy.is_whole_step(nbytes, step_bytes):
             self._graphs.discard(graph)
-        elif offloaded_bytes:
+        elif moves:
             self._graphs.add(graph)
-            self._tell(nbytes, offloaded_bytes + kept_bytes)
+            self._tell(nbytes, step_bytes)
 
     def _tell(self, nbytes: int, step_bytes: int) -> None:
         if self._told:

@@ -15,9 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
 from tba import Offloader, _torch, attach, offload_context
-from tba._policy import FITS
 from tba._rest import Rest, covers
-from tba._stats import Counters
 
 
 class Model(nn.Module):
@@ -233,10 +231,8 @@ def test_the_more_room_the_fewer_looks() -> None:
 
     for kept_bytes, most in ((2000, 100), (100, 10), (10, 2), (0, 0)):
         rest = Rest(True, lambda: model, room)
-        counters = Counters()
-        counters.kept_by_reason[FITS] = kept_bytes
         assert not rest.begins((torch.ones(3),), {})
-        rest.end_step(counters, 6000)
+        rest.end_step(kept_bytes=kept_bytes, moved_bytes=0, failures=0, room_bytes=6000)
         looks.clear()
         for _ in range(100):
             assert rest.begins((torch.ones(3),), {})
@@ -246,7 +242,7 @@ def test_the_more_room_the_fewer_looks() -> None:
 def test_a_step_runs_with_hooks_every_so_often() -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
     rest.begins((torch.ones(3),), {})
-    rest.end_step(Counters(), 0)
+    rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     rested = 0
     while rest.begins((torch.ones(3),), {}):
         rested += 1
@@ -265,7 +261,7 @@ def test_a_step_runs_with_hooks_every_so_often() -> None:
 def test_an_argument_that_tells_no_size_is_never_rested_with(argument: Any) -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
     assert not rest.begins((argument,), {})
-    rest.end_step(Counters(), 0)
+    rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     assert not rest.resting
 
 
@@ -273,7 +269,7 @@ def test_a_forward_that_failed_says_nothing() -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
     rest.begins((torch.ones(3),), {})
     rest.leave(failed=True)
-    rest.end_step(Counters(), 0)
+    rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     assert not rest.resting
 
 
