@@ -18,21 +18,21 @@ Wants the engine's lock held, except `unpacked`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from compact import Codec, CodecError, Pending, Preset, Projected, Saved, Spec, key
+from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
 from . import _streams
 from ._config import OffloadConfig
+from ._encoded import Encoded
 from ._intercept import CompactFunctional
-from ._record import PENDING, Encoded, Record
+from ._record import PENDING, Record
 from ._saved_by import SavedBy, kind_of
 from ._stats import Counters
 
@@ -112,10 +112,10 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or record.is_edited() or not is_whole(record, alias):
+        if codec is None or alias is None or record.is_edited() or not record.is_whole():
             return True
         try:
-            with on_its_stream(record):
+            with _streams.on(record.stream):
                 pending = codec.begin(alias, key(self._seed, record.number) if codec.properties.keyed else 0)
                 if pending.verbatim:
                     return True
@@ -139,7 +139,7 @@ class Compressor:
                 continue
             entry.there.synchronize()
             if record.alias is not None and not record.is_edited():
-                with on_its_stream(record):
+                with _streams.on(record.stream):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)
         return done
@@ -158,18 +158,6 @@ class Compressor:
         record.become(payload, Encoded(codec, replace(packed, buffers=()), sizes, record.begin, record.end))
 
 
-def payload_of(encoded: Encoded, storage: torch.UntypedStorage) -> Tensor:
-    """The packed bytes, uint8 [nbytes], at the beginning of a storage."""
-    payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return payload.set_(storage, 0, (sum(encoded.sizes),), (1,))
-
-
-def unpacked(encoded: Encoded, payload: Tensor) -> torch.UntypedStorage:
-    """The original bytes from `encoded.begin` on, exact or nearly."""
-    buffers = tuple(payload.split(encoded.sizes))
-    return encoded.codec.decode(replace(encoded.packed, buffers=buffers)).untyped_storage()
-
-
 def compressor(config: OffloadConfig, counters: Counters) -> Compressor | None:
     """What the settings ask for."""
     if config.compress is None:
@@ -183,33 +171,7 @@ def _kinds(preset: Preset) -> Callable[[Tensor], Saved] | None:
     return kind_of if any(not preset[kind].properties.exact for kind in Saved) else None
 
 
-def is_whole(record: Record, alias: Tensor) -> bool:
-    """Whether the alias is one dense tensor over exactly the record's bytes, so that no other view shows more."""
-    spec = Spec.of(alias)
-    begin = alias.storage_offset() * alias.itemsize
-    return (
-        begin == record.begin
-        and spec.numel == spec.stored_numel
-        and spec.stored_bytes == record.nbytes
-        and not alias.is_conj()
-        and not alias.is_neg()
-    )
-
-
 def strictness(codec: Codec) -> float:
     """Bits an element keeps, infinite for exact ones: the more, the more savers it serves."""
     properties = codec.properties
     return float("inf") if properties.exact else properties.bits_per_element or 0.0
-
-
-@contextmanager
-def on_its_stream(record: Record) -> Iterator[None]:
-    """The stream that made the tensor: an encode is queued behind its kernel, and the memory is free again behind that.
-
-    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
-    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
-    which is what compression is to avoid.
-    """
-    stream: Any = nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
-    with torch.inference_mode(False), stream:
-        yield

@@ -30,13 +30,12 @@ import torch
 from torch import Tensor, nn
 
 from . import _streams
-from ._compress import is_whole, on_its_stream
 from ._derive import recipe, remember
 from ._errors import OffloadError
-from ._look import look
 from ._recipe import Hold, Recipe
 from ._recipes import bits_differ
 from ._record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
+from ._restore import restore
 from ._view import View, apart, counted, is_edited, span
 
 # How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),
@@ -90,9 +89,9 @@ class Derivations:
     def replaces(self, record: Record) -> bool | None:
         """Whether a finished, pending record needs no bytes; it then has let go of them. None: `settle` will tell."""
         found, alias = record.recipe, record.alias
-        if found is None or alias is None:
+        if not isinstance(found, Recipe) or alias is None:
             return False
-        if record.is_edited() or not is_whole(record, alias):
+        if record.is_edited() or not record.is_whole():
             record.plan(None)
             return False
         off = max(map(_off, found.sources), default=0.0)
@@ -103,7 +102,7 @@ class Derivations:
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
         try:
-            with on_its_stream(record):
+            with _streams.on(record.stream):
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
@@ -166,7 +165,7 @@ class Derivations:
         if record.state not in IN_MEMORY and record.state is not RESTORED:
             return None
         decoded = record.decoded
-        tensor = look(record, view)
+        tensor = restore(record, view)
         record.keep_decoded(*decoded or (None,))
         return tensor
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.utils.hooks import RemovableHandle
 
-from ._hooks import ModelHook, Pack, owner_of_innermost
+from ._hooks import Pack, owner_of_innermost
+from ._module_hooks import ModelHook
 
 
 class Foreign:

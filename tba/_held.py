@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from . import _memory, _policy
+from . import _limits, _memory, _policy
 from ._config import OffloadConfig
 from ._pressure import LOOK_EVERY_BYTES
 from ._record import Record, Remains
@@ -54,7 +54,7 @@ class Held:
         budget_bytes = self._room_bytes if self._adapts else self._mover.window_bytes
         if self.nbytes > budget_bytes:
             staging_bytes = self._mover.limits.staging_bytes
-            self._send(budget_bytes - _policy.write_burst_bytes(budget_bytes, staging_bytes))
+            self._send(budget_bytes - _limits.write_burst_bytes(budget_bytes, staging_bytes))
         if self.nbytes > self._counters.held_bytes:
             self._counters.held_bytes = self.nbytes
 
@@ -96,7 +96,7 @@ class Held:
             self._room_bytes = int(self._config.memory_budget)
         elif self._devices:
             self._room_bytes = min(
-                _policy.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(each)) for each in self._devices
+                _limits.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(each)) for each in self._devices
             )
         return self._room_bytes
 

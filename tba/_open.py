@@ -10,7 +10,7 @@ from torch import nn
 
 from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore, TwoLevelStore
 
-from . import _budgets, _memory, _policy
+from . import _budgets, _limits, _memory
 from ._config import OffloadConfig
 from ._endurance import Allowance
 from ._errors import ConfigError
@@ -55,7 +55,7 @@ def make_mover(
     open_store: Callable[[bool], Store],
 ) -> Mover:
     """A mover within the limits of the settings, of this machine, and of the devices the model is on."""
-    limits = _policy.limits(
+    limits = _limits.limits(
         config.staging_bytes,
         config.prefetch_bytes,
         config.io_timeout,
@@ -72,7 +72,7 @@ def make_mover(
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
     """Workers per storage path, on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return _policy.io_threads(config.io_threads, on_device=on_device, cores=cores)
+    return _limits.io_threads(config.io_threads, on_device=on_device, cores=cores)
 
 
 def cpu_budget_bytes(config: OffloadConfig) -> int:

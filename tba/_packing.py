@@ -19,7 +19,6 @@ from ._derivations import Derivations
 from ._finished import Finished
 from ._joint import joined
 from ._known import Known
-from ._look import Detached
 from ._plain import shown_bytes, why_not_plain
 from ._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from ._record import Record, Remains
@@ -27,6 +26,7 @@ from ._residency import Residency
 from ._stats import Counters
 from ._torch import current_graph_task_id, graph_is_kept, sequence_nr
 from ._transfer import Mover
+from ._user_code import Detached
 from ._view import View, span
 from ._weights import MARK, WEIGHT, Chains
 from ._whole import Whole

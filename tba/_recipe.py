@@ -23,6 +23,9 @@ from torch import Tensor
 
 from ._recipes import Operator, Output, Scalars
 from ._torch import enable_mkldnn, mkldnn_enabled
+from ._user_code import asks_for_operators
+
+asks_for_operators(globals())
 
 # Packed objects are opaque here: this hook, which they were packed for, brings them back.
 Unpack = Callable[[Any], Tensor]

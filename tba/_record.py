@@ -9,16 +9,17 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from compact import Codec, Packed
+from compact import Codec, Spec
 from io_backends import Ticket
 
+from ._encoded import Encoded
 from ._errors import edited_in_place
-from ._recipe import Recipe
 from ._source import Source
 from ._stats import Counters
 from ._view import View
@@ -43,19 +44,6 @@ PENDING, RESIDENT, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = Recor
 IN_MEMORY = (RESIDENT, WRITING, PENDING)
 
 
-class Encoded(NamedTuple):
-    """How a record's bytes are packed: by which codec, and all of `Packed` but the bytes.
-
-    `sizes` are those of its buffers, which lie one behind another; `begin` and `end` are the range of the original.
-    """
-
-    codec: Codec
-    packed: Packed
-    sizes: tuple[int, ...]
-    begin: int
-    end: int
-
-
 class Remains(weakref.ref["Record"]):
     """A weak reference to a record, which outlives it and knows what is to be given back then.
 
@@ -65,6 +53,21 @@ class Remains(weakref.ref["Record"]):
     __slots__ = ("number", "write")
     number: int
     write: Ticket | None
+
+
+class Recipe(Protocol):
+    """How to make a record's bytes again."""
+
+    @property
+    def sources(self) -> Sequence[Any]:
+        """The packed objects that it asks for, each as often as it does."""
+
+    @property
+    def depth(self) -> int:
+        """The most operators on a path to what is really kept."""
+
+    def compute(self) -> Tensor:
+        """Make the tensor again. Raises what its sources raise."""
 
 
 class Record(Source):
@@ -310,6 +313,19 @@ class Record(Source):
             return self.encoded is None
         alias = self.alias
         return self.state is RESIDENT and self.encoded is None and alias is not None and not self.is_edited()
+
+    def is_whole(self) -> bool:
+        """Whether its alias is one dense tensor over exactly its bytes, so that no other view shows more."""
+        alias = self.alias
+        assert alias is not None
+        spec = Spec.of(alias)
+        return (
+            alias.storage_offset() * alias.itemsize == self.begin
+            and spec.numel == spec.stored_numel
+            and spec.stored_bytes == self.nbytes
+            and not alias.is_conj()
+            and not alias.is_neg()
+        )
 
     def check(self) -> None:
         """Raise PyTorch's own RuntimeError if what is in memory was edited in place."""

@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from . import _policy
+from . import _limits
 from ._held import Held
 from ._prefetch import Orders, Walk
 from ._record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
@@ -75,7 +75,7 @@ class Residency:
         if walk is None or not self.records:
             return
         budget_bytes = self._budget_bytes()
-        full = self._members and self.nbytes + _policy.read_burst_bytes(budget_bytes) > budget_bytes
+        full = self._members and self.nbytes + _limits.read_burst_bytes(budget_bytes) > budget_bytes
         if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
             return
         lowest = next(iter(self.records))

@@ -33,19 +33,19 @@ from ._derivations import Derivations, again
 from ._endurance import projected_bytes_per_day
 from ._errors import StalledError, edited_in_place
 from ._finished import Finished
-from ._fork import dies_in_child
 from ._held import Held
-from ._look import Detached, goes_to_code, kept_for_code, look, look_for_code, look_in_child
 from ._open import make_mover
 from ._packing import Packed, Packing
 from ._quiet import quiet
 from ._record import DERIVED, IN_MEMORY, READING, Record
 from ._residency import Residency
 from ._rest import Rest
+from ._restore import restore, restore_in_child
 from ._saved_by import SavedBy
 from ._stats import Counters, OffloadStats, TraceEvent
 from ._steps import Steps
 from ._torch import current_graph_task_id, dispatch_mode_count, function_mode_count
+from ._user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from ._view import View, is_edited
 from ._weights import is_parameter, mark_weights
 
@@ -82,7 +82,6 @@ class Saver:
         )
         self._remains = self._packing.remains
         self._started_s = time.monotonic()
-        dies_in_child(self)
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class Saver:
 
     def _unpack(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         if self.dead:
-            return look_in_child(record, view)
+            return restore_in_child(record, view)
         if task != _backward.task:
             _backward.begins(task)
         mover, compressor = self.mover, self.compressor
@@ -172,7 +171,7 @@ class Saver:
             again_asked = not derived and task != -1 and not self.residency.ask(record, task)
             if again_asked and not to_code and record.shows():
                 self.residency.answered(record)
-                return look(record, view)
+                return restore(record, view)
             tensor = None if derived else self._give(record, view, task, to_code)
         if derived:
             return again(record, view, alone=to_code)
@@ -198,7 +197,7 @@ class Saver:
         else:
             record.check()
             if record.offloaded and not record.asks and record.state in IN_MEMORY:
-                self._count_as_forwarded(record)
+                self.mover.forward(record)
         if not residency.bring(record, task):
             return None
         residency.answered(record)
@@ -207,15 +206,9 @@ class Saver:
             if gone:
                 residency.hand_over(record)
         else:
-            tensor = look(record, view)
+            tensor = restore(record, view)
         residency.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
-
-    def _count_as_forwarded(self, record: Record) -> None:
-        self.counters.forwarded_bytes += record.logical_bytes
-        if self.mover.trace is not None:
-            now_s = time.perf_counter()
-            self.mover.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
 
     # -- around the hooks ----------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ rest of the engine therefore runs one path.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,6 +43,18 @@ def producer_stream(tensor: Tensor) -> Any:
 def current(device: torch.device) -> Any:
     """The stream that kernels launched here and now run on; None on a CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def on(producer: Any) -> Iterator[None]:
+    """Run on the stream that made a tensor: queued behind its kernel, and what goes is free again behind what runs.
+
+    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
+    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
+    which is what compression is to avoid.
+    """
+    with torch.inference_mode(False), nullcontext() if producer is None else torch.cuda.stream(producer):
+        yield
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:

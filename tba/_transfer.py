@@ -30,12 +30,12 @@ from torch import Tensor
 
 from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
-from . import _direct, _policy, _streams
+from . import _direct, _limits, _policy, _streams
 from ._endurance import Allowance
 from ._errors import ClosedError, StalledError, TransferError
 from ._frames import warn
 from ._host_memory import HostMemory
-from ._policy import Limits
+from ._limits import Limits
 from ._pressure import Pressure
 from ._record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
 from ._staging import Staging
@@ -208,6 +208,13 @@ class Mover:
                 self._cancel(ticket)
             self.store.discard(ticket)
 
+    def forward(self, record: Record) -> None:
+        """Count a record that backward asks for while it is still in memory, so that nothing is read."""
+        self.counters.forwarded_bytes += record.logical_bytes
+        if self.trace is not None:
+            now_s = time.perf_counter()
+            self.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+
     # -- back ----------------------------------------------------------------------------------------------------
 
     def fetch(self, record: Record) -> None:
@@ -311,8 +318,8 @@ class Mover:
     def _learn_size(self, largest_bytes: int) -> None:
         """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
         self._largest_bytes = largest_bytes
-        self.window_bytes = _policy.window_bytes(self.limits, largest_bytes)
-        self.read_ahead_bytes = _policy.read_ahead_bytes(self.window_bytes, largest_bytes)
+        self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
+        self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 
     def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
         """What to write, and what to wait for before."""

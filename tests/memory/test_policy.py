@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tba._policy import (
-    FITS,
-    Decision,
-    decide,
+from tba._limits import (
     default_window_bytes,
     hold_budget_bytes,
     io_threads,
     limits,
-    range_to_store,
     read_ahead_bytes,
     read_burst_bytes,
     window_bytes,
     write_burst_bytes,
 )
+from tba._policy import FITS, Decision, decide, range_to_store
 
 MIB = 1 << 20
 

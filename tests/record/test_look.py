@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from support.exactness import assert_bit_equal
-from tba._look import goes_to_code
 from tba._torch import current_graph_task_id
+from tba._user_code import goes_to_code
 from tba._view import apart
 
 

@@ -16,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import tba
 from compact import Exact, Packed
 from io_backends import Buffer, Ticket
+from tba._encoded import Encoded
 from tba._recipe import Recipe
-from tba._record import IN_MEMORY, Encoded, Record, RecordState, Remains
+from tba._record import IN_MEMORY, Record, RecordState, Remains
 
 N = 16
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=30)

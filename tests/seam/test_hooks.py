@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
-from tba import OffloadWarning, _hooks, _torch, attach
+from tba import OffloadWarning, _hooks, _module_hooks, _torch, attach
 
 Pack = Callable[[Tensor], Tensor]
 
@@ -148,7 +148,7 @@ class Model(nn.Module):
 def tied() -> tuple[Model, Callable[[], None]]:
     model = Model()
     calls = model.calls
-    return model, _hooks.tie(model, lambda *_: calls.append("enter"), lambda: calls.append("leave"))
+    return model, _module_hooks.tie(model, lambda *_: calls.append("enter"), lambda: calls.append("leave"))
 
 
 def test_enter_and_leave_with_each_forward_until_untied() -> None:
@@ -172,7 +172,7 @@ def test_leave_after_a_forward_that_raises() -> None:
 def test_enter_comes_before_the_hooks_that_were_there() -> None:
     model = Model()
     model.register_forward_pre_hook(lambda *_: model.calls.append("theirs"))
-    _hooks.tie(model, lambda *_: model.calls.append("enter"), lambda: model.calls.append("leave"))
+    _module_hooks.tie(model, lambda *_: model.calls.append("enter"), lambda: model.calls.append("leave"))
     model(torch.ones(4))
     assert model.calls == ["enter", "theirs", "forward", "leave"]
 

@@ -1,14 +1,10 @@
-"""Look: the tensor that autograd gets back, rebuilt over wherever a record's bytes are in memory.
+"""User code: what a program's own code gets of saved tensors, in memory that nobody else looks at.
 
-Guarantees:
+PyTorch's operators only read what they saved; a custom Function may edit it, keep it, or return it as a gradient. In
+plain PyTorch it is told of an edit by the version counter, and a gradient that somebody else has too is copied by what
+accumulates it, which counts the references to the tensor; a view that was made for unpack has neither.
 
-1. Bit for bit what was saved, but for records that a lossy codec has packed; those come back the same each time.
-2. What goes to a program's own code has memory that nobody else looks at. PyTorch's operators only read what they
-   saved; a custom Function may edit it, keep it, or return it as a gradient. In plain PyTorch it is told of an edit by
-   the version counter, and a gradient that somebody else has too is copied by whoever accumulates it, who counts the
-   references to the tensor; a view that was made for unpack has neither.
-
-Wants the engine's lock held, except `look_in_child`, `goes_to_code` and `kept_for_code`.
+Wants the engine's lock held, except `goes_to_code` and `kept_for_code`.
 """
 
 from __future__ import annotations
@@ -18,59 +14,32 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, strided
+from torch import Tensor, strided
 
-from . import _recipe, _streams
-from ._compress import payload_of, unpacked
-from ._errors import ClosedError, TransferError
-from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record
+from ._record import RESTORED, Record
+from ._restore import restore
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
-from ._view import View, apart, counted, is_edited
+from ._view import View, apart
 
 # A storage's wrapper, which is looked at, and one tensor refer to it.
 _ALONE = 2
 # Where PyTorch's engine of autograd is called from: operators ask from there, Python code from a frame of its own.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_RECIPES = vars(_recipe)
 # How many nodes Python looks at in one backward, in search of Functions written in C++: see `_weights.Chains`.
 _LOOKS = 512
+# The globals of modules of ours that ask in the name of operators.
+_asks_for_operators: list[dict[str, Any]] = []
+
+
+def asks_for_operators(module_globals: dict[str, Any]) -> None:
+    """Note a module of ours that unpacks saved tensors to hand them to operators."""
+    _asks_for_operators.append(module_globals)
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
     """What pack gives for a tensor that stays, where it is not the very one that was saved: an alias, its version."""
 
     __slots__ = ()
-
-
-def look(record: Record, view: View, *, alone: bool = False) -> Tensor:
-    """One saved tensor of a record that is in memory or restored; `alone` if it may share no version counter.
-
-    Raises TransferError for an emptied storage.
-    """
-    if record.encoded is not None:
-        return view.on_plain(_decoded(record, record.encoded), record.encoded.begin)
-    if record.state is RESTORED:
-        restored, last = record.restored, record.last_view
-        assert restored is not None
-        if alone:
-            tensor = view.over(restored.untyped_storage(), record.begin)
-        elif last is not None and last[0] == view:
-            tensor = last[1]
-        else:
-            tensor = view.on_plain(restored, record.begin)
-            if record.saves > 1:
-                record.keep_view(view, tensor)
-        if record.ready is not None:
-            _streams.use(tensor, record.ready)
-        return tensor
-    assert record.alias is not None
-    storage = record.alias.untyped_storage()
-    if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
-        raise TransferError(
-            f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
-            "autograd saved it; whoever emptied it must fill it again before backward"
-        )
-    return view.on(record.alias)
 
 
 class _Looks(threading.local):
@@ -95,7 +64,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     if task == -1:
         return True
     if asker is not None and asker.f_code is not _RUN_BACKWARD:
-        return asker.f_globals is not _RECIPES  # which hands them to operators
+        return not any(asker.f_globals is each for each in _asks_for_operators)
     if _looks.task != task:
         _looks.task, _looks.left = task, _LOOKS
     if not _looks.left:
@@ -111,11 +80,11 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         return _lend(record, view)
     if record.encoded is not None:
         record.keep_decoded(None)  # made for this one alone
-        tensor = look(record, view)
+        tensor = restore(record, view)
         record.keep_decoded(None)
         return tensor, False
     record.keep_view(None)  # so that it does not count as another owner of the memory
-    tensor = look(record, view, alone=True)
+    tensor = restore(record, view, alone=True)
     restored = record.state is RESTORED
     # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
     may_go = record.asks >= record.saves if restored else only_once and record.saves == 1
@@ -130,7 +99,7 @@ def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
     They share memory as they did when it saved them: a copy for each would be as many times what it spans.
     """
     record.keep_view(None)
-    tensor = look(record, view, alone=True)
+    tensor = restore(record, view, alone=True)
     if record.state is RESTORED:
         return tensor, record.asks % record.saves == 0
     if _owners(tensor) <= _ALONE + 1:
@@ -187,41 +156,3 @@ def _owned(tensor: Tensor, *, shared: bool) -> Tensor:
 
 def _owners(tensor: Tensor) -> int:
     return storage_use_count(tensor.untyped_storage()._cdata)
-
-
-def look_in_child(record: Record, view: View) -> Tensor:
-    """The same in a forked child, which has the memory and nothing else. Raises ClosedError."""
-    if record.state is DERIVED and record.recipe is not None:
-        return view.over(record.recipe.compute().clone().untyped_storage(), 0)
-    restored = record.state is RESTORED and record.restored is not None
-    if restored or (record.state in IN_MEMORY and record.alias is not None):
-        storage, begin = _storage(record), record.begin if restored else 0
-        if record.encoded is not None:
-            storage, begin = unpacked(record.encoded, payload_of(record.encoded, storage)), record.encoded.begin
-        return view.over(storage, begin)
-    raise ClosedError(
-        f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
-        "Run backward in the process that ran forward"
-    )
-
-
-def _decoded(record: Record, encoded: Encoded) -> Tensor:
-    """The bytes of an encoded record, unpacked once for all that saved it and are asked for on the same stream."""
-    stream, decoded = _streams.current(record.device), record.decoded
-    if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
-        whole = decoded[0]
-    else:
-        payload = payload_of(encoded, _storage(record))
-        if record.ready is not None:
-            _streams.use(payload, record.ready)
-        whole = counted(unpacked(encoded, payload))
-    record.keep_decoded(whole if record.asks < record.saves else None, stream)
-    return whole
-
-
-def _storage(record: Record) -> UntypedStorage:
-    if record.state is RESTORED:
-        assert record.restored is not None
-        return record.restored.untyped_storage()
-    assert record.alias is not None
-    return record.alias.untyped_storage()
