@@ -12,17 +12,9 @@ print(offload.stats())
 from ._audit import audit
 from ._audit_report import Audit
 from ._config import OffloadConfig, Setting, describe
-from ._engine import Offloader
-from ._errors import (
-    ClosedError,
-    ConfigError,
-    OffloadError,
-    OffloadWarning,
-    StalledError,
-    StorageError,
-    TransferError,
-)
-from ._registry import attach, offload_context
+from ._context import attach, offload_context
+from ._errors import ClosedError, ConfigError, OffloadError, OffloadWarning, StalledError, StorageError, TransferError
+from ._offloader import Offloader
 from ._stats import OffloadStats, TraceEvent
 
 __all__ = [

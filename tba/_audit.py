@@ -24,7 +24,7 @@ from compact import preset as preset_named
 from ._audit_hooks import Observer
 from ._audit_report import Audit, Outcome
 from ._errors import ConfigError
-from ._frames import warn
+from ._torch.user_frames import warn
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 

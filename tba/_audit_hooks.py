@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from compact import CodecError, Preset, Saved
 from io_backends import Store
 
-from . import _recipe
 from ._config import OffloadConfig
+from ._derive import recipe
+from ._engine.packing import Packed
+from ._engine.saver import Saver
 from ._errors import ConfigError
-from ._hooks import Pair
-from ._packing import Packed
-from ._quiet import quiet
-from ._record import DERIVED, Record
+from ._record.record import DERIVED, Record
 from ._saved_by import Linear, SavedBy, kind_of
-from ._saver import Saver
-from ._torch import current_node
+from ._torch.hook_stack import Pair
+from ._torch.modes import quiet
+from ._torch.private import current_node
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -109,9 +109,9 @@ class Observer(Saver):
             stack.enter_context(mode)
             yield
         with self.locked(), quiet():
-            self.finished.pass_on(None)
-            if self.finished.waits:
-                self.finished.settle(wait=True)
+            self.pending.pass_on(None)
+            if self.pending.waits:
+                self.pending.settle(wait=True)
         self._note_what_became()
 
     def pack(self, tensor: Tensor) -> Packed:
@@ -134,7 +134,7 @@ class Observer(Saver):
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
         asker = str(sys._getframe(1).f_globals.get("__name__"))
-        if piece is not None and piece.asked_by is NEVER_ASKED and asker != _recipe.__name__:
+        if piece is not None and piece.asked_by is NEVER_ASKED and asker != recipe.__name__:
             # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
             node = current_node()
             if node is not None:

@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
-from . import _streams
 from ._config import OffloadConfig
-from ._encoded import Encoded
 from ._intercept import CompactFunctional
-from ._record import PENDING, Record
+from ._memory import streams
+from ._record.encoded import Encoded
+from ._record.record import PENDING, Record
 from ._saved_by import SavedBy, kind_of
 from ._stats import Counters
 
@@ -115,12 +115,12 @@ class Compressor:
         if codec is None or alias is None or record.is_edited() or not record.is_whole():
             return True
         try:
-            with _streams.on(record.stream):
+            with streams.on(record.stream):
                 pending = codec.begin(alias, key(self._seed, record.number) if codec.properties.keyed else 0)
                 if pending.verbatim:
                     return True
                 if record.stream is not None and pending.flag is not None:
-                    self.waiting.append(_Waiting(record.ref, codec, pending, *_streams.fetch(pending.flag)))
+                    self.waiting.append(_Waiting(record.ref, codec, pending, *streams.fetch(pending.flag)))
                     return False
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
@@ -139,7 +139,7 @@ class Compressor:
                 continue
             entry.there.synchronize()
             if record.alias is not None and not record.is_edited():
-                with _streams.on(record.stream):
+                with streams.on(record.stream):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)
         return done
@@ -154,7 +154,7 @@ class Compressor:
         self._counters.packed_bytes += payload.numel()
         sizes = tuple(buffer.numel() for buffer in buffers)
         if record.stream is not None and record.alias is not None:
-            _streams.goes_early(record.alias, record.stream)
+            streams.goes_early(record.alias, record.stream)
         record.become(payload, Encoded(codec, replace(packed, buffers=()), sizes, record.begin, record.end))
 
 

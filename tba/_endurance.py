@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from ._errors import ClosedError
-from ._frames import warn
 from ._storage_path import make_private, user_id
+from ._torch.user_frames import warn
 
 SYNC_S = 5.0
 # Who writes to the file needs about a millisecond. One that is stopped must not stop a training step.

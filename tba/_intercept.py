@@ -27,9 +27,9 @@ from torch import Tensor, nn
 
 from compact import Projected, RankError, SharedInput, compact_linear, key
 
-from . import _torch
 from ._errors import ConfigError
 from ._kinds import is_float
+from ._torch import private
 
 
 class CompactFunctional:
@@ -79,7 +79,7 @@ class CompactFunctional:
             RankError: a rank above n, naming the layer.
         """
         parameter = _trained(weight)
-        if parameter is None or not _plain(x, weight, bias) or _torch.transforming() or _in_checkpoint():
+        if parameter is None or not _plain(x, weight, bias) or private.transforming() or _in_checkpoint():
             return None
         width = weight.shape[1]
         with self._lock:
@@ -188,7 +188,7 @@ def _plain(x: Any, weight: Tensor, bias: Any) -> bool:
 
 
 def _in_checkpoint() -> bool:
-    hooks = _torch.top_hooks(True)
+    hooks = private.top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 

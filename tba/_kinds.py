@@ -31,8 +31,8 @@ from torch.nn import functional
 
 from compact import Saved
 
-from ._nodes import maker
-from ._weights import MARK, WEIGHT, leads_to_parameter
+from ._torch.nodes import maker
+from ._torch.weights import MARK, WEIGHT, leads_to_parameter
 
 # Class of a saved tensor, from it and the arguments of the function that saves it.
 Rule = Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Saved]

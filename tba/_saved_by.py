@@ -36,7 +36,7 @@ from compact import Saved
 from io_backends import interrupts
 
 from ._kinds import RULES, Call, argument, is_weight, kind_in, other
-from ._module_hooks import ModelHook
+from ._torch.module_hooks import ModelHook
 
 # Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ._config import OffloadConfig
 from ._errors import StorageError
-from ._frames import warn
+from ._torch.user_frames import warn
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _RAM_DEVICES = ("/dev/ram", "/dev/zram")

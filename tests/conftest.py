@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from io_backends import interrupts
-from tba import _backward
+from tba._engine import backward
 
 # Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
 torch.set_num_threads(1)
@@ -88,7 +88,7 @@ def _nothing_left_behind() -> Iterator[None]:
     """After each test: no thread named tba-* and no deleted (scratch) file held open that was not there before."""
     before = _held()
     yield
-    assert _backward.look() is None
+    assert backward.look() is None
     assert not interrupts._armed, "signals are held back after this test"
     if not _held() - before:
         return

@@ -16,7 +16,7 @@ import typer
 from tba._audit import PRESETS_AUDITED, audit
 from tba._audit_picture import check_picture
 from tba._errors import ConfigError, OffloadWarning
-from tba._frames import users_part
+from tba._torch.user_frames import users_part
 
 from ._subject import subject
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba._config import Setting
-from tba._limits import default_window_bytes
+from tba._memory.limits import default_window_bytes
 from tba._sizes import size
 
 from ._checks import Facts, Finding, Level, PathReport

@@ -8,7 +8,7 @@ import torch
 
 from compact import PRESETS, Saved, key
 from tba._compress import Compressor, _Waiting, strictness
-from tba._record import Record, Remains
+from tba._record.record import Record, Remains
 from tba._stats import Counters
 
 PRESET = PRESETS["safe8"]

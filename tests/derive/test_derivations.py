@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from support.engine import activation, engine
 from support.exactness import equal
-from tba import _derivations
+from tba._derive import derivations
 
 TOKENS, WIDTH, LAYERS = 32, 64, 12
 NBYTES = TOKENS * WIDTH * 4
@@ -25,9 +25,9 @@ class Device:
         self.under_way = 0
         self.most = 0
         self.waits = 0
-        differs = _derivations._differs
-        monkeypatch.setattr(_derivations, "_differs", lambda *pair: torch.tensor(differs(*pair)))
-        monkeypatch.setattr(_derivations._streams, "fetch", self.fetch)
+        differs = derivations._differs
+        monkeypatch.setattr(derivations, "_differs", lambda *pair: torch.tensor(differs(*pair)))
+        monkeypatch.setattr(derivations.streams, "fetch", self.fetch)
 
     def fetch(self, flag: Tensor) -> tuple[Tensor, SimpleNamespace]:
         self.under_way += 1

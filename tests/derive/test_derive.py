@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from support.derive import Harness, check, derive, operands, threads
 from support.engine import save
-from tba._derive import MAX_OPERATORS, recipe
-from tba._recipes import OPERATORS, RESULTS
+from tba._derive.operators import OPERATORS, RESULTS
+from tba._derive.search import MAX_OPERATORS, recipe
 
 Function = Callable[[Tensor, Tensor], Tensor]
 

@@ -19,8 +19,8 @@ from support.derive import Harness, about, gradients, settle, threads
 from support.engine import save
 from support.exactness import assert_bit_equal
 from support.zoo import FAMILIES, Family
-from tba._derive import recipe
-from tba._recipes import same_bits
+from tba._derive.operators import same_bits
+from tba._derive.search import recipe
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tba._nodes import _SEAL, maker
+from tba._torch.nodes import _SEAL, maker
 
 DEEP, STACK_BYTES = 2000, 1 << 19  # with a stack of the usual 8 MiB it takes sixteen times as many
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from support.derive import Harness, check, derive, mkldnn, operands, settle, threads
 from support.exactness import assert_bit_equal
-from tba._derive import recipe
+from tba._derive.search import recipe
 
 Function = Callable[[Tensor, Tensor], Tensor]
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
-from tba import ConfigError, _torch, attach, offload_context
+from tba import ConfigError, attach, offload_context
+from tba._torch import private
 
 
 class Interrupted(nn.Module):
@@ -40,11 +41,11 @@ class Interrupted(nn.Module):
 
 def _pairs_on_the_stack() -> int:
     pairs = []
-    while (top := _torch.top_hooks(True)) is not None:
-        _torch.pop_hooks()
+    while (top := private.top_hooks(True)) is not None:
+        private.pop_hooks()
         pairs.append(top)
     for pair in reversed(pairs):
-        _torch.push_hooks(*pair)
+        private.push_hooks(*pair)
     return len(pairs)
 
 

@@ -19,7 +19,8 @@ from torch import nn
 
 from io_backends.testing import Fault
 from support.engine import activation, chain, engine
-from tba import OffloadWarning, _frames, _storage_path, attach, audit, offload_context
+from tba import OffloadWarning, _storage_path, attach, audit, offload_context
+from tba._torch import user_frames
 
 
 class Line:
@@ -100,9 +101,9 @@ def test_an_audit_points_at_its_call() -> None:
 
 
 def test_no_module_warns_but_by_the_one_way() -> None:
-    package = Path(_frames.__file__).parent
+    package = Path(user_frames.__file__).parent
     ways = [path.name for path in package.rglob("*.py") if "warnings.warn(" in path.read_text()]
-    assert ways == ["_frames.py"]
+    assert ways == ["user_frames.py"]
 
 
 def test_a_warning_holds_no_frame_that_led_to_it() -> None:
@@ -112,7 +113,7 @@ def test_a_warning_holds_no_frame_that_led_to_it() -> None:
     def caller() -> weakref.ref[Local]:
         local = Local()
         with pytest.warns(OffloadWarning, match="once"):
-            _frames.warn("once")
+            user_frames.warn("once")
         return weakref.ref(local)
 
     gc.disable()
@@ -123,7 +124,7 @@ def test_a_warning_holds_no_frame_that_led_to_it() -> None:
 
 
 def test_a_worker_points_at_what_the_main_thread_does() -> None:
-    worker = threading.Thread(target=_frames.warn, args=("from a worker",))
+    worker = threading.Thread(target=user_frames.warn, args=("from a worker",))
     with pointed_at() as line:
         worker.start()
         worker.join()
@@ -131,9 +132,9 @@ def test_a_worker_points_at_what_the_main_thread_does() -> None:
 
 
 def test_where_no_frame_is_the_users_it_is_said_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_frames, "between", lambda file: True)
+    monkeypatch.setattr(user_frames, "between", lambda file: True)
     with pytest.warns(OffloadWarning, match="said all the same"):
-        _frames.warn("said all the same")
+        user_frames.warn("said all the same")
 
 
 def test_a_traceback_begins_at_the_users_frame() -> None:
@@ -148,6 +149,6 @@ def test_a_traceback_begins_at_the_users_frame() -> None:
         error = caught
     assert error is not None
     assert error.__traceback__ is not None
-    beneath = _frames.users_part(error.__traceback__.tb_next)  # torch's own frames lead to the forward
+    beneath = user_frames.users_part(error.__traceback__.tb_next)  # torch's own frames lead to the forward
     assert [frame.name for frame in traceback.extract_tb(beneath)] == ["forward"]
-    assert _frames.users_part(None) is None
+    assert user_frames.users_part(None) is None

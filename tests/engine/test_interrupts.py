@@ -21,7 +21,8 @@ from io_backends.testing import Fault
 from support.engine import Gate, chain, engine
 from support.exactness import assert_bit_equal
 from support.signals import interrupted_at, places
-from tba import OffloadConfig, Offloader, _torch
+from tba import OffloadConfig, Offloader
+from tba._torch import private
 
 ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 
@@ -63,7 +64,7 @@ def _scenario(offload: Offloader, model: nn.Module, x: Tensor) -> None:
 
 
 def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list[Tensor]) -> None:
-    assert _torch.top_hooks(True) is None
+    assert private.top_hooks(True) is None
     _scenario(offload, model, x)
     assert_bit_equal(_gradients(model), expected)
     gc.collect()
@@ -71,7 +72,7 @@ def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list
     assert (stats.live_records, stats.resident_bytes) == (0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     mover = offload._saver.mover
-    assert (mover.staging.count, mover.staging.bytes, offload._saver.held.nbytes) == (0, 0, 0)
+    assert (mover.staging.count, mover.staging.bytes, offload._saver.write_behind.nbytes) == (0, 0, 0)
 
 
 @pytest.mark.slow

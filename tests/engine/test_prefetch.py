@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba import _prefetch
-from tba._prefetch import Orders, Walk
+from tba._engine import read_order
+from tba._engine.read_order import Orders, Walk
 
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 
@@ -152,7 +152,7 @@ def test_what_was_not_foreseen_disturbs_nothing() -> None:
 
 
 def test_only_so_many_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_prefetch, "_MAX_ORDERS", 3)
+    monkeypatch.setattr(read_order, "_MAX_ORDERS", 3)
     orders = Orders()
     for kind in ("a", "b", "c", "a", "d"):  # a is learned again before d comes, so b is the oldest
         walked(orders, [5, 1, 3], kind)

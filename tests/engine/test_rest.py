@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
-from tba import Offloader, _torch, attach, offload_context
-from tba._rest import Rest, covers
+from tba import Offloader, attach, offload_context
+from tba._engine.rest import Rest, covers
+from tba._torch import private
 
 
 class Model(nn.Module):
@@ -27,7 +28,7 @@ class Model(nn.Module):
         self.hooks: list[bool] = []
 
     def forward(self, x: Tensor, extra: Any = None) -> Tensor:
-        self.hooks.append(_torch.top_hooks(True) is not None)
+        self.hooks.append(private.top_hooks(True) is not None)
         return self.layers(x).square().sum()  # type: ignore[no-any-return]
 
 
@@ -79,12 +80,12 @@ def test_a_context_around_the_loop_has_its_hooks_off_too(scratch: Path) -> None:
         for wanted, rows in zip(expected, (64, 64, 64, 128, 128), strict=True):
             assert_bit_equal(_step("attach", None, model, rows), wanted)
         assert model.hooks == [True, False, False, True, False]
-    assert _torch.top_hooks(True) is None
+    assert private.top_hooks(True) is None
 
 
 def test_a_run_that_nearly_fills_memory_keeps_its_hooks(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    monkeypatch.setattr("tba._held.Held._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
+    monkeypatch.setattr("tba._offloader.write_behind.WriteBehind._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
     with _used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
@@ -132,7 +133,7 @@ def test_what_else_brings_the_hooks_back(change: str, scratch: Path) -> None:
 def test_memory_that_others_take_brings_the_hooks_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     free = [64 << 30]
-    monkeypatch.setattr("tba._pressure._memory.free_bytes", lambda: free[0])
+    monkeypatch.setattr("tba._memory.free_memory.pressure.free_memory.free_bytes", lambda: free[0])
     with _used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
@@ -292,7 +293,7 @@ def test_a_larger_batch_inside_of_a_checkpoint_is_exact(reentrant: bool, scratch
         for wanted, rows in zip(expected, (64, 64, 64, 128, 128), strict=True):
             with offload:
                 assert_bit_equal(step(rows), wanted)
-            assert _torch.top_hooks(True) is None
+            assert private.top_hooks(True) is None
 
 
 def test_a_larger_batch_inside_of_somebody_elses_hooks_is_theirs(scratch: Path) -> None:
@@ -308,7 +309,7 @@ def test_a_larger_batch_inside_of_somebody_elses_hooks_is_theirs(scratch: Path) 
                     _step("attach", None, model, rows)
                 inside = len(packed)
                 torch.randn(8, requires_grad=True).sin()
-            assert _torch.top_hooks(True) is None
+            assert private.top_hooks(True) is None
     assert len(packed) == inside > 0
 
 

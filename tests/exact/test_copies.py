@@ -45,7 +45,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sources.append(weakref.ref(raw))
         return Buffer(host.data_ptr(), nbytes, host, given=True), LateDeparture(host, raw)
 
-    monkeypatch.setattr("tba._streams.out", out)
+    monkeypatch.setattr("tba._memory.streams.out", out)
     yield
     gc.collect()
     assert sources
@@ -131,7 +131,7 @@ def test_where_no_host_memory_is_left_a_tensor_stays_where_it_is(
     def out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("tba._streams.out", out)
+    monkeypatch.setattr("tba._memory.streams.out", out)
     with engine(scratch, prefetch_bytes=0) as offload:
         leaf, x = activation(N)
         with pytest.warns(OffloadWarning, match="could not be queued .*injected.*stay in memory"), offload:
@@ -143,7 +143,7 @@ def test_where_no_host_memory_is_left_a_tensor_stays_where_it_is(
         assert stats.kept_by_reason == {"write failed": stats.saved_bytes}
 
 
-@pytest.mark.parametrize("leg", ["io_backends.BufferPool.lease", "tba._streams.into"])
+@pytest.mark.parametrize("leg", ["io_backends.BufferPool.lease", "tba._memory.streams.into"])
 @pytest.mark.parametrize("failing", range(4))
 def test_a_restore_without_memory_raises_and_can_be_tried_again(
     failing: int, leg: str, scratch: Path, monkeypatch: pytest.MonkeyPatch

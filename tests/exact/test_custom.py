@@ -208,7 +208,7 @@ def test_an_edit_of_what_a_node_shows_does_not_reach_backward(arm: str, scratch:
 
 def test_what_nobody_else_has_is_given_away_without_a_copy(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    monkeypatch.setattr("tba._user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
+    monkeypatch.setattr("tba._record.user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
 
     def chain(flush: Callable[[], None]) -> Any:
         x = leaf(0)
@@ -228,7 +228,7 @@ def test_of_a_graph_that_is_kept_only_the_last_backward_gets_the_memory(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[int] = []
-    monkeypatch.setattr("tba._user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
+    monkeypatch.setattr("tba._record.user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
 
     def several(flush: Callable[[], None]) -> Any:
         w = leaf(0)

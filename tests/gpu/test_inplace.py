@@ -50,7 +50,7 @@ def test_an_edit_while_the_write_is_held_back_is_noticed(tier: str, scratch: Pat
 def test_an_edit_while_the_copy_is_held_back_is_noticed(
     tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = sys.modules["tba._streams"]
+    streams = sys.modules["tba._memory.streams"]
     real = streams._side_stream
 
     def held_back(device: torch.device, direction: str) -> torch.cuda.Stream:

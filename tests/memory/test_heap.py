@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from support.engine import activation, chain, engine
-from tba import _heap
-from tba._heap import Heap, advice, matters
+from tba._memory import heap as _heap
+from tba._memory.heap import Heap, advice, matters
 
 MIB = 1 << 20
 

@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tba import ConfigError, _memory
-from tba._memory import CgroupMount, cgroup_directories, cgroup_mounts, cgroup_paths, find_levels
+from tba import ConfigError
+from tba._memory import free_memory
+from tba._memory.free_memory import CgroupMount, cgroup_directories, cgroup_mounts, cgroup_paths, find_levels
 
 MIB = 1 << 20
 V1_MOUNTS = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -71,17 +72,17 @@ def test_directories_from_the_process_up_to_the_mount(root: str, path: str, dire
     ("text", "limit"), [("629145600\n", 629145600), ("max\n", None), (NO_LIMIT_V1, None), ("", None), ("-1\n", None)]
 )
 def test_limits(text: str, limit: int | None) -> None:
-    assert _memory.limit_of(text) == limit
+    assert free_memory.limit_of(text) == limit
 
 
 def test_numbers_in_the_kernels_tables() -> None:
     stat = b"inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
-    assert _memory.stat_value(stat, b"inactive_file") == 7
-    assert _memory.stat_value(stat, b"total_active_file") == 8192
-    assert _memory.stat_value(stat, b"active_file") == 0  # the end of another name is not the name
+    assert free_memory.stat_value(stat, b"inactive_file") == 7
+    assert free_memory.stat_value(stat, b"total_active_file") == 8192
+    assert free_memory.stat_value(stat, b"active_file") == 0  # the end of another name is not the name
     info = b"MemTotal:       24682416 kB\nMemAvailable:   21045224 kB\n"
-    assert _memory.meminfo_value(info, b"MemAvailable") == 21045224 * 1024
-    assert _memory.meminfo_value(info, b"Available") is None
+    assert free_memory.meminfo_value(info, b"MemAvailable") == 21045224 * 1024
+    assert free_memory.meminfo_value(info, b"Available") is None
 
 
 def test_v1_finds_every_limit_above_the_process() -> None:
@@ -123,14 +124,14 @@ def test_a_machine_without_cgroups_has_no_limits() -> None:
     assert find_levels(reader({"/proc/self/cgroup": "", "/proc/self/mountinfo": ""})) == ()
 
 
-def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[_memory.Level, ...]:
+def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[free_memory.Level, ...]:
     """Files as the kernel would write them, for (limit, use, file cache) from the inside out."""
     levels = []
     for number, (limit, use, cache) in enumerate(limits):
         use_file, stat_file = directory / f"use{number}", directory / f"stat{number}"
         use_file.write_text(f"{use}\n")
         stat_file.write_text(f"inactive_file {cache // 4}\nactive_file {cache - cache // 4}\n")
-        levels.append(_memory.Level(limit, str(use_file), str(stat_file), (b"inactive_file", b"active_file")))
+        levels.append(free_memory.Level(limit, str(use_file), str(stat_file), (b"inactive_file", b"active_file")))
     return tuple(levels)
 
 
@@ -147,28 +148,28 @@ def test_free_is_the_least_of_all_limits(
     limits: list[tuple[int, int, int]], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels = levels_in(tmp_path, *limits)
-    monkeypatch.setattr(_memory, "_levels", lambda: levels)
-    assert _memory.free_bytes() == free
-    assert _memory.total_bytes() == min(limit for limit, _, _ in limits)
+    monkeypatch.setattr(free_memory, "_levels", lambda: levels)
+    assert free_memory.free_bytes() == free
+    assert free_memory.total_bytes() == min(limit for limit, _, _ in limits)
 
 
 def test_a_cgroup_that_has_gone_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = _memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), (b"x", b"y"))
-    monkeypatch.setattr(_memory, "_levels", lambda: (gone,))
-    assert _memory.free_bytes() > MIB
+    gone = free_memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), (b"x", b"y"))
+    monkeypatch.setattr(free_memory, "_levels", lambda: (gone,))
+    assert free_memory.free_bytes() > MIB
 
 
 def test_limits_are_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
-    monkeypatch.setattr(_memory, "find_levels", lambda read: (looks.append(read), ())[1])
-    monkeypatch.setattr(_memory, "_known_levels", (float("-inf"), ()))
+    monkeypatch.setattr(free_memory, "find_levels", lambda read: (looks.append(read), ())[1])
+    monkeypatch.setattr(free_memory, "_known_levels", (float("-inf"), ()))
     now_s = 100.0
-    monkeypatch.setattr(_memory.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(free_memory.time, "monotonic", lambda: now_s)
     for _ in range(3):
-        _memory.free_bytes()
+        free_memory.free_bytes()
     assert len(looks) == 1
     now_s += 10
-    _memory.free_bytes()
+    free_memory.free_bytes()
     assert len(looks) == 2
 
 
@@ -176,28 +177,28 @@ def test_without_the_kernels_files_psutil_answers(monkeypatch: pytest.MonkeyPatc
     def no_file(path: str) -> bytes:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(_memory, "_read", no_file)
-    monkeypatch.setattr(_memory, "_levels", lambda: ())
-    assert 0 < _memory.free_bytes() <= psutil.virtual_memory().total
-    assert _memory.total_bytes() == psutil.virtual_memory().total
+    monkeypatch.setattr(free_memory, "_read", no_file)
+    monkeypatch.setattr(free_memory, "_levels", lambda: ())
+    assert 0 < free_memory.free_bytes() <= psutil.virtual_memory().total
+    assert free_memory.total_bytes() == psutil.virtual_memory().total
 
 
 def test_never_more_than_the_machine_has() -> None:
-    assert 0 < _memory.free_bytes() <= psutil.virtual_memory().total
-    assert _memory.free_bytes() <= _memory.total_bytes() <= psutil.virtual_memory().total
+    assert 0 < free_memory.free_bytes() <= psutil.virtual_memory().total
+    assert free_memory.free_bytes() <= free_memory.total_bytes() <= psutil.virtual_memory().total
 
 
 def test_what_a_device_has_left() -> None:
     # free on the device, reserved and in use by PyTorch, allowed to the process
-    assert _memory.device_rest_bytes(100, 50, 20, 1000) == 130
-    assert _memory.device_rest_bytes(100, 50, 20, 60) == 40
-    assert _memory.device_rest_bytes(0, 20, 20, 10) == 0
+    assert free_memory.device_rest_bytes(100, 50, 20, 1000) == 130
+    assert free_memory.device_rest_bytes(100, 50, 20, 60) == 40
+    assert free_memory.device_rest_bytes(0, 20, 20, 10) == 0
 
 
 def test_devices_other_than_cuda() -> None:
-    assert 0 < _memory.device_free_bytes(torch.device("cpu")) <= _memory.total_bytes()
+    assert 0 < free_memory.device_free_bytes(torch.device("cpu")) <= free_memory.total_bytes()
     with pytest.raises(ConfigError, match="not for 'meta'"):
-        _memory.device_free_bytes(torch.device("meta"))
+        free_memory.device_free_bytes(torch.device("meta"))
 
 
 @pytest.mark.gpu
@@ -205,9 +206,9 @@ def test_devices_other_than_cuda() -> None:
 def test_a_cuda_device_counts_what_the_allocator_holds_unused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    with_it = _memory.device_free_bytes(device)
+    with_it = free_memory.device_free_bytes(device)
     del kept  # stays reserved by PyTorch
-    assert abs(_memory.device_free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
+    assert abs(free_memory.device_free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
 
 
@@ -220,18 +221,18 @@ with open(f"{directory}/inner/cgroup.procs", "w") as procs:
     procs.write(str(os.getpid()))
 from tba import _memory
 MIB = 1 << 20
-seen = {"total": _memory.total_bytes(), "before": _memory.free_bytes()}
+seen = {"total": free_memory.total_bytes(), "before": free_memory.free_bytes()}
 block = bytearray(os.urandom(1)) * (96 * MIB)
-seen["holding"] = _memory.free_bytes()
+seen["holding"] = free_memory.free_bytes()
 del block
-seen["released"] = _memory.free_bytes()
+seen["released"] = free_memory.free_bytes()
 with open(f"{scratch}/cached", "wb") as file:
     file.write(bytes(96 * MIB))
     file.flush()
     os.fsync(file.fileno())
 deadline = time.monotonic() + 5
 while True:  # the kernel folds its counts per CPU together every two seconds
-    seen["cached"] = _memory.free_bytes()
+    seen["cached"] = free_memory.free_bytes()
     with open(f"{directory}/memory.usage_in_bytes") as file:
         seen["usage"] = int(file.read())
     with open(f"{directory}/memory.stat") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba._limits import (
+from tba._memory.limits import (
     default_window_bytes,
     hold_budget_bytes,
     io_threads,

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.engine import engine, save
-from tba._known import Known
-from tba._record import POISONED, Record, Remains
+from tba._record.known import Known
+from tba._record.record import POISONED, Record, Remains
 
 _NBYTES = 64
 ranges = st.tuples(st.integers(0, _NBYTES - 1), st.integers(1, _NBYTES)).map(lambda r: (r[0], min(_NBYTES, sum(r))))

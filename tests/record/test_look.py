@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from support.exactness import assert_bit_equal
-from tba._torch import current_graph_task_id
-from tba._user_code import goes_to_code
-from tba._view import apart
+from tba._record.user_code import goes_to_code
+from tba._record.view import apart
+from tba._torch.private import current_graph_task_id
 
 
 class Asks(torch.autograd.Function):

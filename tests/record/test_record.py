@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import tba
 from compact import Exact, Packed
 from io_backends import Buffer, Ticket
-from tba._encoded import Encoded
-from tba._recipe import Recipe
-from tba._record import IN_MEMORY, Record, RecordState, Remains
+from tba._derive.recipe import Recipe
+from tba._record.encoded import Encoded
+from tba._record.record import IN_MEMORY, Record, RecordState, Remains
 
 N = 16
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=30)
@@ -274,7 +274,7 @@ READ = {
     ("saver", "self.counters.offloaded_bytes"),
     ("saver", "self.counters.written_bytes"),
     ("steps", "self._counters.written_bytes"),
-    ("held", "self._counters.held_bytes"),
+    ("write_behind", "self._counters.held_bytes"),
 }
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
-from tba import OffloadWarning, _hooks, _module_hooks, _torch, attach
+from tba import OffloadWarning, attach
+from tba._torch import hook_stack, module_hooks, private
 
 Pack = Callable[[Tensor], Tensor]
 
@@ -35,9 +36,9 @@ class Counting:
         return tensor.detach()
 
 
-def push(pack: Pack, unpack: Pack = same) -> _hooks.Pair:
+def push(pack: Pack, unpack: Pack = same) -> hook_stack.Pair:
     """Make a pair the innermost of this thread."""
-    pair = _hooks.Pair(pack, unpack)
+    pair = hook_stack.Pair(pack, unpack)
     pair.enter(push=True)
     return pair
 
@@ -49,9 +50,9 @@ def save() -> None:
 
 @pytest.fixture(autouse=True)
 def _stack_is_left_as_it_was() -> Iterator[None]:
-    assert _torch.top_hooks(True) is None
+    assert private.top_hooks(True) is None
     yield
-    assert _torch.top_hooks(True) is None
+    assert private.top_hooks(True) is None
 
 
 def test_the_innermost_pair_is_called_and_only_while_it_is_on() -> None:
@@ -92,12 +93,12 @@ def test_lifted_for_a_region_and_back_in_the_same_order() -> None:
     pair = Counting()
     unpacks = (lambda tensor: tensor, lambda tensor: tensor)  # entered twice; told apart by their unpack
     pushed = [push(pair.pack, unpack) for unpack in unpacks]
-    with _hooks.lifted(pair.pack):
-        assert _torch.top_hooks(True) is None
+    with hook_stack.lifted(pair.pack):
+        assert private.top_hooks(True) is None
         save()
     assert pair.packed == 0
     for unpack in reversed(unpacks):
-        top = _torch.top_hooks(True)
+        top = private.top_hooks(True)
         assert top is not None
         assert top == (pair.pack, unpack)
         pushed.pop().pop()
@@ -106,9 +107,9 @@ def test_lifted_for_a_region_and_back_in_the_same_order() -> None:
 def test_pairs_of_others_are_left_alone() -> None:
     ours, other = Counting(), Counting()
     theirs_pushed, ours_pushed = push(other.pack), push(ours.pack)
-    with _hooks.lifted(ours.pack):
+    with hook_stack.lifted(ours.pack):
         save()  # theirs is beneath ours and acts now
-    with torch.autograd.graph.saved_tensors_hooks(other.pack, same), _hooks.lifted(ours.pack):
+    with torch.autograd.graph.saved_tensors_hooks(other.pack, same), hook_stack.lifted(ours.pack):
         save()  # theirs is above ours, which does not act anyway
     assert (ours.packed, other.packed) == (0, 2)
     save()
@@ -120,7 +121,7 @@ def test_pairs_of_others_are_left_alone() -> None:
 def test_an_exception_in_the_region_brings_the_pair_back() -> None:
     pair = Counting()
     pushed = push(pair.pack)
-    with pytest.raises(ZeroDivisionError), _hooks.lifted(pair.pack):
+    with pytest.raises(ZeroDivisionError), hook_stack.lifted(pair.pack):
         raise ZeroDivisionError
     save()
     pushed.pop()
@@ -148,7 +149,7 @@ class Model(nn.Module):
 def tied() -> tuple[Model, Callable[[], None]]:
     model = Model()
     calls = model.calls
-    return model, _module_hooks.tie(model, lambda *_: calls.append("enter"), lambda: calls.append("leave"))
+    return model, module_hooks.tie(model, lambda *_: calls.append("enter"), lambda: calls.append("leave"))
 
 
 def test_enter_and_leave_with_each_forward_until_untied() -> None:
@@ -172,7 +173,7 @@ def test_leave_after_a_forward_that_raises() -> None:
 def test_enter_comes_before_the_hooks_that_were_there() -> None:
     model = Model()
     model.register_forward_pre_hook(lambda *_: model.calls.append("theirs"))
-    _module_hooks.tie(model, lambda *_: model.calls.append("enter"), lambda: model.calls.append("leave"))
+    module_hooks.tie(model, lambda *_: model.calls.append("enter"), lambda: model.calls.append("leave"))
     model(torch.ones(4))
     assert model.calls == ["enter", "theirs", "forward", "leave"]
 
@@ -249,7 +250,7 @@ def test_closed_by_the_models_own_forward(scratch: Path) -> None:
     offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
     model(torch.randn(8, requires_grad=True)).sum().backward()
     assert not offload.entered
-    assert _torch.top_hooks(True) is None
+    assert private.top_hooks(True) is None
 
 
 # -- torch.func ----------------------------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from tba import _torch
+from tba._torch import private
 
-SOURCE = Path(_torch.__file__)
+SOURCE = Path(private.__file__)
 PATHS = re.findall(r'_find\(\s*"([\w.]+)"', SOURCE.read_text())
 
 
@@ -29,7 +29,7 @@ def load_again() -> ModuleType:
 
 def test_the_paths_are_found() -> None:
     assert len(PATHS) >= 10
-    assert all(callable(_torch._find(path)) for path in PATHS)
+    assert all(callable(private._find(path)) for path in PATHS)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -45,7 +45,7 @@ def test_a_torch_without_one_is_refused_by_its_name(path: str, monkeypatch: pyte
 
 def test_a_missing_parent_is_no_attribute_error() -> None:
     with pytest.raises(ImportError, match=r"torch\._C\._no_such_module\.function"):
-        _torch._find("_no_such_module.function")
+        private._find("_no_such_module.function")
 
 
 def test_nobody_else_reaches_into_torch_c() -> None:
@@ -65,9 +65,9 @@ class Look(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
         Look.seen = (
-            _torch.current_graph_task_id(),
-            _torch.graph_is_kept(),
-            type(_torch.current_node()).__name__,
+            private.current_graph_task_id(),
+            private.graph_is_kept(),
+            type(private.current_node()).__name__,
         )
         return gradients[0]
 
@@ -77,27 +77,27 @@ def test_what_is_known_about_a_running_backward(how: dict[str, bool], kept: bool
     x = torch.ones(3, requires_grad=True)
     numbers = []
     for _ in range(2):
-        assert _torch.current_graph_task_id() == -1
+        assert private.current_graph_task_id() == -1
         torch.autograd.grad(Look.apply(x).sum(), x, **how)
         number, is_kept, name = Look.seen
         assert (is_kept, name) == (kept, "LookBackward")
         numbers.append(number)
     assert -1 not in numbers
     assert numbers[0] != numbers[1]
-    assert _torch.current_graph_task_id() == -1
+    assert private.current_graph_task_id() == -1
 
 
 def test_the_sequence_number_moves_with_each_node_of_this_thread() -> None:
     x = torch.ones(3, requires_grad=True)
-    begun = _torch.sequence_nr()
-    assert _torch.sequence_nr() == begun
+    begun = private.sequence_nr()
+    assert private.sequence_nr() == begun
     y = x * 2
     assert y.grad_fn is not None
-    assert _torch.sequence_nr() == begun + 1
+    assert private.sequence_nr() == begun + 1
     assert y.grad_fn._sequence_nr() == begun
     with torch.no_grad():
         _ = x * 2
-    assert _torch.sequence_nr() == begun + 1
+    assert private.sequence_nr() == begun + 1
 
 
 def test_a_pack_hook_runs_between_its_own_node_and_the_next() -> None:
@@ -105,29 +105,29 @@ def test_a_pack_hook_runs_between_its_own_node_and_the_next() -> None:
     seen: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(_torch.sequence_nr())
+        seen.append(private.sequence_nr())
         return tensor.detach()
 
     x = torch.ones(3, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        before = _torch.sequence_nr()
+        before = private.sequence_nr()
         y = x.exp()
         z = y.sin()
     assert y.grad_fn is not None
     assert z.grad_fn is not None
     assert seen == [before + 1, before + 2]  # its own node has been made, the next one has not
-    assert _torch.sequence_nr() == before + 2
+    assert private.sequence_nr() == before + 2
 
 
 def test_a_storage_is_counted_by_who_shares_it() -> None:
     storage = torch.ones(3).untyped_storage()
-    alone = _torch.storage_use_count(storage._cdata)
+    alone = private.storage_use_count(storage._cdata)
     view = torch.empty(0).set_(storage, 0, (3,), (1,))
-    assert _torch.storage_use_count(storage._cdata) == alone + 1
+    assert private.storage_use_count(storage._cdata) == alone + 1
     alias = view.detach()
-    assert _torch.storage_use_count(storage._cdata) == alone + 2
+    assert private.storage_use_count(storage._cdata) == alone + 2
     del view, alias
-    assert _torch.storage_use_count(storage._cdata) == alone
+    assert private.storage_use_count(storage._cdata) == alone
 
 
 def test_modes_are_counted() -> None:
@@ -137,9 +137,9 @@ def test_modes_are_counted() -> None:
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return function(*args, **(kwargs or {}))
 
-    before = _torch.dispatch_mode_count(), _torch.function_mode_count()
+    before = private.dispatch_mode_count(), private.function_mode_count()
     with Mode():
-        assert _torch.dispatch_mode_count() == before[0] + 1
+        assert private.dispatch_mode_count() == before[0] + 1
     with torch.device("cpu"):
-        assert _torch.function_mode_count() == before[1] + 1
-    assert (_torch.dispatch_mode_count(), _torch.function_mode_count()) == before
+        assert private.function_mode_count() == before[1] + 1
+    assert (private.dispatch_mode_count(), private.function_mode_count()) == before

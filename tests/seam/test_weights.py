@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support.engine import engine, save
 from tba import OffloadStats
-from tba._weights import MARK, WEIGHT, leads_to_parameter, mark_weights
+from tba._torch.weights import MARK, WEIGHT, leads_to_parameter, mark_weights
 
 # The engine warns where a tier moves nothing, which is what most tests here are about.
 pytestmark = pytest.mark.filterwarnings("ignore:tier='nvme' moved nothing in its first step")

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
-from tba._derive import Recipe, recipe, remember
-from tba._recipes import same_bits
-from tba._weights import leads_to_parameter
+from tba._derive.operators import same_bits
+from tba._derive.search import Recipe, recipe, remember
+from tba._torch.weights import leads_to_parameter
 
 _MARK = "_derive_test_mark"
 

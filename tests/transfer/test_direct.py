@@ -13,7 +13,8 @@ import torch
 from io_backends import Buffer, BufferPool, PosixStore, Ticket
 from support.engine import activation, chain
 from support.exactness import assert_bit_equal
-from tba import OffloadConfig, Offloader, _direct, _streams
+from tba import OffloadConfig, Offloader
+from tba._memory import gpudirect, streams
 
 LARGE = 4096  # elements; half of them are below the threshold
 LENGTH = 4
@@ -58,15 +59,15 @@ class Reached:
 @pytest.fixture
 def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of this CPU pass for those of a device with one stream."""
-    monkeypatch.setattr(_streams, "producer_stream", lambda tensor: "stream")
-    monkeypatch.setattr(_streams, "also_used", lambda tensor, stream: None)
+    monkeypatch.setattr(streams, "producer_stream", lambda tensor: "stream")
+    monkeypatch.setattr(streams, "also_used", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
-    monkeypatch.setattr(_direct, "Reached", Reached)
+    monkeypatch.setattr(gpudirect, "Reached", Reached)
     monkeypatch.setattr(Reached, "waits", 0)
-    out = _streams.out
-    monkeypatch.setattr(_streams, "out", lambda source, begin, nbytes, *_: out(source, begin, nbytes, None, None))
+    out = streams.out
+    monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_: out(source, begin, nbytes, None, None))
     # As to a device: a copy, which its target's version counter counts.
-    monkeypatch.setattr(_streams, "into", lambda host, *_: (torch.empty_like(host).copy_(host), None))
+    monkeypatch.setattr(streams, "into", lambda host, *_: (torch.empty_like(host).copy_(host), None))
 
 
 @pytest.mark.usefixtures("_device")
@@ -113,25 +114,25 @@ def test_memory_read_into_is_known_to_be_of_the_stream_it_was_asked_for_on(monke
     current, told = ["a"], list[str]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(stream))
-    monkeypatch.setattr(_direct, "Reached", Reached)
-    target, ready, buffer, _ = _direct.borrow(16, torch.device("cpu"))
+    monkeypatch.setattr(gpudirect, "Reached", Reached)
+    target, ready, buffer, _ = gpudirect.borrow(16, torch.device("cpu"))
     assert buffer.address == target.data_ptr()
     for current[0] in ("b", "a"):  # the read may end, and be noticed, while another stream is current
-        _streams.use(target, ready)
+        streams.use(target, ready)
     assert told == ["b"], "the allocator must know of every other stream that uses the memory"
 
 
 def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     tensor = torch.arange(8.0)
-    assert _streams.producer_stream(tensor) is None
-    assert not _streams.capturing(tensor)
-    buffer, before = _streams.out(tensor, 8, 16, None, None)
+    assert streams.producer_stream(tensor) is None
+    assert not streams.capturing(tensor)
+    buffer, before = streams.out(tensor, 8, 16, None, None)
     assert before is None
     assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
     assert buffer.owner is tensor
-    whole, ready = _streams.into(tensor, torch.device("cpu"), None)
+    whole, ready = streams.into(tensor, torch.device("cpu"), None)
     assert ready is None
     assert whole is tensor
-    _streams.use(tensor, ready)
+    streams.use(tensor, ready)
     kept, buffer = BufferPool(512).lease(100, 48)
-    assert _streams.host_bytes(kept).data_ptr() == buffer.address
+    assert streams.host_bytes(kept).data_ptr() == buffer.address

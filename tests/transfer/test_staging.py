@@ -14,8 +14,8 @@ import pytest
 from io_backends.testing import Fault, Operation
 from support.engine import activation, engine, save
 from support.stores import WAIT_S
-from tba import _staging
-from tba._staging import Staging
+from tba._transfer import staging as _staging
+from tba._transfer.staging import Staging
 
 TIMEOUT_S = 10.0
 
@@ -207,7 +207,7 @@ def test_a_worker_whose_write_has_ended_does_not_wait_for_who_waits_for_it(scrat
         with offload:
             graphs = [save(activation(4096)[1])]
             offload.flush()
-            (stored,) = (reference() for reference in offload._saver.residency.records.values())
+            (stored,) = (reference() for reference in offload._saver.read_ahead.records.values())
             hold.set()
             graphs.append(save(activation(4096)[1]))
         flushing = threading.Thread(target=offload.flush)

@@ -12,7 +12,7 @@ import torch
 from io_backends import BufferPool, StoreFull
 from support.exactness import assert_bit_equal
 from support.simulated_cuda import PAGE_BYTES, DeviceTensor, SimulatedCuda, SimulatedTorch, Stream
-from tba import _streams
+from tba._memory import streams as _streams
 
 GPU = torch.device("cuda", 0)
 SECOND_GPU = torch.device("cuda", 1)

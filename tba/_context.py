@@ -1,0 +1,136 @@
+"""Registry: one Offloader per model and settings, so that writing the context inside the loop costs nothing.
+
+Keyed weakly by the model: when it dies its Offloaders leave the registry, and each closes when the last graph that
+uses it is gone. An Offloader without a model is never remembered.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from typing import Any
+
+from torch import nn
+
+from compact import Preset
+
+from ._config import OffloadConfig
+from ._errors import ConfigError
+from ._offloader import Offloader
+from ._torch.hook_stack import clear_dead
+
+
+class _Known:
+    """The Offloaders of a model, and what was asked for last: to check settings takes longer than a small step."""
+
+    def __init__(self) -> None:
+        self.by_settings: dict[OffloadConfig, Offloader] = {}
+        self.asked: tuple[Any, ...] = ()
+        self.given: Offloader | None = None
+
+
+_offloaders: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def offload_context(
+    model: nn.Module | None = None,
+    tier: str | None = None,
+    *,
+    compress: str | Preset | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> Offloader:
+    """The context in which what autograd saves leaves memory for `tier` until backward needs it.
+
+    Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
+    same model and settings give the same `Offloader`. Without a lossy preset,
+    gradients are bit for bit those of plain PyTorch.
+
+    Args:
+        model: its parameters and buffers are recognised as weights and never moved. None: parameters are still
+            recognised, buffers are not.
+        tier: "nvme" (a scratch file), "cpu" (pinned host memory, for tensors of a GPU), "keep" (nothing moves) or
+            "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
+        compress: a preset of `compact` by name, or a `compact.Preset`: what makes saved tensors smaller, under any
+            tier. "exact" changes no bit; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
+        config: settings to start from; `overrides` are single fields of `OffloadConfig`.
+
+    Raises:
+        ConfigError: a setting is unknown or malformed, or there is nothing for the preset "compact" to project.
+        RankError: a rank above the width of a layer, which it names.
+        StorageError: the storage path cannot be used.
+    """
+    if model is not None and not isinstance(model, nn.Module):
+        raise ConfigError(f"model must be a torch.nn.Module or None, got {type(model).__name__}: {model!r}")
+    if model is None:
+        return Offloader(None, _resolve(tier, compress, config, overrides))
+    known = _offloaders.setdefault(model, _Known())
+    asked = tier, compress, config, overrides, _environment()
+    if known.asked == asked and known.given is not None and not known.given.closed:
+        return known.given
+    settings = _resolve(tier, compress, config, overrides)
+    offloader = known.by_settings.get(settings)
+    if offloader is None or offloader.closed:
+        offloader = known.by_settings[settings] = Offloader(model, settings)
+    known.asked, known.given = asked, offloader
+    return offloader
+
+
+def attach(
+    model: nn.Module,
+    tier: str | None = None,
+    *,
+    compress: str | Preset | None = None,
+    config: OffloadConfig | None = None,
+    **overrides: Any,
+) -> Offloader:
+    """Offload during every forward of `model` from now on, for training loops somebody else owns.
+
+    The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
+    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those of
+    `offload_context`.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
+    offloader = offload_context(model, tier, compress=compress, config=config, **overrides)
+    for other in _offloaders[model].by_settings.values():
+        if other is not offloader and other.tied and not other.closed:
+            raise ConfigError(
+                f"attach: this {type(model).__name__} is attached already, by {other!r}; close() that one first. "
+                f"Asked for: {_differences(offloader.config, other.config)}"
+            )
+    clear_dead()
+    offloader.tie_to(model)
+    return offloader
+
+
+def _resolve(
+    tier: str | None, compress: str | Preset | None, config: OffloadConfig | None, overrides: dict[str, Any]
+) -> OffloadConfig:
+    given = {name: value for name, value in (("tier", tier), ("compress", compress)) if value is not None}
+    given |= overrides
+    if config is None:
+        return OffloadConfig(**given)
+    if not isinstance(config, OffloadConfig):
+        raise ConfigError(f"config must be an OffloadConfig, got {type(config).__name__}: {config!r}")
+    return config.model_copy(update=given) if given else config
+
+
+def _environment() -> list[tuple[Any, Any]]:
+    """The variables that settings may come from."""
+    environment: Any = getattr(os, "environb", os.environ)  # in bytes: nothing has to be decoded
+    prefix = b"TBA_" if environment is not os.environ else "TBA_"
+    return [(name, environment[name]) for name in environment if name[:4].upper() == prefix]
+
+
+def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
+    fields = ((name, getattr(asked, name), getattr(found, name)) for name in type(asked).model_fields)
+    return ", ".join(f"{name}={one!r} instead of {other!r}" for name, one, other in fields if one != other)
+
+
+def _forget_in_child() -> None:
+    _offloaders.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_child)

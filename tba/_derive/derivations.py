@@ -1,0 +1,263 @@
+"""Derivations: records whose bytes nobody keeps, because others that are kept anyway give them again (`search`).
+
+Guarantees:
+
+1. A tensor is let go of only after it has been made again and compared with it, every time: edits that leave no trace
+   (`.data`, NumPy, a tensor nobody saved edited under `no_grad`) show in no other way. Where all that it starts from
+   is exact it must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
+2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
+3. What it starts from stays as it was when compared: records of activations, and private copies of all else (weights,
+   small tensors), or it is not used. But for an edit without a trace of an activation after it was saved.
+4. What is used where does not depend on timing: a comparison reads back what it needs and has been written. But for a
+   source that is edited in place while it is being written: it serves if the write has ended before.
+5. No derivation stands on a tensor that is known to have been edited between being saved and being used.
+6. Nothing waits for a device in forward, but for comparisons far behind: `settle` sees to those that have ended.
+
+What it costs forward: each derived tensor's operator once more, and a comparison.
+
+Wants the engine's lock held, except `again`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import OffloadError
+from .._memory import streams
+from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
+from .._record.restore import restore
+from .._record.view import View, apart, counted, is_edited, span
+from .operators import bits_differ
+from .recipe import Hold, Recipe
+from .search import recipe, remember
+
+# How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),
+# and from fewer (4 by about a tenth). One that is wrong is off by the tensor's own size.
+_NEAR = 0.03
+_NEAR_OF_FEW_BITS = 0.25
+_LEAST_GAIN = 16  # times the bytes of private copies is what a derived tensor must have
+_MOST_WAITING = 8  # comparisons under way on a device: some layers' worth, and no more memory than their tensors
+
+Packed = tuple[Any, ...]
+
+
+class _Comparison(NamedTuple):
+    """A recipe's result that is being compared with the tensor it is to replace."""
+
+    record: weakref.ref[Record]
+    recipe: Recipe
+    known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None where the outcome depends on values
+    differs: Tensor  # on the host, or on its way there
+    there: Any  # event
+
+
+class Derivations:
+    """What can be made again, and what has been found to come out wrong.
+
+    Attributes:
+        waiting: comparisons that a device has not finished, oldest first.
+    """
+
+    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+        self.waiting: deque[_Comparison] = deque()
+        self._unpack = unpack
+        self._wrong: dict[int, Hashable] = {}  # signature by place in the step: not to be tried again
+        self._first_number = 0  # of the step
+        self._comparing = 0  # the thread that does, or 0
+        self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last: what follows is often made of it
+
+    def look_for(self, record: Record) -> None:
+        """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
+        root = record.root()
+        if root is None:
+            return
+        record.keep_counter(root)
+        if root._version == 0 and not root.is_leaf:
+            record.plan(recipe(root, self._unpack, self._about))
+            view = View.of(root)
+            begin, end = span(root, view)
+            if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
+                remember(root, self._unpack, _weakly(record, view))
+
+    def replaces(self, record: Record) -> bool | None:
+        """Whether a finished, pending record needs no bytes; it then has let go of them. None: `settle` will tell."""
+        found, alias = record.recipe, record.alias
+        if not isinstance(found, Recipe) or alias is None:
+            return False
+        if record.is_edited() or not record.is_whole():
+            record.plan(None)
+            return False
+        off = max(map(_off, found.sources), default=0.0)
+        place, signature = record.number - self._first_number, (found.signature, off)
+        if self._wrong.get(place) == signature or (off and (record.codec is None or record.codec.properties.exact)):
+            record.plan(None)
+            return False
+        known = None if off and found.amplifies else (place, signature)
+        self._comparing = threading.get_ident()
+        try:
+            with streams.on(record.stream):
+                settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
+                differs = made.stride() != alias.stride() or _differs(made, alias, off)
+                if isinstance(differs, Tensor):
+                    self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
+                    return None
+        except OffloadError:  # an operand could not be read back, which says nothing about the recipe
+            record.plan(None)
+            return False
+        except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
+            differs = True
+        finally:
+            self._comparing = 0
+        if not self._end(record, settled if not differs else found, known, differs=differs):
+            return False
+        self._made = record.ref, made
+        return True
+
+    def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
+        """What a device has compared by now, or all: (a pending record, whether it has let go of its bytes)."""
+        settled: list[tuple[Record, bool]] = []
+        while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
+            entry = self.waiting.popleft()
+            record = entry.record()
+            if record is None or record.state is not PENDING or record.alias is None:
+                continue
+            entry.there.synchronize()
+            differs = bool(entry.differs) or record.is_edited()
+            settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
+        return settled
+
+    def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
+        """After a comparison: let go of the record's bytes unless they differ."""
+        alias = record.alias
+        assert alias is not None
+        if differs:
+            record.plan(None)
+            if known is not None:
+                self._wrong[known[0]] = known[1]
+            return False
+        for packed in found.sources:
+            if isinstance(packed[0], Record):
+                packed[0].add_saver()  # this asks for it too
+        if record.stream is not None:
+            streams.goes_early(alias, record.stream)
+        record.derive(found)
+        return True
+
+    def peek(self, record: Record, view: View) -> Tensor | None:
+        """In unpack: what a comparison on this thread wants and is in memory, with nothing counted or moved.
+
+        None where no comparison is under way, or the bytes have to be read in the usual way.
+        """
+        if self._comparing != threading.get_ident():
+            self._made = None
+            return None
+        if record.state is DERIVED:
+            assert record.recipe is not None
+            made = self._made[1] if self._made is not None and self._made[0] is record.ref else record.recipe.compute()
+            return view.over(_own(made), 0)
+        if record.state not in IN_MEMORY and record.state is not RESTORED:
+            return None
+        decoded = record.decoded
+        tensor = restore(record, view)
+        record.keep_decoded(*decoded or (None,))
+        return tensor
+
+    def end_step(self, next_number: int) -> None:
+        """Places count from here."""
+        self._first_number = next_number
+        self._made = None
+
+    def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
+        first, second = packed
+        if isinstance(first, Record):
+            if upstream and (first.counter is None or first.counter._version != first.saved_version):
+                return None
+            return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
+        if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
+            return None
+        return None if upstream and first._version != second else (0, (first.dtype, first.shape))
+
+
+def again(record: Record, view: View, *, alone: bool) -> Tensor:
+    """A saved tensor of a derived record; `alone` if whoever asks may overwrite it. Raises what its sources raise."""
+    stream, decoded = streams.current(record.device), record.decoded
+    if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
+        whole = decoded[0].clone() if alone else decoded[0]
+    else:
+        assert record.recipe is not None
+        whole = counted(_own(record.recipe.compute()))
+        record.keep_decoded(None if alone else whole, stream)
+    if record.answer():
+        record.keep_decoded(None)
+    return view.over(whole.untyped_storage(), 0) if alone else view.on_plain(whole)
+
+
+def _own(made: Tensor) -> torch.UntypedStorage:
+    """Its bytes in a storage of their own, from the first on; a view of an operand shares that one's memory."""
+    if made._base is not None or made.storage_offset() or made.untyped_storage().nbytes() != made.nbytes:
+        made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device).copy_(made)
+    return made.untyped_storage()
+
+
+def _weakly(record: Record, view: View) -> Callable[[], Packed | None]:
+    reference = record.ref
+
+    def packed() -> Packed | None:
+        found = reference()
+        return None if found is None else (found, view)
+
+    return packed
+
+
+def _off(packed: Packed) -> float:
+    """How far off what follows from a packed object may be; 0 for exact ones."""
+    record = packed[0]
+    if not isinstance(record, Record):
+        return 0.0
+    if record.state is DERIVED:
+        return 0.0 if record.recipe is None else max(map(_off, record.recipe.sources), default=0.0)
+    codec = record.encoded.codec if record.encoded is not None else None
+    if record.state is PENDING:  # its codec may be waiting for the device
+        codec = record.codec
+    if codec is None or codec.properties.exact:
+        return 0.0
+    return _NEAR if (codec.properties.bits_per_element or 0) >= 8 else _NEAR_OF_FEW_BITS
+
+
+def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
+    """Whether the one is not good enough for the other; a tensor where a device finds out."""
+    if not off:
+        return bits_differ(made, wanted)
+    if made.shape != wanted.shape or made.dtype != wanted.dtype:
+        return True
+    scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
+    # Not `>`: a number that is none is not near.
+    far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
+    return far if far.is_cuda else bool(far)
+
+
+def _holding(most_bytes: int) -> Hold:
+    """Keeps a recipe's sources as they are: by private copies of those that programs edit through `.data`.
+
+    Those are leaves: weights, whether trained or not, what is detached from them, a model's buffers, inputs.
+    """
+    left_bytes = most_bytes
+
+    def hold(packed: Packed, operand: Tensor) -> tuple[Packed, Tensor]:
+        nonlocal left_bytes
+        if isinstance(packed[0], Record) and not packed[0].leaf:
+            return packed, operand
+        left_bytes -= span(operand, View.of(operand))[1]
+        if left_bytes < 0:
+            raise RuntimeError(f"a copy of {operand.dtype} {list(operand.shape)} costs too much: keep what it gives")
+        held = apart(operand)
+        return (held, held._version), held
+
+    return hold

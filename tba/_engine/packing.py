@@ -1,0 +1,200 @@
+"""Packing: what becomes of a tensor that autograd saves: a weight, one that stays, or a record.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor, UntypedStorage, nn
+
+from compact import Saved
+
+from .. import _policy
+from .._compress import Compressor
+from .._config import OffloadConfig
+from .._derive.derivations import Derivations
+from .._memory import streams
+from .._policy import KEEP, SEND, SHRINK, TOO_SMALL
+from .._record.joint import joined
+from .._record.known import Known
+from .._record.plain import shown_bytes, why_not_plain
+from .._record.record import Record, Remains
+from .._record.user_code import Detached
+from .._record.view import View, span
+from .._stats import Counters
+from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
+from .._torch.weights import MARK, WEIGHT, Chains
+from .._torch.whole import Whole
+from .._transfer.mover import Mover
+from .pending import Pending
+from .read_ahead import ReadAhead
+
+# A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
+_SLICES = 16
+
+# What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
+Packed = tuple[Record, View] | tuple[Tensor, int]
+
+
+class Packing:
+    """Recognises weights, what is saved already, and what is not worth moving; all else it makes a record of.
+
+    Attributes:
+        chains: what is known of nodes that lead from a weight to a cast or view of it.
+        whole: compiled graphs that are worth no moving.
+        remains: where records append themselves when they die.
+        numbers: records made so far.
+        step_bytes: saved in this step that is worth moving, without what was saved already.
+    """
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        counters: Counters,
+        mover: Mover,
+        pending: Pending,
+        read_ahead: ReadAhead,
+        compressor: Compressor | None,
+        derivations: Derivations | None,
+        settle: Callable[[], None],
+    ) -> None:
+        self.chains = Chains()
+        self.whole = Whole(config.tier)
+        self.remains: deque[Remains] = deque()
+        self.numbers = 0
+        self.step_bytes = 0
+        self._counters = counters
+        self._mover = mover
+        self._pending = pending
+        self._read_ahead = read_ahead
+        self._compressor = compressor
+        self._derivations = derivations
+        self._settle = settle
+        self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
+        self._min_tensor_bytes = int(config.min_tensor_bytes)
+        self._min_slice_bytes = self._min_tensor_bytes // _SLICES
+
+    def end_step(self, *, moves: bool) -> None:
+        """A step is over; whether any of what it saved moves."""
+        self.whole.end_step(self.step_bytes, moves=moves)
+        self.chains.end_step()
+        self.step_bytes = 0
+
+    def weight(self, tensor: Tensor) -> Packed:
+        """Pass a weight as it is."""
+        try:
+            self._counters.weight_bytes += tensor.nbytes
+        except RuntimeError:  # a sparse one has no such count
+            self._counters.weight_bytes += tensor.numel() * tensor.itemsize
+        # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
+        if tensor.is_leaf or self.chains.lead_to_parameter(tensor):
+            return tensor, tensor._version
+        return Detached((tensor.detach(), tensor._version))
+
+    def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool) -> Packed:
+        """Pack what is no weight, or is one in disguise; `base`: of a view."""
+        if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
+            return self._odd(tensor)
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, a zero tensor once: plain by type
+            return self._odd(tensor)
+        if getattr(storage, MARK, None) is WEIGHT:
+            return self.weight(tensor)
+        if storage.nbytes() < self._min_tensor_bytes:
+            return self.keep(tensor, tensor.nbytes, TOO_SMALL)
+        if tensor.is_nested:
+            return self._odd(tensor)
+        if self.remains or self._mover.unconfirmed or self._mover.ended:
+            self._settle()
+        if self.chains.lead_to_parameter(tensor):
+            return self.weight(tensor)
+        packed = self._stored(tensor, base, on_cpu, storage)
+        # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
+        if self._pending.local.queue:
+            self._pending.pass_on(sequence_nr())
+        if self._compressor is not None and self._pending.waits:
+            self._pending.settle(wait=False)
+        return packed
+
+    def _stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
+        compressor, nbytes, storage_bytes = self._compressor, tensor.nbytes, storage.nbytes()
+        decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
+        if decision is KEEP or not nbytes or self._mover.closed:
+            return self.keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
+        view = View.of(tensor)
+        begin, end = span(tensor, view)
+        nbytes = min(nbytes, end - begin)
+        root = base if type(base) is Tensor else tensor
+        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
+        known: Known | None = getattr(storage, MARK, None)
+        if known is not None:
+            record = known.find(root, begin, end, self.remains)
+            if record is not None and (compressor is None or compressor.also(record, kind)):
+                return self._known(record, tensor, view, nbytes)
+            record = joined(reversed(self._pending.local.queue), sequence_nr(), storage, begin, end)
+            if record is not None and (compressor is None or compressor.also(record, kind)):
+                record.join(tensor)
+                return self._known(record, tensor, view, nbytes)
+        if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
+            return self.keep(tensor, nbytes, TOO_SMALL)
+        if tensor.is_quantized or tensor._is_zerotensor():
+            return self._odd(tensor)
+        self.step_bytes += nbytes
+        if decision is not SHRINK and compressor is None and self.whole.keeps(sequence_nr(), nbytes):
+            return self.keep(tensor, nbytes, _policy.WHOLE)
+        if nbytes < storage_bytes:
+            begin, end = _policy.range_to_store(begin, end, storage_bytes)
+        record = Record(
+            self.numbers,
+            tensor,
+            root,
+            storage,
+            begin,
+            end,
+            self.remains,
+            stream=streams.producer_stream(tensor),
+            logical_bytes=nbytes,
+            offloaded=decision is SEND,
+            stays=decision is SHRINK,
+        )
+        self.numbers += 1
+        self._read_ahead.records[record.number] = record.ref
+        if known is None:
+            known = Known()
+            setattr(storage, MARK, known)
+        known.add(record)
+        if compressor is not None:
+            compressor.choose(record, kind)
+        if self._derivations is not None:
+            self._derivations.look_for(record)
+        if record.offloaded:
+            self._counters.offloaded_bytes += nbytes
+        else:
+            self._counters.kept_by_reason[reason] += nbytes
+        self._pending.add(sequence_nr(), record)
+        return record, view
+
+    def _known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
+        self._counters.duplicate_bytes += nbytes
+        record.add_saver()
+        if record.stream is not None:
+            streams.also_used(tensor, record.stream)
+        return record, view
+
+    def _odd(self, tensor: Tensor) -> Packed:
+        """What is no plain tensor: subclasses, sparse, meta, ..."""
+        if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
+            return self.weight(tensor)
+        return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
+
+    def keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
+        """Let a tensor stay in memory, for `reason`."""
+        self._counters.kept_by_reason[reason] += nbytes
+        if tensor.is_leaf:
+            return tensor, tensor._version
+        # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
+        return Detached((tensor.detach(), tensor._version))

@@ -1,0 +1,102 @@
+"""Pending: what operators saved, from pack until the operator has finished and the tensor may be touched.
+
+Guarantees:
+
+1. A tensor is read, by a codec or for writing, only after its operator's kernel has returned: pack runs before the
+   kernel, which may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
+2. Then it is let go if others give it again (`derivations`), or goes through its codec, if it has one, and only then
+   to `WriteBehind` or, compressed in place, nowhere.
+3. What backward wants before that goes through its codec as well: what a codec makes does not depend on timing.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+
+from .._compress import Compressor
+from .._derive.derivations import Derivations
+from .._policy import DERIVED
+from .._record.record import PENDING, Record
+from .._stats import Counters
+from .write_behind import WriteBehind
+
+
+class _Local(threading.local):
+    """Per thread: what operators saved that may still be running, with the sequence number at pack."""
+
+    def __init__(self) -> None:
+        self.queue: deque[tuple[int, weakref.ref[Record]]] = deque()
+
+
+class Pending:
+    """Saved tensors whose operators may still be running."""
+
+    def __init__(
+        self,
+        write_behind: WriteBehind,
+        counters: Counters,
+        compressor: Compressor | None,
+        derivations: Derivations | None,
+    ) -> None:
+        self._write_behind = write_behind
+        self._counters = counters
+        self._derivations = derivations
+        self._compressor = compressor
+        self.local = _Local()
+
+    def add(self, sequence_nr: int, record: Record) -> None:
+        """An operator of this thread saves a record's tensor, at this sequence number."""
+        self.local.queue.append((sequence_nr, record.ref))
+
+    def pass_on(self, sequence_nr: int | None) -> None:
+        """Pass on what this thread's finished operators saved (None: no operator of this thread runs)."""
+        pending = self.local.queue
+        while pending and (sequence_nr is None or pending[0][0] < sequence_nr):
+            record = pending.popleft()[1]()
+            if record is None or record.state is not PENDING:
+                continue
+            replaced = self._derivations is not None and self._derivations.replaces(record)
+            if replaced is not None:
+                self._compared(record, replaced=replaced)
+
+    def wanted(self, record: Record) -> None:
+        """Backward wants a pending record, so its operator has finished: it stays in memory."""
+        if self._compressor is not None and not self._compressor.encode(record):
+            self.settle(wait=True)
+        record.hold()
+
+    @property
+    def waits(self) -> bool:
+        """Whether values that decide are on their way from a device: `settle` looks."""
+        compressor, derivations = self._compressor, self._derivations
+        return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
+
+    def settle(self, *, wait: bool) -> None:
+        """Pass on what was to be looked at, as far as its values have come from the device; all of it if `wait`."""
+        assert self._compressor is not None
+        if self._derivations is not None:
+            for record, replaced in self._derivations.settle(wait=wait):
+                self._compared(record, replaced=replaced)
+        for record in self._compressor.settle(wait=wait):
+            if record.state is PENDING:
+                self._go(record)
+
+    def _compared(self, record: Record, *, replaced: bool) -> None:
+        if replaced:
+            self._let_go(record)
+        elif self._compressor is None or self._compressor.encode(record):
+            self._go(record)
+
+    def _let_go(self, record: Record) -> None:
+        self._counters.derived_bytes += record.nbytes
+        record.count_as_kept(self._counters, DERIVED)
+
+    def _go(self, record: Record) -> None:
+        if record.stays:
+            record.hold()
+        else:
+            self._write_behind.add(record)

@@ -1,0 +1,184 @@
+"""Read-ahead: which records backward has, or will soon have, in memory, within a budget of bytes.
+
+Guarantees: read-ahead starts only while everything counted here fits the budget (a single record larger than the
+budget is read when it is asked for); what backward has used up and its graph still owns (`retain_graph`) counts too
+and is the first to go: dropped where the store has it, written after all where it does not.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from .._memory import limits
+from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
+from .._transfer.mover import Mover
+from .read_order import Orders, Walk
+from .write_behind import WriteBehind
+
+_MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
+
+
+class ReadAhead:
+    """Read-ahead and eviction along the learned order.
+
+    Attributes:
+        records: all live ones, by number, ascending.
+        nbytes: what counts for the budget now.
+    """
+
+    def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
+        self.records: dict[int, weakref.ref[Record]] = {}
+        self.nbytes = 0
+        self._mover = mover
+        self._write_behind = write_behind
+        self._finish_operator = finish_operator
+        self._orders = Orders()
+        self._walks: dict[int, Walk] = {}  # by graph task
+        self._members: dict[int, tuple[weakref.ref[Record], int]] = {}  # what counts, and for how much; oldest first
+        self._used_up: dict[int, weakref.ref[Record]] = {}  # those of them that backward has had as often as it saved
+        self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
+
+    def ask(self, record: Record, task: int) -> bool:
+        """Backward (graph task `task`) asks for a record. False if it has asked before."""
+        walk = self._walks.get(task)
+        if walk is None:
+            if len(self._walks) >= _MAX_WALKS:
+                self._orders.learn(self._walks.pop(next(iter(self._walks))))
+            walk = self._walks[task] = self._orders.begin(record.number, (record.label, record.nbytes))
+        return walk.ask(record.number)
+
+    def bring(self, record: Record, task: int) -> bool:
+        """See that a record which backward asks for is in memory or on its way; whether it is there.
+
+        It comes at the cost of others where the budget is full, and in any case. If it is on its way, what is expected
+        next follows it. Raises ClosedError, TransferError.
+        """
+        if record.state is PENDING:
+            self._finish_operator(record)
+        if not self._is_here(record):
+            self._make_room(record, record, self._budget_bytes(), evict_unused=True)
+            self._bring(record)
+        if record.state is READING:
+            self.advance(task, record)
+            return False
+        return True
+
+    def advance(self, task: int, current: Record) -> None:
+        """Start reading what is expected after `current`, as far as the budget reaches."""
+        if self._arriving:
+            self._start_second_legs()
+        walk = self._walks.get(task)
+        if walk is None or not self.records:
+            return
+        budget_bytes = self._budget_bytes()
+        full = self._members and self.nbytes + limits.read_burst_bytes(budget_bytes) > budget_bytes
+        if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
+            return
+        lowest = next(iter(self.records))
+        while (number := walk.peek(lowest)) is not None:
+            reference = self.records.get(number)
+            record = reference() if reference is not None else None
+            if record is None or record.state in (POISONED, DERIVED) or self._is_here(record):
+                walk.take()
+                continue
+            if not self._make_room(record, current, budget_bytes, evict_unused=False):
+                return
+            walk.take()
+            try:
+                self._bring(record)
+            except RuntimeError:  # OffloadError, or no memory on the device: the unpack that asks for it will say so
+                return
+
+    def answered(self, record: Record) -> None:
+        """Backward got a record once more."""
+        if record.answer() and record.number in self._members:
+            self._used_up[record.number] = record.ref
+
+    def hand_over(self, record: Record) -> None:
+        """Let go of a record's memory, which now belongs to the program that asked for it."""
+        record.drop()
+        self._leave(record.number)
+
+    def bury(self, remains: Remains) -> None:
+        """A record has died."""
+        self.records.pop(remains.number, None)
+        self._leave(remains.number)
+
+    def end_walks(self) -> None:
+        """A step has ended: keep what its walks have taught."""
+        for walk in self._walks.values():
+            self._orders.learn(walk)
+        self._walks.clear()
+
+    def _bring(self, record: Record) -> None:
+        if record.state is STORED:
+            self._mover.fetch(record)
+            if record.stream is not None and record.read is not None:
+                self._arriving.append(record.ref)
+        elif record.state is WRITING:
+            self._mover.take_back(record)
+        elif record.state is PENDING:
+            self._finish_operator(record)
+        self._members[record.number] = record.ref, record.nbytes
+        self.nbytes += record.nbytes
+
+    def _is_here(self, record: Record) -> bool:
+        """Whether it counts already, for this budget or for that of what is held, or is never moved."""
+        return record.stays or record.number in self._members or record.number in self._write_behind.members
+
+    def _budget_bytes(self) -> int:
+        """What may be read back and ahead now; what is held comes first, as it was saved last."""
+        return min(self._mover.window_bytes - self._write_behind.nbytes, self._mover.read_ahead_bytes)
+
+    def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
+        need = self.nbytes + wanted.nbytes - budget_bytes
+        if need <= 0 or not self._members:
+            return True
+        for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
+            for number in list(members):
+                reference = self.records.get(number)
+                record = reference() if reference is not None else None
+                if record is None or record is current:
+                    continue
+                need -= self._evict(record)
+                if need <= 0:
+                    return True
+        return not self.nbytes
+
+    def _evict(self, record: Record) -> int:
+        """Bytes this frees (soon, where they are still to be written)."""
+        _, nbytes = self._members.get(record.number, (None, 0))
+        if record.state is READING:
+            return 0  # its memory cannot be taken from under the transfer
+        if record.state is WRITING:
+            record.want(False)
+        elif record.state in IN_MEMORY and record.write is None:
+            self._leave(record.number)  # before the write: it counts as in flight then
+            record.want(False)
+            return nbytes if self._mover.send(record) is None else 0
+        else:
+            record.drop()
+        self._leave(record.number)
+        return nbytes
+
+    def _leave(self, number: int) -> None:
+        _, nbytes = self._members.pop(number, (None, 0))
+        self.nbytes -= nbytes
+        self._used_up.pop(number, None)
+
+    def _start_second_legs(self) -> None:
+        while self._arriving:
+            record = self._arriving[0]()
+            if record is not None and record.read is not None:
+                if not record.read.done():
+                    return
+                if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
+                    try:
+                        self._mover.arrive(record)
+                    except RuntimeError:  # no memory on the device now: that unpack reads it again
+                        self.hand_over(record)
+            self._arriving.popleft()

@@ -1,0 +1,193 @@
+"""Rest: tier `auto` leaves its hooks off where a run has been seen to fit, until it may not fit any more.
+
+A step that fitted with room to spare fits again while nothing changes. What may change is looked at where each forward
+of the model begins:
+
+- what it is given: each tensor must be of a shape that has fitted, or smaller, and everything else the same;
+- free memory and which parameters are trained, now and then: the more room there was, the more seldom;
+- what cannot be seen (a switch of checkpointing, a depth that is an attribute): every so often a step runs with the
+  hooks on.
+
+Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing. Where bytes are
+limited by a setting the hooks stay on, as nothing else can hold it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._config import OffloadConfig
+from .._sizes import size
+
+# The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
+Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
+
+# How many times what a step kept there has to be room for: several forwards before a backward, another mode.
+_TIMES = 3
+_MOST_KEYS = 16
+_MOST_ITEMS = 1000  # of arguments
+_MOST_FORWARDS = 64  # without a look
+_LEARN_EVERY = 256  # forwards
+
+
+class Rest:
+    """Whether the hooks may stay off.
+
+    Args:
+        possible: whether they ever may.
+        model: gives the model, or None once it has died.
+        room: gives the bytes that saved tensors may take now.
+    """
+
+    def __init__(self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> None:
+        self.possible = possible
+        self.resting = False
+        self._model = model
+        self._room = room
+        self._kept_bytes = 0
+        self._fitted: list[Key] = []
+        self._met: list[Key] = []  # in this step, with the hooks on
+        self._trained = 0
+        self._forwards_left = 0  # until the next look
+        self._learn_in = _LEARN_EVERY
+        self._asked = False  # since the context was entered
+        self._tells = False
+        self._told = False
+
+    @classmethod
+    def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
+        """What the settings allow: tensors may stay, no codec and no limit has to see them, and the model is known."""
+        possible = config.tier == "auto" and config.compress is None and config.memory_budget is None
+        rest = cls(possible and model() is not None, model, room)
+        rest._tells = config.tier == "auto"
+        return rest
+
+    def end_step(self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int) -> None:
+        """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""
+        met, self._met = self._met, []
+        fitted = not moved_bytes and not failures and kept_bytes * _TIMES <= room_bytes
+        self.resting = bool(self.possible and met) and fitted
+        self._tell(kept_bytes, moved_bytes, room_bytes)
+        if self.resting:
+            self._fitted = [*met, *(known for known in self._fitted if known not in met)][:_MOST_KEYS]
+            self._kept_bytes = max(self._kept_bytes, kept_bytes)
+            self._trained = self._count_trained()
+            self._forwards_left, self._learn_in = 0, _LEARN_EVERY
+
+    def enter(self) -> bool:
+        """The context is entered: whether the hooks stay off."""
+        self._asked = False
+        return self.resting
+
+    def leave(self, *, failed: bool) -> None:
+        """The context is left. What has failed half-way says nothing, nor does what no forward was part of."""
+        if failed:
+            self._met.clear()
+        if not self._asked:
+            self.resting = False
+
+    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The model's forward begins, with these arguments: whether the hooks are to be off."""
+        self._asked = True
+        if not self.possible:
+            return False
+        try:
+            key = self._key(args, kwargs)
+        except Exception:  # an argument that does not tell how large it is
+            self.resting = self.possible = False
+            return False
+        if self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
+            return True
+        self.resting = False
+        if key not in self._met:
+            self._met.append(key)
+            del self._met[:-_MOST_KEYS]
+        return False
+
+    def _fits_still(self) -> bool:
+        self._learn_in -= 1
+        self._forwards_left -= 1
+        if self._forwards_left >= 0 and self._learn_in:
+            return True
+        room_bytes = self._room() if self._kept_bytes else 0
+        if room_bytes < self._kept_bytes * _TIMES or self._count_trained() != self._trained:
+            self._fitted.clear()
+            self._kept_bytes = 0
+            return False
+        forwards = room_bytes // (2 * _TIMES * self._kept_bytes) if self._kept_bytes else _MOST_FORWARDS
+        self._forwards_left = max(1, min(forwards, _MOST_FORWARDS)) - 1
+        return self._learn_in > 0
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
+        model = self._model()
+        modes = (
+            model is not None and model.training,
+            *(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
+        )
+        shapes = tuple(islice(_shapes((args, kwargs), 4), _MOST_ITEMS + 1))
+        if len(shapes) > _MOST_ITEMS:
+            raise Unknown
+        return modes, shapes
+
+    def _count_trained(self) -> int:
+        """Elements of trained parameters."""
+        model = self._model()
+        return sum(p.numel() for p in model.parameters() if p.requires_grad) if model is not None else 0
+
+    def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
+        """Say once what was decided, and why."""
+        if not self._told and self._tells and os.environ.get("RANK", "0") == "0":
+            logging.getLogger("tba").warning(decision(kept_bytes, moved_bytes, room_bytes, rests=self.resting))
+        self._told = True
+
+
+def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
+    """What tier `auto` has decided in the first step, in a line."""
+    found = f'tier "auto": the first step saved {size(kept_bytes + moved_bytes)}'
+    if room_bytes:  # else it was not worth a look
+        found += f", memory has room for {size(room_bytes)} of it"
+    if moved_bytes:
+        return f"{found}: {size(moved_bytes)} went out of memory"
+    then = "the hooks are off until shapes, memory or the model change" if rests else "the hooks stay on"
+    return f"{found}: nothing moves, {then}"
+
+
+def covers(known: Key, new: Key) -> bool:
+    """Whether what fitted with `known` fits with `new`: tensors no larger, everything else equal."""
+    if known[0] != new[0] or len(known[1]) != len(new[1]):
+        return False
+    return all(
+        one == other or (len(one) == len(other) and one[:2] == other[:2] and all(map(operator.ge, one[2:], other[2:])))
+        for one, other in zip(known[1], new[1], strict=True)
+    )
+
+
+class Unknown(Exception):
+    """An argument that does not tell how large it is."""
+
+
+def _shapes(value: Any, depth: int) -> Iterator[tuple[Any, ...]]:
+    """A tensor as its dtype, whether it requires a gradient, and its sizes; a plain value as itself. Raises Unknown."""
+    if isinstance(value, Tensor) and not value.is_nested:
+        if any(type(dimension) is not int for dimension in value.shape):
+            raise Unknown
+        yield value.dtype, value.requires_grad, *value.shape
+    elif value is None or isinstance(value, (bool, int, float, str)):
+        yield (value,)
+    elif depth and isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _shapes(each, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for key in value:
+            yield (str(key),)
+            yield from _shapes(value[key], depth - 1)
+    else:
+        raise Unknown

@@ -1,0 +1,401 @@
+"""Saver: the pair of saved-tensor hooks, wired to recognition, decision, transfer and read_ahead.
+
+Guarantees:
+
+1. Exact: what `unpack` returns is bit for bit what was saved, or an error that names the tensor.
+2. The graph owns the memory: records live in the handles that autograd's nodes hold and die with them. The saver
+   itself holds records only weakly; finalisers only append to a deque that the next hook drains. The hooks keep the
+   saver alive for as long as a graph has them.
+3. One lock guards all state. It is reentrant, because a garbage collection inside it may run foreign finalisers that
+   come back here; waiting for data happens outside of it, waiting for room releases it.
+4. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
+
+Assumption: one thread does not edit in place what another thread's graph has saved (a data race in PyTorch as well).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from io_backends import Store, interrupts
+
+from .._compress import compressor
+from .._config import OffloadConfig
+from .._derive.derivations import Derivations, again
+from .._endurance import projected_bytes_per_day
+from .._errors import StalledError, edited_in_place
+from .._memory import streams
+from .._record.record import DERIVED, IN_MEMORY, READING, Record
+from .._record.restore import restore, restore_in_child
+from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
+from .._record.view import View, is_edited
+from .._saved_by import SavedBy
+from .._stats import Counters, OffloadStats, TraceEvent
+from .._torch.modes import quiet
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
+from .._torch.weights import is_parameter, mark_weights
+from .._transfer.build import make_mover
+from . import backward
+from .packing import Packed, Packing
+from .pending import Pending
+from .read_ahead import ReadAhead
+from .rest import Rest
+from .steps import Steps
+from .write_behind import WriteBehind
+
+
+class Saver:
+    """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, and what they share."""
+
+    def __init__(
+        self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
+    ) -> None:
+        self.lock = threading.RLock()
+        self.counters = Counters()
+        self.steps = Steps(config.tier, self.counters, model)
+        self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
+        self.dead = False
+        self.model = model  # gives it, or None
+        self._marked = False  # the model's weights, in this step
+        self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
+        self.write_behind = WriteBehind(config, self.mover, self.counters, model)
+        self.compressor = compressor(config, self.counters)
+        self.derivations = Derivations(self.unpack) if self.compressor is not None else None
+        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
+        self.rest = Rest.of(config, model, self.write_behind.look_at_room)
+        self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
+        self._packing = Packing(
+            config,
+            self.counters,
+            self.mover,
+            self.pending,
+            self.read_ahead,
+            self.compressor,
+            self.derivations,
+            self.settle,
+        )
+        self._remains = self._packing.remains
+        self._started_s = time.monotonic()
+
+    # -- pack ----------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Called by autograd with each tensor it saves."""
+        if dispatch_mode_count() or function_mode_count():
+            with quiet():
+                return self._pack(tensor)
+        return self._pack(tensor)
+
+    def _pack(self, tensor: Tensor) -> Packed:
+        if self.dead:
+            return tensor.detach(), tensor._version
+        mover = self.mover
+        with self.lock:
+            on_cpu = tensor.is_cpu
+            # Ahead of all that would launch, wait or look around.
+            if not on_cpu and streams.capturing(tensor):
+                return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
+            steps = self.steps
+            if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
+                if steps.backward_seen:
+                    self.end_step()
+                self.mark_weights()
+                steps.begin()
+            kind = type(tensor)
+            base = tensor._base if kind is Tensor else None
+            if kind is nn.Parameter or (base is not None and is_parameter(base)):
+                packed = self._packing.weight(tensor)
+            else:
+                packed = self._packing.activation(tensor, base, on_cpu)
+        if mover.ended:
+            mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
+        return packed
+
+    # -- unpack --------------------------------------------------------------------------------------------------
+
+    def unpack(self, packed: Packed) -> Tensor:
+        """Called by autograd whenever it wants a saved tensor, any number of times.
+
+        Raises:
+            RuntimeError: PyTorch's own, for a tensor that was edited in place.
+            TransferError, ClosedError: its bytes could not be brought back; they are gone with the engine, or a fork.
+        """
+        first: Any
+        second: Any
+        first, second = packed
+        if type(first) is not Record:
+            if not self.steps.backward_seen and current_graph_task_id() != -1:
+                self.steps.backward_seen = True
+            if first._version != second:
+                raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
+                current_graph_task_id(), sys._getframe().f_back
+            ):
+                return kept_for_code(packed, shared=self.derivations is not None)
+            return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
+        task = current_graph_task_id()
+        to_code = goes_to_code(task, sys._getframe().f_back)
+        if dispatch_mode_count() or function_mode_count():
+            with quiet():
+                return self._unpack(first, second, task, to_code)
+        return self._unpack(first, second, task, to_code)
+
+    def _unpack(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
+        if self.dead:
+            return restore_in_child(record, view)
+        if task != backward.task:
+            backward.begins(task)
+        mover, compressor = self.mover, self.compressor
+        with self.lock:
+            if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
+                return peeked
+            if self._remains or mover.unconfirmed or mover.ended:
+                self.settle()
+            if compressor is not None and self.pending.waits:
+                self.pending.settle(wait=True)
+            if not record.asks:
+                mover.pressure.moved(record.nbytes)
+            if task != -1:
+                self.steps.backward_seen = True
+            if record.restored is not None and is_edited(record.restored):
+                self.read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
+            derived = record.state is DERIVED
+            again_asked = not derived and task != -1 and not self.read_ahead.ask(record, task)
+            if again_asked and not to_code and record.shows():
+                self.read_ahead.answered(record)
+                return restore(record, view)
+            tensor = None if derived else self._give(record, view, task, to_code)
+        if derived:
+            return again(record, view, alone=to_code)
+        while tensor is None:
+            mover.await_read(record)
+            with self.lock:
+                tensor = self._give(record, view, task, to_code)
+        if mover.ended:
+            mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
+        return tensor
+
+    def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
+        """The tensor if the record is in memory; else its read is under way and None is returned."""
+        read_ahead = self.read_ahead
+        if record.state is READING:
+            try:
+                self.mover.arrive(record)
+            except RuntimeError:  # TransferError, or no memory on the device
+                read_ahead.hand_over(record)
+                raise
+        else:
+            record.check()
+            if record.offloaded and not record.asks and record.state in IN_MEMORY:
+                self.mover.forward(record)
+        if not read_ahead.bring(record, task):
+            return None
+        read_ahead.answered(record)
+        if to_code:
+            tensor, gone = look_for_code(record, view, task)
+            if gone:
+                read_ahead.hand_over(record)
+        else:
+            tensor = restore(record, view)
+        read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
+        return tensor
+
+    # -- around the hooks ----------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `stop` was called: nothing is moved any more."""
+        return self.mover.closed
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Steps ended and bytes handed to the tier, so far."""
+        return self.counters.steps, self.counters.offloaded_bytes
+
+    @property
+    def nothing_came(self) -> bool:
+        """Whether nothing worth moving has ever been saved but weights."""
+        return not self._packing.numbers
+
+    @property
+    def may_rest(self) -> bool:
+        """Whether the hooks may ever stay off in a run that fits."""
+        return self.rest.possible
+
+    def mode(self) -> SavedBy | None:
+        """The torch-function mode to enter with the hooks, where `compress` needs one. Raises ConfigError."""
+        return self.compressor.mode(self.model()) if self.compressor is not None else None
+
+    def enter(self) -> bool:
+        """The context is entered: whether the hooks are to be pushed. Between steps, weights may have been replaced."""
+        if not self.steps.open:
+            self._marked = False
+        return not self.rest.enter()
+
+    def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The model's forward begins: whether the hooks are to be off in it."""
+        return self.rest.begins(args, kwargs)
+
+    def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
+        """The context is left, by an exception if `failed`; `inside` another entry of it on this thread.
+
+        `packed`: the hooks were on.
+        """
+        self.rest.leave(failed=failed)
+        if packed:
+            self.end_packing(step_over=not inside)
+
+    def end_packing(self, *, step_over: bool) -> None:
+        """No operator of this thread runs; nor, if `step_over`, does a micro-batch whose backward has run."""
+        if not self.dead:
+            with self.locked(), quiet():
+                self.pending.pass_on(None)
+                if step_over and self.steps.over:
+                    self.end_step()
+
+    def tell_of_foreign(self, name: str) -> None:
+        """Another pair of hooks, of `name`, was innermost: say so if nothing has reached ours."""
+        if self.nothing_came:
+            self.steps.tell_of_foreign(name)
+
+    def tell_if_idle(self) -> None:
+        """Say once if the tier has had nothing to do."""
+        if not (self.steps.told or self.dead):
+            stats = self.stats(inside=False)
+            self.steps.tell_if_idle(stats, forward_seen=self.steps.open)
+
+    @interrupts.whole
+    def flush(self, where: str) -> None:
+        """Write what waits to be written, and wait for it. Raises StalledError, which names `where`."""
+        with self.locked(), quiet():
+            self.pending.pass_on(None)
+            self.write_behind.send_all()
+            while not self.mover.staging.wait_until_idle():
+                if interrupts.waiting():
+                    interrupts.deliver()
+                    continue
+                raise StalledError(
+                    f"flush: no write has ended for {self.mover.limits.timeout_s:g} s; {where} has stalled "
+                    "(TBA_IO_TIMEOUT sets how long to wait)"
+                )
+            self.settle()
+
+    @interrupts.whole
+    def stats(self, *, inside: bool) -> OffloadStats:
+        """A snapshot of the counters; `inside` the context a step may still go on."""
+        with self.locked(), quiet():
+            if self.steps.over and not inside:
+                self.settle()
+                if not self.read_ahead.records:
+                    self.end_step()
+            self.settle()
+            self._take_readings()
+            self.steps.close()
+            since_s = time.monotonic() - self._started_s
+            return self.counters.snapshot(
+                file_bytes=self.mover.file_bytes(),
+                last_step=self.steps.last,
+                written_today_bytes=self.mover.allowance.written_today_bytes,
+                projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
+            )
+
+    @contextmanager
+    def trace(self) -> Iterator[list[TraceEvent]]:
+        """Collect an event for each write, read, wait and forwarded tensor."""
+        events: list[TraceEvent] = []
+        before, self.mover.trace = self.mover.trace, events
+        try:
+            yield events
+        finally:
+            self.mover.trace = before
+
+    def stop(self) -> bool:
+        """Move nothing any more; False if that was so already."""
+        with self.locked():
+            if self.closed:
+                return False
+            self.settle()
+            self.mover.closed = True
+        return True
+
+    def close(self, store: Store | None) -> None:
+        """After `stop`: close the store in use, else `store`, and give memory back."""
+        if (used := self.mover.store or store) is not None:
+            used.close()
+        with self.locked():
+            self.settle()
+        self.mover.close()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """The lock, for all but the hooks."""
+        try:
+            with self.lock:
+                yield
+        finally:
+            self.mover.catch_up()
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
+        self.mover.land()
+        while self._remains:
+            remains = self._remains.popleft()
+            self.read_ahead.bury(remains)
+            self.write_behind.bury(remains)
+            if remains.write is not None:
+                self.mover.discard(remains.write)
+        if self.mover.unconfirmed:
+            self.mover.confirm()
+
+    def end_step(self) -> None:
+        """A micro-batch is over."""
+        if not self.steps.open:  # backward went on after its context had been left
+            self.steps.backward_seen = False
+            return
+        self.settle()
+        self.read_ahead.end_walks()
+        if self.compressor is not None and self.derivations is not None:
+            self.compressor.end_step()
+            self.derivations.end_step(self._packing.numbers)
+        mover, held = self.mover, self.write_behind
+        moved_bytes, failures = mover.sent_bytes, mover.failures
+        self.rest.end_step(
+            kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
+            moved_bytes=moved_bytes,
+            failures=failures,
+            room_bytes=held.room_bytes,
+        )
+        self._packing.end_step(moves=self._moves or moved_bytes > 0)
+        held.end_step()
+        self._marked = False
+        mover.end_step()
+        self._take_readings()
+        self.steps.end(mover.file_bytes())
+
+    def mark_weights(self) -> None:
+        """Once a step: learn the model's storages anew, as they may have been replaced."""
+        if not self._marked and (model := self.model()) is not None:
+            mark_weights(model)
+        self._marked = True
+
+    def _take_readings(self) -> None:
+        self.counters.live_records = len(self.read_ahead.records)
+        self.counters.resident_bytes = self.read_ahead.nbytes
+
+    def die(self) -> None:
+        """In a forked child."""
+        self.dead = True
+        self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

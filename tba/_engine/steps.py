@@ -1,0 +1,148 @@
+"""Steps: where one training step ends and the next begins, and what each has moved.
+
+A micro-batch begins with the first pack made outside backward after a backward has run, and ends where the next begins,
+or where the context is left or the numbers are asked for once its backward has run. Around the forward alone, then, the
+context is left in the middle of one. Orders of reading and the layout of the file are learned by micro-batch.
+
+A step is one micro-batch or, where gradients are accumulated, several: it ends with the last one before `step()` of an
+optimizer that has parameters of the model (of any optimizer, without a model). Until one has been seen to step, each
+micro-batch counts as a step; once it has, all before it were one step's. A training without an optimizer of torch
+therefore counts micro-batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils import checkpoint
+
+from .._memory import heap
+from .._stats import Counters, OffloadStats, difference
+from .._torch.private import untraced
+from .._torch.user_frames import warn
+
+
+class Steps:
+    """Boundaries, the last step's statistics, what they teach, and a word to a user whose tier had nothing to do."""
+
+    def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None]) -> None:
+        self.backward_seen = False
+        self.open = False  # a micro-batch is under way
+        self.last: OffloadStats | None = None
+        self._tier = tier
+        self._counters = counters
+        self._model = model
+        self._micro_batches = 0  # ended so far
+        self._of_step = 0  # those of them that ended since the last step did
+        self._at_start = counters.snapshot()
+        self._file_bytes = 0
+        self._written_bytes = 0  # before the open micro-batch
+        self._by_optimizer = False  # whether one has been seen to step
+        self._stepped = False  # whether one has since the last step ended
+        self.told = tier in ("keep", "auto")  # tiers that may rightly move nothing
+        _all.add(self)
+        _watch_optimizers()
+
+    @property
+    def over(self) -> bool:
+        """Whether the open micro-batch's backward has run, or begun."""
+        return self.open and self.backward_seen
+
+    def begin(self) -> None:
+        """A micro-batch begins."""
+        self.close()
+        self.open = True
+
+    def end(self, file_bytes: int) -> None:
+        """The open micro-batch has ended."""
+        self.open = self.backward_seen = False
+        self._of_step += 1
+        self._micro_batches += 1
+        self._counters.micro_batches = self._micro_batches
+        self._file_bytes = file_bytes
+        self.close()
+        before, self._written_bytes = self._written_bytes, self._counters.written_bytes
+        heap.heap.end_step(self._written_bytes - before)
+
+    def close(self) -> None:
+        """End the step, if no micro-batch is under way and nothing more can belong to it."""
+        by_backward = not self._by_optimizer and self._of_step
+        if self.open or not (self._stepped or by_backward):
+            return
+        if self._stepped and not self._by_optimizer:
+            self._by_optimizer = True
+            self._counters.steps, self._at_start = 0, OffloadStats()
+        self._stepped = False
+        self._of_step = 0
+        self._counters.steps += 1
+        now = self._counters.snapshot(file_bytes=self._file_bytes)
+        self.last, self._at_start = difference(now, self._at_start), now
+        self.tell_if_idle(self.last, forward_seen=True)
+
+    def tell_of_foreign(self, name: str) -> None:
+        """Say that another pair of hooks was innermost, and nothing but weights has reached ours."""
+        self.told = True
+        warn(
+            f"tier={self._tier!r} gets nothing: the saved-tensor hooks of {name} act inside of this context, and "
+            "PyTorch asks the innermost pair alone; switch that offloading off, or enter tba inside of it"
+        )
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped: it may have been ours, after a backward of ours. Called without the lock."""
+        ended = self._of_step if self._by_optimizer else self._micro_batches
+        if self._stepped or not (self.over or ended):
+            return
+        model = self._model()
+        if model is not None:
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not any(id(parameter) in stepped for parameter in model.parameters()):
+                return
+        self._stepped = True
+
+    def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
+        """Once: a tier that was asked for and moved nothing says why. What backward packs is nothing to judge by."""
+        if self.told or (not forward_seen if step.saved_bytes else _inside_checkpoint()):
+            return
+        self.told = True
+        if step.offloaded_bytes or step.errors:
+            return
+        if not step.saved_bytes:
+            why = (
+                "autograd saved nothing here (torch.no_grad, no tensor that requires a gradient, or another pair of "
+                "saved-tensor hooks inside of this context)"
+            )
+        else:
+            kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
+            why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"
+        warn(f"tier={self._tier!r} moved nothing in its first step: {why}")
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a checkpoint calls: the reentrant kind runs its forward under no_grad, and again in backward."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == checkpoint.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_all: weakref.WeakSet[Steps] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Have torch say when an optimizer steps, once for the process."""
+    register_optimizer_step_post_hook(_optimizer_stepped)
+
+
+@untraced
+def _optimizer_stepped(optimizer: Optimizer, *_: Any) -> None:
+    for steps in list(_all):
+        steps.optimizer_stepped(optimizer)

@@ -1,0 +1,270 @@
+"""Free memory: what this process may still take, by the machine and by its cgroups, and what a device has left.
+
+A cgroup limit is below the machine's in every container, and nothing the C library or psutil says tells of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import psutil
+import torch
+from torch import nn
+
+from .._errors import ConfigError
+
+# Limits and the process's place among the cgroups hardly ever change; what is used is read at every call.
+_REFRESH_S = 1.0
+# cgroup v1 writes "no limit" as the largest multiple of a page; no machine has so much.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+class CgroupMount(NamedTuple):
+    """Where a hierarchy with the memory controller is mounted, and which of its cgroups shows there as the root."""
+
+    version: int
+    root: str
+    point: str
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One cgroup with a limit: the process's own or one above it, whose limit covers all below."""
+
+    limit_bytes: int
+    use_file: str
+    stat_file: str
+    reclaimable: tuple[bytes, bytes]  # names of the page cache that is given up before anybody is killed
+
+
+def free_bytes() -> int:
+    """Bytes this process may still take: the least of the machine's available memory and of each cgroup's rest.
+
+    A cgroup's rest is its limit less its use, where file cache that can be dropped does not count as used. Some 50
+    microseconds a call; limits are looked up again once a second.
+    """
+    least = _machine_available_bytes()
+    for level in _levels():
+        try:
+            rest = level.limit_bytes - int(_read(level.use_file)) + _reclaimable(level)
+        except (OSError, ValueError):
+            continue  # the cgroup has just been removed; the next look finds the present one
+        least = min(least, rest)
+    return max(0, least)
+
+
+def total_bytes() -> int:
+    """Bytes this process may take in all: the least of the machine's memory and of its cgroups' limits."""
+    return min([_machine_total_bytes(), *(level.limit_bytes for level in _levels())])
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """Bytes that tensors on `device` may still take: free on the device, and held unused by PyTorch's allocator.
+
+    On a CPU that is `free_bytes()`.
+
+    Raises:
+        ConfigError: neither a CPU nor a CUDA device.
+    """
+    if device.type == "cpu":
+        return free_bytes()
+    if device.type != "cuda":
+        raise ConfigError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
+    driver_free, driver_total = torch.cuda.mem_get_info(device)
+    return device_rest_bytes(
+        driver_free,
+        torch.cuda.memory_reserved(device),
+        torch.cuda.memory_allocated(device),
+        int(driver_total * torch.cuda.get_per_process_memory_fraction(device)),
+    )
+
+
+def device_total_bytes(device: torch.device) -> int:
+    """Bytes of memory `device` has in all. On a CPU that is `total_bytes()`."""
+    return total_bytes() if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def least_device_bytes(model: nn.Module | None) -> int | None:
+    """Memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda} if model is not None else ()
+    return min((device_total_bytes(device) for device in devices), default=None)
+
+
+def device_rest_bytes(driver_free: int, reserved: int, allocated: int, allowed: int) -> int:
+    """What is left for tensors: the driver's rest and the allocator's unused part, within what the process may have."""
+    return max(0, min(driver_free + reserved - allocated, allowed - allocated))
+
+
+# -- pure parsers ----------------------------------------------------------------------------------------------------
+
+
+def cgroup_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
+    """The mounted hierarchies that may hold a memory controller, from the text of `/proc/self/mountinfo`."""
+    found = []
+    for line in mountinfo.splitlines():
+        before, _, after = line.partition(" - ")
+        left, right = before.split(" "), after.split(" ")
+        if len(left) < 5 or len(right) < 3:
+            continue
+        if right[0] == "cgroup" and "memory" in right[2].split(","):
+            found.append(CgroupMount(1, left[3], left[4]))
+        elif right[0] == "cgroup2":
+            found.append(CgroupMount(2, left[3], left[4]))
+    return tuple(found)
+
+
+def cgroup_paths(cgroup: str) -> dict[int, str]:
+    """The process's cgroup in each version's hierarchy, from the text of `/proc/self/cgroup`."""
+    paths = {}
+    for line in cgroup.splitlines():
+        parts = line.split(":", 2)
+        if len(parts) < 3:
+            continue
+        number, controllers, path = parts
+        if "memory" in controllers.split(","):
+            paths[1] = path
+        elif number == "0" and not controllers:
+            paths[2] = path
+    return paths
+
+
+def cgroup_directories(mount: CgroupMount, path: str) -> tuple[str, ...]:
+    """The directories of a cgroup and of those above it, innermost first, as far as the mount shows them.
+
+    In a container the mount shows only a part of the tree: `root` is then the part's own path, or the path given leads
+    out of it ("/.."), and the mount point is all there is.
+    """
+    root = "" if mount.root == "/" else mount.root
+    if path != root and not path.startswith(root + "/"):
+        return (mount.point,)
+    inner = [part for part in path[len(root) :].split("/") if part]
+    if ".." in inner:
+        return (mount.point,)
+    return tuple("/".join([mount.point.rstrip("/"), *inner[:depth]]) for depth in range(len(inner), -1, -1))
+
+
+def limit_of(text: str) -> int | None:
+    """The bytes a limit file allows; None for no limit."""
+    text = text.strip()
+    if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:
+        return None
+    return int(text)
+
+
+def stat_value(data: bytes, key: bytes) -> int:
+    """The number after `key` at the start of a line in a memory.stat; 0 where there is none."""
+    at = (b"\n" + data).find(b"\n" + key + b" ")
+    if at < 0:
+        return 0
+    return int(data[at + len(key) + 1 :].split(b"\n", 1)[0])
+
+
+def meminfo_value(data: bytes, key: bytes) -> int | None:
+    """The bytes after `key` in a /proc/meminfo, which counts in KiB; None where there is none."""
+    at = (b"\n" + data).find(b"\n" + key + b":")
+    if at < 0:
+        return None
+    return int(data[at + len(key) + 1 :].split(None, 1)[0]) * 1024
+
+
+# -- effects ---------------------------------------------------------------------------------------------------------
+
+
+def find_levels(read: Callable[[str], str]) -> tuple[Level, ...]:
+    """The cgroups that limit this process. `read` gives a file's text, or raises OSError."""
+    try:
+        paths = cgroup_paths(read("/proc/self/cgroup"))
+        mounts = cgroup_mounts(read("/proc/self/mountinfo"))
+    except OSError:
+        return ()  # no cgroups here
+    return tuple(
+        level
+        for mount in mounts
+        if mount.version in paths
+        for level in (_levels_v1 if mount.version == 1 else _levels_v2)(
+            cgroup_directories(mount, paths[mount.version]), read
+        )
+    )
+
+
+def _levels_v1(directories: tuple[str, ...], read: Callable[[str], str]) -> Iterator[Level]:
+    for depth, directory in enumerate(directories):
+        # Without use_hierarchy a cgroup's limit covers itself alone.
+        if depth and _text(read, f"{directory}/memory.use_hierarchy").strip() == "0":
+            return
+        limit = limit_of(_text(read, f"{directory}/memory.limit_in_bytes"))
+        if limit is not None:
+            files = f"{directory}/memory.usage_in_bytes", f"{directory}/memory.stat"
+            yield Level(limit, *files, (b"total_inactive_file", b"total_active_file"))
+
+
+def _levels_v2(directories: tuple[str, ...], read: Callable[[str], str]) -> Iterator[Level]:
+    for directory in directories:
+        # Above memory.high the kernel stalls the process so long that it is a limit too.
+        found = (limit_of(_text(read, f"{directory}/{name}")) for name in ("memory.max", "memory.high"))
+        limits = [limit for limit in found if limit is not None]
+        if limits:
+            files = f"{directory}/memory.current", f"{directory}/memory.stat"
+            yield Level(min(limits), *files, (b"inactive_file", b"active_file"))
+
+
+def _text(read: Callable[[str], str], path: str) -> str:
+    try:
+        return read(path)
+    except OSError:
+        return ""  # the root cgroup has no such file, and a hierarchy without the controller has none at all
+
+
+_known_levels: tuple[float, tuple[Level, ...]] = (-_REFRESH_S, ())
+
+
+def _levels() -> tuple[Level, ...]:
+    global _known_levels
+    looked_s, levels = _known_levels
+    now_s = time.monotonic()
+    if now_s - looked_s >= _REFRESH_S:
+        levels = find_levels(_read_text)
+        _known_levels = (now_s, levels)
+    return levels
+
+
+def _reclaimable(level: Level) -> int:
+    data = _read(level.stat_file)
+    return sum(stat_value(data, key) for key in level.reclaimable)
+
+
+def _machine_available_bytes() -> int:
+    try:
+        available = meminfo_value(_read("/proc/meminfo"), b"MemAvailable")
+    except OSError:
+        available = None
+    return available if available is not None else int(psutil.virtual_memory().available)
+
+
+_machine_bytes = 0
+
+
+def _machine_total_bytes() -> int:
+    global _machine_bytes
+    if not _machine_bytes:
+        _machine_bytes = int(psutil.virtual_memory().total)
+    return _machine_bytes
+
+
+def _read(path: str) -> bytes:
+    """A small file of the kernel's that is made whole at each open, so that one read gets all of it."""
+    # No Python file object: it costs as much again as the kernel's work.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+    try:
+        return os.read(descriptor, 1 << 14)
+    finally:
+        os.close(descriptor)
+
+
+def _read_text(path: str) -> str:
+    with open(path, errors="surrogateescape") as file:
+        return file.read()

@@ -1,0 +1,218 @@
+"""Handoff: a tensor's bytes from its device to host memory and back, ordered against the streams that use it.
+
+The hazard. A copy on a side stream runs beside the compute streams. Without order it reads a tensor before its kernel
+has written it, or fills memory that an earlier kernel still reads; and the caching allocator, which knows only the
+stream a block was allocated on, may hand out the block while the copy is under way.
+
+The order kept here:
+
+1. Out: the side stream waits for an event recorded on the producer's stream after the kernel was launched. The source
+   stays referenced until the worker has waited for the copy's own event, and no longer.
+2. In: the destination is allocated on the consumer's stream; the side stream waits for what that stream has queued
+   (the block may be a recycled one); the stream that uses it waits for the copy's event, at each use. The current
+   stream is asked for at each use, per device, never remembered.
+3. The allocator is told of the side stream (`record_stream`) only where a copy is abandoned before anybody has waited
+   for it: a block it was told of is not reused before everything queued on that stream by the time it is freed has
+   run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
+4. Host memory is retained until the copy from or to it is over, whoever has let go of it before.
+
+On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
+rest of the engine therefore runs one path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from io_backends import Buffer, BufferPool
+
+_streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
+
+
+def producer_stream(tensor: Tensor) -> Any:
+    """The stream that the operator saving `tensor` runs on; None on a CPU."""
+    # Not by `current`: a device makes a new string of its type each time it is asked for it.
+    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+
+def current(device: torch.device) -> Any:
+    """The stream that kernels launched here and now run on; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def on(producer: Any) -> Iterator[None]:
+    """Run on the stream that made a tensor: queued behind its kernel, and what goes is free again behind what runs.
+
+    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
+    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
+    which is what compression is to avoid.
+    """
+    with torch.inference_mode(False), nullcontext() if producer is None else torch.cuda.stream(producer):
+        yield
+
+
+def also_used(tensor: Tensor, producer: Any) -> None:
+    """An operator on another stream than `producer` saves `tensor` too: its memory must outlive that one's kernel."""
+    current = torch.cuda.current_stream(tensor.device)
+    if current != producer:
+        tensor.record_stream(current)
+
+
+def goes_early(tensor: Tensor, producer: Any) -> None:
+    """Its memory goes earlier than the graph would let it go: kernels queued on `producer` may still read it.
+
+    Costs nothing where the memory was allocated on that stream.
+    """
+    # Other allocators object where it is the stream of the allocation.
+    if tensor.is_cuda and torch.cuda.get_allocator_backend() == "native":
+        tensor.record_stream(producer)
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether the device is recording a CUDA graph, in which no event may be waited for and no file touched."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+class Departure:
+    """A copy out of a device under way. Called, on any thread, it waits until the bytes are in host memory."""
+
+    __slots__ = ("_copied", "_side", "_source")
+
+    def __init__(self, source: Tensor, side: Any, copied: Any) -> None:
+        self._source: Tensor | None = source
+        self._side = side
+        self._copied = copied
+
+    def __call__(self) -> None:
+        # A new thread's device is the first one, and waiting would make a context on it.
+        with torch.cuda.device(self._side.device):
+            self._copied.synchronize()
+        self._source = None
+
+    def __del__(self) -> None:
+        if self._source is not None:  # never waited for: a cancelled write
+            self._source.record_stream(self._side)
+
+
+class Arrival:
+    """A copy to a device under way, and who may use what it makes."""
+
+    __slots__ = ("_consumer", "_copied", "_side", "_target")
+
+    def __init__(self, target: Tensor, side: Any, consumer: Any, copied: Any) -> None:
+        self._target: Tensor | None = target
+        self._side = side
+        self._consumer = consumer
+        self._copied = copied
+
+    def wait(self, tensor: Tensor) -> None:
+        """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
+        current = torch.cuda.current_stream(tensor.device)
+        current.wait_event(self._copied)
+        if current != self._consumer:
+            tensor.record_stream(current)  # allocated on another one
+        self._target = None  # whatever frees the block now does so behind the copy
+
+    def __del__(self) -> None:
+        if self._target is not None:  # never used
+            self._target.record_stream(self._side)
+
+
+def out(
+    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None
+) -> tuple[Buffer, Callable[[], None] | None]:
+    """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
+
+    `memory` is where a device's bytes go; a CPU's stay where they are. Returns the host bytes and what to call, on any
+    thread, before touching them (None: they are there). Raises StoreFull where `memory` has no room.
+    """
+    storage = source.untyped_storage()
+    if producer is None:
+        return Buffer(storage.data_ptr() + begin, nbytes, source), None
+    device = source.device
+    side = _side_stream(device, "out")
+    launched = torch.cuda.Event()
+    launched.record(producer)
+    side.wait_event(launched)
+    assert memory is not None
+    view, buffer = memory.lease(nbytes)
+    host = host_bytes(view)
+    raw = raw_bytes(source, begin, nbytes)
+    goes_early(raw, producer)
+    copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
+    departure = Departure(raw, side, copied)
+    with torch.cuda.stream(side):
+        host.copy_(raw, non_blocking=True)
+        copied.record(side)
+    memory.retain(host, copied.query)
+    return buffer._replace(owner=host, given=True), departure
+
+
+def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
+    """Start moving host bytes, which lie in `memory`, to `device`: the tensor over them, and what `use` waits for.
+
+    `memory` is None for a CPU: its bytes are there, as are those that the store has put into device memory itself.
+    """
+    if memory is None or host.is_cuda:
+        return host, None
+    consumer = torch.cuda.current_stream(device)
+    side = _side_stream(device, "in")
+    target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
+    side.wait_stream(consumer)
+    copied = torch.cuda.Event()
+    arrival = Arrival(target, side, consumer, copied)
+    with torch.cuda.stream(side):
+        target.copy_(host, non_blocking=True)
+        copied.record(side)
+    memory.retain(host, copied.query)
+    return target, arrival
+
+
+def use(tensor: Tensor, ready: Any) -> None:
+    """Make the current stream wait until the bytes beneath `tensor` are there. `ready`: of `into`, or `gpudirect`."""
+    if ready is not None:
+        ready.wait(tensor)
+
+
+def fetch(flag: Tensor) -> tuple[Tensor, Any]:
+    """Start copying a small tensor of a device to host memory: where it will be, and the event that tells when."""
+    host = torch.empty_like(flag, device="cpu", pin_memory=True)
+    host.copy_(flag, non_blocking=True)
+    there = torch.cuda.Event()
+    there.record()
+    return host, there
+
+
+def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
+    """Bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes], sharing its memory."""
+    raw = torch.empty(0, dtype=torch.uint8, device=source.device)
+    return raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
+
+
+def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is.
+
+    Of `dtype`, if whole elements of it fill the lease, else of bytes.
+    """
+    if isinstance(leased, Tensor):
+        return leased
+    return torch.frombuffer(leased, dtype=torch.uint8 if leased.nbytes % dtype.itemsize else dtype)
+
+
+def finish() -> None:
+    """Wait for every copy under way: host memory may be given back to the system afterwards."""
+    for stream in list(_streams.values()):
+        stream.synchronize()
+
+
+def _side_stream(device: torch.device, direction: str) -> Any:
+    stream = _streams.get((device, direction))
+    if stream is None:
+        stream = _streams[device, direction] = torch.cuda.Stream(device)
+    return stream

@@ -1,0 +1,285 @@
+"""Offloader: the context a user enters, and what he may ask of it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from io_backends import Store, interrupts
+
+from ._config import OffloadConfig
+from ._engine import backward
+from ._engine.saver import Saver
+from ._errors import ClosedError, ConfigError
+from ._sizes import size
+from ._stats import OffloadStats, TraceEvent
+from ._storage_path import Directory, storage_directories
+from ._torch.foreign import Foreign
+from ._torch.hook_stack import Pair, hint, lifted
+from ._torch.module_hooks import before_forward, tie
+from ._torch.private import current_graph_task_id
+from ._transfer import build
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.pairs: list[Pair] = []  # one for each entry of the context on this thread
+        self.forwards: list[Pair | None] = []  # of the model: the entry it has made, None where it made none
+
+
+class Offloader:
+    """Moves what autograd saves out of memory and back. Made by `offload_context` and `attach`.
+
+    A context manager that may be entered again and nested: inside, tensors saved for backward go to the tier. Leaving
+    it only stops the hooks; graphs made inside stay valid until `close`. Making one is cheap: no file and no thread
+    before something is first stored.
+
+    Args:
+        model: recognises its parameters and buffers as weights; held weakly. May be None.
+        config: the settings.
+        store: where bytes go, instead of what the settings say (it is closed with the Offloader).
+
+    Raises:
+        ConfigError: tier nvme on a system that is not Linux.
+        StorageError: the storage path cannot be used.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, config: OffloadConfig | None = None, *, store: Store | None = None
+    ) -> None:
+        self.config = config if config is not None else OffloadConfig()
+        build.check(self.config)
+        self._store = store
+        self._directories: tuple[Directory, ...] = ()
+        if store is None and self.config.tier in ("nvme", "auto"):
+            if not sys.platform.startswith("linux"):
+                raise ConfigError(
+                    f"tier={self.config.tier!r} needs Linux (O_DIRECT, fallocate), this is {sys.platform}; "
+                    "use tier='cpu' or 'keep'"
+                )
+            self._directories = storage_directories(self.config)  # a wrong path is an error now, not in the first step
+        weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
+        open_it = partial(_open_store, self.config, self._directories, store)
+        self._saver = Saver(self.config, weak_model, open_it)
+        _savers.add(self._saver)
+        self._saved_by = self._saver.mode()
+        self._per_thread = _PerThread()
+        self._foreign = Foreign(self._saver.pack)
+        self._untie: Callable[[], None] | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._saver.closed
+
+    @property
+    def entered(self) -> bool:
+        """Whether this thread is inside the context."""
+        return bool(self._per_thread.pairs)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "entered" if self.entered else "not entered"
+        count, nbytes = self._saver.progress
+        steps = f"{count:,} step{'s' * (count != 1)}"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(nbytes)} offloaded>"
+
+    def __enter__(self) -> Self:
+        if self.closed:
+            raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
+        self._enter(None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave(failed=kind is not None)
+        hint(error)
+        if kind is None and not self.entered:
+            self._saver.tell_if_idle()
+        if interrupts.pending:
+            interrupts.deliver()
+
+    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
+        """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
+        saver = self._saver
+        pushes = saver.enter()
+        pair = Pair(saver.pack, saver.unpack, forward, self._forget)
+        pair.armed = pushes and interrupts.arm()
+        try:
+            pair.enter(push=pushes)
+            self._per_thread.pairs.append(pair)
+            if self._saved_by is not None:
+                self._saved_by.__enter__()
+            self._watch(pair, forward)
+        except BaseException:
+            if self._per_thread.pairs[-1:] == [pair]:
+                self._leave(failed=True)
+            elif pair.armed:
+                interrupts.disarm()
+            raise
+        if interrupts.waiting():
+            self._leave(failed=True)
+            interrupts.deliver()
+        return pair
+
+    def _watch(self, pair: Pair, forward: weakref.ref[nn.Module] | None) -> None:
+        """Look on as the model's forward begins, for as long as the pair is on."""
+        model = self._saver.model()
+        if pair.pushed:
+            self._foreign.watch(model)
+        if model is not None and forward is None and self._saver.may_rest and len(self._per_thread.pairs) == 1:
+            with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
+                pair.unwatch = before_forward(model, partial(_begin_forward, weakref.ref(self)))
+
+    def _leave(self, *, failed: bool) -> None:
+        """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
+        pair = self._per_thread.pairs.pop()
+        packed = pair.pushed
+        try:
+            if self._saved_by is not None:
+                self._saved_by.__exit__(None, None, None)
+            pair.pop()
+            self._saver.leave(failed=failed, packed=packed, inside=self.entered)
+            if (foreign := self._foreign.end()) is not None:
+                self._saver.tell_of_foreign(foreign)
+            self._foreign.suspect(packed and self._saver.nothing_came)
+        finally:
+            if pair.armed:
+                interrupts.disarm()
+            backward.look()
+
+    def _forget(self, pair: Pair) -> None:
+        """A forward that had entered has ended in a KeyboardInterrupt; its pair is off the stack."""
+        if self._saved_by is not None:
+            self._saved_by.__exit__(None, None, None)
+        self._per_thread.pairs.remove(pair)
+        self._per_thread.forwards.remove(pair)
+        self._foreign.end()
+        self._saver.leave(failed=True, packed=True, inside=self.entered)
+        if pair.armed:
+            interrupts.disarm()
+
+    def stats(self) -> OffloadStats:
+        """A snapshot of what was moved since the start."""
+        return self._saver.stats(inside=self.entered)
+
+    def flush(self) -> None:
+        """Wait until all that this thread's graphs saved, and whatever else is queued, is written and its memory given
+        back. Tier "auto" writes only what memory has no room for.
+
+        Raises:
+            StalledError: no transfer ended for `io_timeout` seconds.
+        """
+        self._saver.flush(", ".join(map(str, self._directories)) or "the store")
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Lift the hooks for a region on this thread, e.g. for `torch.func.grad`, which refuses any."""
+        with lifted(self._saver.pack):
+            yield
+
+    def trace(self) -> AbstractContextManager[list[TraceEvent]]:
+        """Collect an event for each write, read, wait and forwarded tensor of the region, in the order they ended."""
+        return self._saver.trace()
+
+    @property
+    def tied(self) -> bool:
+        """Whether the model's forward enters and leaves (`attach`)."""
+        return self._untie is not None
+
+    def tie_to(self, model: nn.Module) -> None:
+        """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
+        if self._untie is None:
+            weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
+            self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))
+
+    @interrupts.whole
+    def close(self) -> None:
+        """End threads, give back files and buffers. Idempotent.
+
+        What is still in memory stays usable by its graphs; an unpack of what was stored raises ClosedError.
+        """
+        if not self._saver.stop():
+            return
+        untie, self._untie = self._untie, None
+        if untie is not None:
+            untie()
+            while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
+                if self._per_thread.forwards.pop() is not None:
+                    self._leave(failed=True)
+        self._saver.close(self._store)
+
+
+def _open_store(
+    config: OffloadConfig, directories: tuple[Directory, ...], given: Store | None, on_device: bool
+) -> Store:
+    return given if given is not None else build.open_store(config, directories, on_device=on_device)
+
+
+def _enter(
+    weak: weakref.ref[Offloader], forward: weakref.ref[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    offloader = weak()
+    if offloader is not None and not offloader.closed:
+        enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
+        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else None)
+        if enters:
+            _begin_forward(weak, args, kwargs)
+
+
+def _leave(weak: weakref.ref[Offloader]) -> None:
+    offloader = weak()
+    if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
+        if offloader._per_thread.forwards.pop() is None:
+            return
+        error = sys.exc_info()[1]  # of the forward: its closing hooks run while it is raised
+        offloader._leave(failed=error is not None)
+        hint(error)
+        if interrupts.pending:
+            interrupts.deliver()
+
+
+def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The model's forward begins: whether the hooks are off or on from here depends on what it is given."""
+    offloader = weak()
+    if offloader is None or not offloader.entered or not torch.is_grad_enabled() or current_graph_task_id() != -1:
+        return
+    pair, saver = offloader._per_thread.pairs[-1], offloader._saver
+    if pair.pushed:
+        saver.end_packing(step_over=True)
+    if saver.begin_forward(args, kwargs):
+        pair.lift()
+    elif not pair.pushed:
+        pair.armed = pair.armed or interrupts.arm()
+        pair.push_late()
+
+
+_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
+
+
+def _die_in_child() -> None:
+    """In a forked child hooks pass through and finalisers do nothing: what was stored is the parent's."""
+    for saver in list(_savers):
+        saver.die()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_die_in_child)
+
+
+def _no_model() -> None:
+    """What an Offloader without a model finds where it looks for one."""
+
+
+# A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.
+interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"))

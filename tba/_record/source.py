@@ -1,0 +1,102 @@
+"""Source: which bytes of which storage a record is of, and whether anybody has edited them since pack.
+
+Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
+(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
+root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from .view import empty, is_over
+
+
+class Source:
+    """A range `[begin, end)` of a storage at one version.
+
+    Attributes:
+        alias: detached tensor over the whole storage while the bytes are in memory; afterwards, until the copy is
+            confirmed, a tensor without bytes that still shares the version counter.
+        version: of that alias; another value later means it was edited in place.
+        saved_version: of the tensor at pack, which is what a later save is recognised by.
+        counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
+            needs it.
+        joined: version counters of tensors without a common base that compiled code saved with it (`joint`), and
+            their versions at pack: an edit through any of them is an edit.
+        leaf: whether no operator of the graph made it: a program may edit it through `.data` at any time.
+        own: whether the alias shows memory that is the engine's own by now, so that nobody else can edit it.
+        address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
+    """
+
+    __slots__ = (
+        *("address", "alias", "begin", "counter", "device", "end", "joined", "label", "leaf", "nbytes", "own"),
+        *("root", "saved_version", "storage_bytes", "version"),
+    )
+
+    def __init__(self, tensor: Tensor, root: Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> None:
+        if root is not tensor and not is_over(root, storage):
+            root = tensor
+        self.begin = begin
+        self.end = end
+        self.nbytes = end - begin
+        self.label = (tensor.dtype, tensor.shape)
+        self.device = tensor.device
+        self.version = self.saved_version = root._version
+        self.leaf = root.is_leaf
+        self.root = weakref.ref(root)
+        self.alias: Tensor | None = root.detach()
+        self.address = storage.data_ptr()
+        self.storage_bytes = storage.nbytes()
+        self.counter: Tensor | None = None
+        self.joined: list[tuple[Tensor, int]] = []
+        self.own = False
+
+    def is_of(self, root: Tensor) -> bool:
+        """Whether a save of `root`, at the version this was saved at, finds these bytes."""
+        return self.root() is root and all(counter._version == version for counter, version in self.joined)
+
+    def join(self, tensor: Tensor) -> None:
+        """Take in one more tensor that shows some of these bytes, with a version counter of its own."""
+        self.joined.append((_counter_of(tensor), tensor._version))
+
+    def keep_counter(self, root: Tensor) -> None:
+        """Keep the version counter, so that `counter` tells of edits wherever the bytes are."""
+        self.counter = _counter_of(root)
+
+    def versions(self) -> tuple[int, int]:
+        """The version found and the one expected: of a tensor that was edited in this memory, if any was."""
+        assert self.alias is not None
+        found, expected = self.alias._version, self.version
+        if self.joined and found == expected and not self.own:
+            for counter, version in self.joined:
+                if counter._version != version:
+                    return counter._version, version
+        return found, expected
+
+    def is_edited(self) -> bool:
+        """Whether the memory its alias shows was edited since pack, through any of the tensors that were saved."""
+        found, expected = self.versions()
+        return found != expected
+
+    def was_moved(self) -> bool:
+        """Whether its storage was resized or replaced since pack."""
+        assert self.alias is not None
+        storage = self.alias.untyped_storage()
+        return storage.data_ptr() != self.address or storage.nbytes() != self.storage_bytes
+
+    def _drop_alias(self) -> None:
+        """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
+        alias = self.alias
+        assert alias is not None
+        alias.data = empty(alias.dtype, alias.device)
+
+
+def _counter_of(tensor: Tensor) -> Tensor:
+    """A tensor without bytes that shares a version counter."""
+    counter = tensor.detach()
+    counter.data = empty(tensor.dtype, tensor.device)
+    return counter

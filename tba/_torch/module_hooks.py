@@ -1,0 +1,59 @@
+"""Module hooks: what follows a model's forward, and is not inherited by copies of the model."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from .private import untraced
+
+
+class ModelHook:
+    """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing.
+
+    What stands in a pickle needs no tba to be loaded: `sys.audit`, which takes any arguments and returns None.
+    """
+
+    def __init__(self, action: Callable[..., None]) -> None:
+        self._action = action
+
+    @untraced  # else attached models could not be compiled whole: their graph would break here
+    def __call__(self, *args: Any) -> None:
+        self._action(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return not_attached
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (sys.audit, "tba.not_attached")
+
+
+def not_attached(*_: Any) -> None:
+    """What stands in a copy of the model, in this process, where the original has a hook of ours."""
+
+
+def before_forward(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
+    """Call `action(args, kwargs)` before the model's forward. Returns what ends that."""
+    hook = ModelHook(lambda _, args, kwargs: action(args, kwargs))
+    return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
+
+
+def tie(
+    model: nn.Module, enter: Callable[[tuple[Any, ...], dict[str, Any]], None], leave: Callable[[], None]
+) -> Callable[[], None]:
+    """Call `enter(args, kwargs)` before the model's forward and `leave` after it, also when it raises.
+
+    Returns what unties them.
+    """
+    remove_first = before_forward(model, enter)
+    last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)
+
+    def untie() -> None:
+        remove_first()
+        last.remove()
+
+    return untie

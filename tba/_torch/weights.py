@@ -1,0 +1,120 @@
+"""Weights: recognising parameters and buffers in every guise autograd hands them over in.
+
+A weight stays: it is in memory anyway, and moving it would only cost. Recognised without a model: an `nn.Parameter`;
+any view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); any chain of view and cast nodes that
+ends in the AccumulateGrad of one (the cast copies that autocast makes). With a model, besides, every view of its
+parameters' and buffers' storages, found by a mark on the storage object.
+
+Not recognised: casts that autograd does not link to a parameter (a frozen weight under autocast, casts inside
+compiled code); these count as activations.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from .private import is_operator
+
+# The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
+# name, so a mark can never be taken for that of another tensor at a reused address.
+MARK: Final = "_tba_mark"
+
+
+class _Weight:
+    __slots__ = ()
+
+
+WEIGHT: Final = _Weight()
+
+# A graph of some 100,000 nodes that Python has seen ends the process when it is freed; see `Chains`.
+_LOOKS_PER_STEP: Final = 1024
+_LOOKS_PER_KIND: Final = 64
+_MAX_KINDS: Final = 4096
+
+_MAX_CHAIN = 8  # no chain of views and casts of a weight seen in practice is longer than four
+_VIEWS_AND_CASTS: Final = frozenset(
+    f"{name}Backward{number}"
+    for name in (
+        *("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "AsStrided"),
+        *("Select", "Slice", "Split", "SplitWithSizes", "UnsafeSplit", "Unbind", "Narrow", "Diagonal", "Alias"),
+        *("Squeeze", "Unsqueeze", "Unfold", "Detach", "ToCopy", "Conj", "ViewAsReal", "ViewAsComplex", "Swapdims"),
+    )
+    for number in range(6)
+)
+_passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is an `nn.Parameter`, or of a class made from it."""
+    kind = type(tensor)
+    # To ask with `isinstance` calls Python code, which takes as long as half of the hook.
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def leads_to_parameter(node: Any) -> bool:
+    """Whether `node` begins a chain of views and casts that ends in the AccumulateGrad of an `nn.Parameter`."""
+    for _ in range(_MAX_CHAIN):
+        if node is None:
+            return False
+        kind = type(node)
+        passes = _passes.get(kind)
+        if passes is None:
+            passes = node.name() in _VIEWS_AND_CASTS
+            if is_operator(kind):
+                _passes[kind] = passes
+        if not passes:
+            variable = getattr(node, "variable", None)  # what an AccumulateGrad is for
+            return variable is not None and is_parameter(variable)
+        node = node.next_functions[0][0]
+    return False
+
+
+class Chains:
+    """Asks `leads_to_parameter` of saved tensors, and looks at few nodes of autograd for it.
+
+    A node that Python has looked at keeps a Python object until it is freed, and PyTorch frees a chain of such nodes
+    recursively: a graph of some 100,000 of them overflows the stack. So tensors of one dtype and shape are looked at
+    until `_LOOKS_PER_KIND` of them have turned out to be activations and none a weight, and no more than
+    `_LOOKS_PER_STEP` activations are looked at in a step. Past that a cast of a weight counts as an activation, which
+    costs its transfer and changes no gradient.
+    """
+
+    def __init__(self) -> None:
+        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # below 0: one has been a weight
+        self._left = _LOOKS_PER_STEP
+
+    def end_step(self) -> None:
+        """A training step is over; the next one has a graph of its own."""
+        self._left = _LOOKS_PER_STEP
+
+    def lead_to_parameter(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone, as far as that may be looked at."""
+        if tensor.is_leaf:
+            return False
+        kind = tensor.dtype, tensor.shape
+        misses = self._misses.get(kind, 0)
+        if misses >= _LOOKS_PER_KIND or not self._left:
+            return False
+        if leads_to_parameter(tensor.grad_fn):
+            self._misses[kind] = -1
+            return True
+        self._left -= 1
+        if misses >= 0:
+            if len(self._misses) >= _MAX_KINDS:
+                self._misses.clear()
+            self._misses[kind] = misses + 1
+        return False
+
+
+def mark_weights(model: nn.Module) -> None:
+    """Mark the storages of the model's parameters and buffers. Cheap enough to repeat every step (storages change)."""
+    for tensors in (model.parameters(), model.buffers()):
+        for tensor in tensors:
+            if is_lazy(tensor):  # it has no memory yet, and another storage once it has
+                continue
+            if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
+                setattr(tensor.untyped_storage(), MARK, WEIGHT)

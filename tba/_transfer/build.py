@@ -1,0 +1,114 @@
+"""Opening: what settings ask for, made: the store, and the mover with its limits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore, TwoLevelStore
+
+from .._config import OffloadConfig
+from .._endurance import Allowance
+from .._errors import ConfigError
+from .._memory import budgets, free_memory
+from .._memory import limits as _limits
+from .._memory.host_pools import HostMemory
+from .._stats import Counters
+from .._storage_path import Directory, free_disk_bytes
+from .mover import Mover
+
+
+def open_store(config: OffloadConfig, directories: Sequence[Directory], *, on_device: bool) -> Store:
+    """The store for a tier. Makes no file and no thread: the first transfer does.
+
+    Args:
+        config: the settings.
+        directories: where scratch files go; none for tier "cpu".
+        on_device: whether what is saved is on a device. Tier "auto" then fills host memory before it writes to disk.
+
+    Raises:
+        StoreError: the backend asked for cannot be used here.
+    """
+    if not directories:
+        return HostStore(budget_bytes=cpu_budget_bytes(config), timeout_s=config.io_timeout)
+    free_bytes = free_disk_bytes([directory.path for directory in directories])
+    capacity = budgets.nvme_budget_bytes(config.nvme_budget, free_bytes, budgets.local_ranks(os.environ))
+    share = None if capacity is None else capacity // len(directories)
+    threads = io_threads(config, on_device=on_device)
+    stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
+    store = stores[0] if len(stores) == 1 else StripedStore(stores)
+    if config.tier == "auto" and on_device:
+        # The rest of the budget is for copies under way in both directions, which go through the same pinned memory.
+        kept_bytes = cpu_budget_bytes(config) * 3 // 4
+        host = HostStore(timeout_s=config.io_timeout)
+        return TwoLevelStore(host, store, kept_bytes, timeout_s=config.io_timeout)
+    return store
+
+
+def make_mover(
+    config: OffloadConfig,
+    model: nn.Module | None,
+    lock: threading.RLock,
+    counters: Counters,
+    open_store: Callable[[bool], Store],
+) -> Mover:
+    """A mover within the limits of the settings, of this machine, and of the devices the model is on."""
+    limits = _limits.limits(
+        config.staging_bytes,
+        config.prefetch_bytes,
+        config.io_timeout,
+        free_memory.total_bytes(),
+        free_memory.least_device_bytes(model),
+    )
+    # Tier "cpu" writes to no drive.
+    allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
+    # What is kept for transfers to come, too, stays within what the settings allow those to take.
+    memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
+    return Mover(lock, counters, open_store, limits, memory, allowance)
+
+
+def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
+    """Workers per storage path, on this machine."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return _limits.io_threads(config.io_threads, on_device=on_device, cores=cores)
+
+
+def cpu_budget_bytes(config: OffloadConfig) -> int:
+    """Host memory this process may use for what it offloads."""
+    return budgets.cpu_budget_bytes(config.cpu_budget, free_memory.total_bytes(), budgets.local_ranks(os.environ))
+
+
+def check(config: OffloadConfig) -> None:
+    """Whether the settings go together. Raises ConfigError."""
+    if config.io_backend != "kvikio":
+        return
+    for name in ("checksum", "max_write_rate", "max_read_rate"):
+        if getattr(config, name):
+            raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
+
+
+def _open_file(
+    config: OffloadConfig, directory: Directory, threads: int, capacity_bytes: int | None, count: int
+) -> Store:
+    if config.io_backend == "kvikio":
+        return KvikioStore(
+            directory.path,
+            threads=threads,
+            capacity_bytes=capacity_bytes,
+            timeout_s=config.io_timeout,
+            device=directory.device,
+        )
+    return PosixStore(
+        directory.path,
+        threads=threads,
+        checksum=config.checksum,
+        capacity_bytes=capacity_bytes,
+        # Of the whole process: each of several paths gets its share.
+        write_rate_bytes_per_s=None if config.max_write_rate is None else config.max_write_rate / count,
+        read_rate_bytes_per_s=None if config.max_read_rate is None else config.max_read_rate / count,
+        timeout_s=config.io_timeout,
+        device=directory.device,
+    )

@@ -1,0 +1,386 @@
+"""Mover: takes one record's bytes out to the store and brings them back.
+
+Guarantees:
+
+1. A record's memory goes the moment its write has ended and nobody else holds the storage. The worker that ended it
+   sees to that (`land`) unless another thread holds the lock; then that thread does, when it lets go (`catch_up`).
+   A worker thus never waits for a hook, nor a hook for a worker.
+2. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
+   compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
+   look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
+   a later hook of any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
+3. If the storage's address or size changed under the writer, the copy is worthless and the record becomes an alias
+   again, which is what plain PyTorch has.
+4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
+
+Every method wants the engine's lock held, except `_write_ended`, `catch_up` and `await_read`, which take it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from io_backends import Buffer, Store, StoreError, Ticket, interrupts
+
+from .. import _policy
+from .._endurance import Allowance
+from .._errors import ClosedError, StalledError, TransferError
+from .._memory import gpudirect, streams
+from .._memory import limits as _limits
+from .._memory.host_pools import HostMemory
+from .._memory.limits import Limits
+from .._memory.pressure import Pressure
+from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
+from .._stats import Counters, TraceEvent
+from .._torch.private import storage_use_count
+from .._torch.user_frames import warn
+from .staging import Staging
+
+_MOVED = "storage resized or replaced before it was written"
+# A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
+_OURS_ALONE = 2
+
+
+class Mover:
+    """Moves records between memory and one store, made by `open_store(on_device)` when first needed."""
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        counters: Counters,
+        open_store: Callable[[bool], Store],
+        limits: Limits,
+        memory: HostMemory,
+        allowance: Allowance,
+    ) -> None:
+        self.lock = lock
+        self.counters = counters
+        self.limits = limits
+        self.pressure = Pressure(limits.reserve_bytes)
+        self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land)
+        self.trace: list[TraceEvent] | None = None
+        self.closed = False
+        self.store: Store | None = None
+        self._open_store = open_store
+        self.memory = memory
+        self.allowance = allowance
+        self.unconfirmed: list[weakref.ref[Record]] = []
+        self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
+        self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
+        self._sending = False
+        self.sent_bytes = 0  # by writes queued in this step
+        self.failures = 0  # transfers that have failed in this step
+        self._learn_size(0)
+        self._warned = False
+        self._reads_ended = 0
+
+    # -- out -----------------------------------------------------------------------------------------------------
+
+    def send(self, record: Record) -> str | None:
+        """Queue the write of a record in memory; waits for room first. If it stays in memory after all: why."""
+        if self.closed:
+            return "closed"
+        nbytes, staging = record.nbytes, self.staging
+        self.pressure.moved(nbytes)
+        if not staging.has_room(nbytes, self.limits.staging_bytes):
+            begun_s = time.perf_counter()
+            room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
+            self.counters.backpressure_s += time.perf_counter() - begun_s
+            if not room:
+                if not interrupts.waiting():
+                    self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
+                return _policy.NOT_WRITTEN
+        if (alias := record.alias) is None or record.state not in (PENDING, RESIDENT):
+            return _policy.FITS  # changed hands while we waited
+        if record.was_moved():
+            return _MOVED
+        if not self.allowance.take(nbytes):
+            return _policy.DECLINED
+        self._sending = True  # a write may have ended before its ticket is known here
+        try:
+            if self.store is None:
+                self.store = self._open_store(record.stream is not None)
+                weakref.finalize(self, self.store.abandon).atexit = False
+            buffer, arrived = self._prepare(record, alias)
+            ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
+        except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
+            self.allowance.give_back(nbytes)
+            self._complain(f"a write could not be queued ({error}); tensors stay in memory")
+            return _policy.NOT_WRITTEN
+        finally:
+            self._sending = False
+        record.send(ticket)
+        self.sent_bytes += nbytes
+        self._in_flight[ticket] = record.ref
+        if nbytes > self._largest_bytes:
+            self._learn_size(nbytes)
+        staging.depart(nbytes)
+        self.counters.staging_peak_bytes = staging.peak_bytes
+        return None
+
+    def _write_ended(self, ticket: Ticket) -> None:
+        """On the worker: a write has ended."""
+        self.ended.append(ticket)
+        # Who waits for room lets go of the lock. Everybody else who holds it looks at `ended` afterwards, but may be
+        # waiting for a read that is this worker's next.
+        if self._sending or not self.lock.acquire(timeout=self.staging.patience_s):
+            return
+        try:
+            self.land()
+        finally:
+            self.lock.release()
+
+    def catch_up(self) -> None:
+        """Land what has ended while others held the lock. Call it after letting go of the lock."""
+        while self.ended and self.lock.acquire(blocking=False):
+            try:
+                self.land()
+            finally:
+                self.lock.release()
+
+    def land(self) -> None:
+        """Give back the memory of what has been written."""
+        while self.ended:
+            ticket = self.ended.popleft()
+            reference = self._in_flight.pop(ticket)
+            self.staging.land(ticket.nbytes)
+            self.counters.written_bytes += ticket.moved_bytes
+            record = reference()
+            if self.trace is not None:
+                label = record.name() if record is not None else "dropped"
+                self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label))
+            if record is not None and record.state is WRITING:
+                self._settle_write(record, ticket)
+
+    def _settle_write(self, record: Record, ticket: Ticket) -> None:
+        alias = record.alias
+        assert alias is not None
+        if record.was_moved():
+            self._take_back(record, _MOVED)
+        elif record.is_edited():
+            record.poison()
+        elif ticket.error is not None:
+            self._take_back(record, _policy.NOT_WRITTEN)
+            self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
+        elif isinstance(ticket.location, Buffer) and ticket.location.owner is alias:
+            self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
+        elif record.wanted:
+            record.stay()
+        else:
+            storage = alias.untyped_storage()
+            alone = storage_use_count(storage._cdata) <= _OURS_ALONE
+            del storage
+            record.store(confirmed=alone)
+            if not alone:
+                self.unconfirmed.append(record.ref)
+
+    def confirm(self) -> None:
+        """At a hook: see whether anything written was edited before its copy was finished."""
+        unconfirmed, self.unconfirmed = self.unconfirmed, []
+        for reference in unconfirmed:
+            record = reference()
+            if record is None or record.alias is None or record.state in IN_MEMORY:
+                continue
+            if record.is_edited():
+                record.poison()
+            else:
+                record.confirm()
+
+    def take_back(self, record: Record) -> bool:
+        """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
+        ticket = record.write
+        if ticket is not None and self._cancel(ticket):
+            self._discard_write(record)
+            return True
+        record.want()
+        return False
+
+    def discard(self, ticket: Ticket) -> None:
+        """A dead record's place in the store is free again."""
+        if self.store is not None:
+            if not ticket.done():
+                self._cancel(ticket)
+            self.store.discard(ticket)
+
+    def forward(self, record: Record) -> None:
+        """Count a record that backward asks for while it is still in memory, so that nothing is read."""
+        self.counters.forwarded_bytes += record.logical_bytes
+        if self.trace is not None:
+            now_s = time.perf_counter()
+            self.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+
+    # -- back ----------------------------------------------------------------------------------------------------
+
+    def fetch(self, record: Record) -> None:
+        """Queue the read of a stored record. Raises ClosedError."""
+        assert record.write is not None
+        if self.closed or self.store is None:
+            raise ClosedError(
+                f"backward asked for {record.name()}, but its Offloader was closed and the stored bytes are gone; "
+                "close it only after the last backward of its graphs"
+            )
+        location = record.write.location
+        if record.stream is not None and (there := self._in_host_memory(location)) is not None:
+            self.counters.read_bytes += record.nbytes
+            self._restore(record, streams.host_bytes(there.owner))
+            return
+        view: memoryview | Tensor
+        try:
+            ready = before = None
+            if record.stream is not None and self._direct(record.nbytes):
+                view, ready, buffer, before = gpudirect.borrow(record.nbytes, record.device)
+            else:
+                memory = self.memory.of(record.device, self.store.alignment)
+                skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
+                view, buffer = memory.lease(record.nbytes, skew)
+            ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
+        except (StoreError, OSError, RuntimeError, MemoryError) as error:
+            raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
+        record.read_into(ticket, view, ready)
+
+    def await_read(self, record: Record) -> None:
+        """Without the lock: wait for a record's read, however late. Raises TransferError, StalledError."""
+        ticket = record.read
+        if ticket is None:
+            return
+        begun_s = time.perf_counter()
+        try:
+            ended = -1
+            while not ticket.wait(self.limits.timeout_s):
+                if self._reads_ended != ended:  # others were ahead in the queue, and the device moves
+                    ended = self._reads_ended
+                    continue
+                raise StalledError(
+                    f"{record.name()} ({record.nbytes} bytes) was not read back within {self.limits.timeout_s:g} s; "
+                    "the device has stalled (TBA_IO_TIMEOUT sets how long to wait)"
+                )
+        except StoreError as error:
+            if not ticket.done():  # nothing moves any more, or nobody has it
+                raise StalledError(
+                    f"{record.name()} ({record.nbytes} bytes) was not read back: {error} (TBA_IO_TIMEOUT sets how long "
+                    "to wait)"
+                ) from error
+            return  # `arrive` tells, with the lock
+        finally:
+            ended_s = time.perf_counter()
+            with self.lock:
+                self.counters.wait_s += ended_s - begun_s
+                if self.trace is not None:
+                    self.trace.append(TraceEvent("wait", begun_s, ended_s, record.nbytes, record.name()))
+
+    def _read_ended(self, ticket: Ticket) -> None:
+        self._reads_ended += 1  # only ever compared for change, so a lost update does no harm
+
+    def arrive(self, record: Record) -> None:
+        """Turn a read that has ended into a restored tensor. Raises TransferError."""
+        ticket, kept = record.read, record.view
+        if record.state is not READING or ticket is None or not ticket.done():
+            return
+        if ticket.error is not None:
+            record.read_failed()
+            self._count_failure()
+            raise TransferError(
+                f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
+            ) from ticket.error
+        self.counters.read_bytes += ticket.moved_bytes
+        if self.trace is not None:
+            self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
+        plain = record.stream is None and record.encoded is None
+        self._restore(record, streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
+
+    def _restore(self, record: Record, host: Tensor) -> None:
+        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
+        memory = None if record.stream is None else self.memory.of(record.device)
+        try:
+            restored, arrival = streams.into(host, record.device, memory)
+        except BaseException:
+            if record.state is READING:
+                record.read_failed()
+            raise
+        record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
+
+    # -- both ----------------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """Give back memory and disk blocks that the last step did not use."""
+        self.sent_bytes = self.failures = 0
+        self.memory.trim()
+        trim = getattr(self.store, "trim", None)  # not every store has it
+        if trim is not None and not self.closed:
+            trim()
+
+    def _learn_size(self, largest_bytes: int) -> None:
+        """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
+        self._largest_bytes = largest_bytes
+        self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
+        self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
+
+    def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
+        """What to write, and what to wait for before."""
+        begin, nbytes, stream = record.begin, record.nbytes, record.stream
+        if stream is None:
+            return streams.out(alias, begin, nbytes, stream, None)
+        if self._direct(nbytes):
+            return gpudirect.lend(alias, begin, nbytes, stream)
+        assert self.store is not None
+        return streams.out(alias, begin, nbytes, stream, self.memory.of(record.device, self.store.alignment))
+
+    def _direct(self, nbytes: int) -> bool:
+        """Whether the store moves so much device memory itself. Small transfers are cheaper through host memory."""
+        return getattr(self.store, "takes_device_memory", False) and nbytes >= getattr(self.store, "threshold_bytes", 0)
+
+    def _in_host_memory(self, location: Any) -> Buffer | None:
+        """Bytes that need not be read: a store in host memory has them where a device can copy from."""
+        if isinstance(location, Buffer):
+            return location
+        look: Callable[[Any], Buffer | None] | None = getattr(self.store, "in_memory", None)
+        return look(location) if look is not None else None
+
+    def _cancel(self, ticket: Ticket) -> bool:
+        """Cancel a queued write; False if it is running or done."""
+        if not ticket.cancel():
+            return False
+        del self._in_flight[ticket]
+        self.staging.land(ticket.nbytes)
+        self.allowance.give_back(ticket.nbytes)
+        return True
+
+    def close(self) -> None:
+        """Give memory back. The store's owner closes that."""
+        self.closed = True
+        streams.finish()
+        self.memory.close()
+        self.allowance.close()
+
+    def file_bytes(self) -> int:
+        """Blocks the store occupies."""
+        return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
+
+    def _take_back(self, record: Record, reason: str) -> None:
+        """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
+        self._discard_write(record)
+        record.count_as_kept(self.counters, reason)
+
+    def _discard_write(self, record: Record) -> None:
+        ticket = record.take_back()
+        assert self.store is not None
+        if ticket is not None:
+            self.store.discard(ticket)
+
+    def _count_failure(self) -> None:
+        self.failures += 1
+        self.counters.errors += 1
+
+    def _complain(self, text: str) -> None:
+        self._count_failure()
+        if not self._warned:
+            self._warned = True
+            warn(f"offloading: {text}")
