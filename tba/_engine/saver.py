@@ -370,16 +370,15 @@ class Saver:
         if self.compressor is not None and self.derivations is not None:
             self.compressor.end_step()
             self.derivations.end_step(self._packing.numbers)
-        mover, held = self.mover, self.write_behind
-        moved_bytes, failures = mover.sent_bytes, mover.failures
+        mover, moved_bytes = self.mover, self.mover.sent_bytes
         self.rest.end_step(
             kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
             moved_bytes=moved_bytes,
-            failures=failures,
-            room_bytes=held.room_bytes,
+            failures=mover.failures,
+            room_bytes=self.write_behind.room_bytes,
         )
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
-        held.end_step()
+        self.write_behind.end_step()
         self._marked = False
         mover.end_step()
         self._take_readings()

@@ -85,7 +85,7 @@ def test_a_context_around_the_loop_has_its_hooks_off_too(scratch: Path) -> None:
 
 def test_a_run_that_nearly_fills_memory_keeps_its_hooks(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    monkeypatch.setattr("tba._offloader.write_behind.WriteBehind._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
+    monkeypatch.setattr("tba._engine.write_behind.WriteBehind._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
     with _used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
@@ -133,7 +133,7 @@ def test_what_else_brings_the_hooks_back(change: str, scratch: Path) -> None:
 def test_memory_that_others_take_brings_the_hooks_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     free = [64 << 30]
-    monkeypatch.setattr("tba._memory.free_memory.pressure.free_memory.free_bytes", lambda: free[0])
+    monkeypatch.setattr("tba._memory.pressure.free_memory.free_bytes", lambda: free[0])
     with _used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)

@@ -219,7 +219,7 @@ import json, os, sys, time
 directory, scratch = sys.argv[1:]
 with open(f"{directory}/inner/cgroup.procs", "w") as procs:
     procs.write(str(os.getpid()))
-from tba import _memory
+from tba._memory import free_memory
 MIB = 1 << 20
 seen = {"total": free_memory.total_bytes(), "before": free_memory.free_bytes()}
 block = bytearray(os.urandom(1)) * (96 * MIB)
