@@ -19,7 +19,6 @@ from ._presets import FLOORS, PRESETS, Floor, Preset, Saved, preset
 from ._projected import Projected
 from ._projection import Projection, RankError
 from ._quantize import Quantized
-from ._sampling import RowSample, sample_rows
 from ._seeds import key
 from ._shared import SharedInput
 from ._subspace import Subspace
@@ -50,7 +49,6 @@ __all__ = [
     "Properties",
     "Quantized",
     "RankError",
-    "RowSample",
     "Saved",
     "SharedInput",
     "Spec",
@@ -67,6 +65,5 @@ __all__ = [
     "preset",
     "relative_error",
     "revert",
-    "sample_rows",
     "sqnr_db",
 ]

@@ -111,8 +111,8 @@ def convert(
         refresh: T, steps between refreshes of the projection; None for never.
         alpha: factor of the update.
         skip: names of layers to leave alone, with wildcards as in `fnmatch`; or a function of a name and module.
-        share: one projection, and one sketch, for layers of one parent that read the same tensor (q, k and v; gate and
-            up). The paper draws one for each.
+        share: one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and up).
+            The paper draws one for each.
         seed: of the run. Equal seeds and names give equal projections.
 
     Returns:

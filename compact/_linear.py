@@ -1,12 +1,13 @@
-"""Compact linear: a linear layer that saves a sketch of its input instead of the input.
+"""Compact linear: a linear layer that saves a projection of its input instead of the input.
 
-What holds, with x [..., n], weight [out, n], output gradient d [..., out]:
+What holds, with x [..., n], weight [out, n], output gradient d [..., out], projection P [n, r], z = x P [..., r]:
 
 1. The output, the input gradient d W and the bias gradient are those of `torch.nn.functional.linear`, bit for bit:
    the same calls on the same shapes and strides. So no error travels through the layers.
-2. The weight gradient is made from the sketch and has the exact one as its mean; its error is the sketch's.
-3. Saved for backward: the weight (if x needs a gradient) and the sketch (if the weight does), both as saved tensors,
-   so that hooks see them. Never x.
+2. The weight gradient is (d^T z) P^T and has the exact one, G = d^T x, as its mean. Its error is (P P^T - I) applied
+   to G, whatever the number of tokens: larger batches do not average it out.
+3. Saved for backward: the weight (if x needs a gradient) and z (if the weight does), both as saved tensors, so that
+   hooks see them. Never x.
 4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
 
 CompAct: arXiv 2410.15352, section 3.
@@ -14,28 +15,19 @@ CompAct: arXiv 2410.15352, section 3.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import FunctionCtx
 
+from ._projection import Projection, ProjectionKind, product
 from ._shared import SharedInput
-from ._sketch import FeatureSketch, Over, Sketch, make_sketch
+from ._subspace import Subspace
 
 # As it is at import: whoever intercepts `torch.nn.functional.linear` may call this module without meeting himself.
 _linear = torch.nn.functional.linear
-
-
-class Sink(Protocol):
-    """Where small gradients go instead of `weight.grad`."""
-
-    def sketch(self) -> FeatureSketch:
-        """The sketch of this forward."""
-
-    def add(self, sketch: FeatureSketch, grad: Tensor) -> None:
-        """Take d^T z, [out, r], made with the sketch of its forward."""
 
 
 def compact_linear(
@@ -45,12 +37,10 @@ def compact_linear(
     *,
     rank: int,
     key: int,
-    kind: str = "gaussian",
-    over: Over | None = None,
-    importance: Tensor | None = None,
+    kind: ProjectionKind = "gaussian",
     shared: SharedInput | None = None,
 ) -> Tensor:
-    """`linear(x, weight, bias)` that saves a sketch of x: an exact input gradient, an unbiased weight gradient.
+    """`linear(x, weight, bias)` that saves z = x P: an exact input gradient, an unbiased weight gradient.
 
     The weight gradient is full-size, for any optimizer. Give every layer and every step a key of its own
     (`compact.key(seed, name, step)`), and the same one to a forward that is repeated by checkpointing.
@@ -59,39 +49,35 @@ def compact_linear(
         x: [..., n].
         weight: [out, n].
         bias: [out] or None.
-        rank: r: features of n, or tokens where the sketch is over tokens.
-        key: 64 bits the sketch is made from.
-        kind: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse"; over tokens also "uniform", "crs",
-            "wta-crs".
-        over: "features" or "tokens"; by default tokens for the last three kinds and features for the others.
-        importance: [...], not negative, one number a token: for crs and wta-crs, which draw tokens in proportion to
-            it times |x_i|. The norms of d from an earlier step are the best.
-        shared: remembers the sketch for the next layer that reads the same x with the same key, kind and rank.
+        rank: r, 1 to n.
+        key: 64 bits that P is made from.
+        kind: of projection: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse".
+        shared: remembers z for the next layer that reads the same x with the same key, kind and rank.
 
     Returns:
         [..., out].
 
     Raises:
-        RankError: a rank below 1, or above n (tokens, where it is over tokens).
-        CodecError: kind, over and importance that do not go together.
+        RankError: a rank below 1 or above n.
+        CodecError: an unknown kind.
         RuntimeError: from a second derivative; shapes that do not fit.
     """
-    sketch = make_sketch(kind, over, x.shape[-1], rank, key)
-    return _apply(x, weight, bias, sketch, None, importance, shared)
+    return _apply(x, weight, bias, Projection(kind, x.shape[-1], rank, key), None, shared)
 
 
-def linear_into(x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink, shared: SharedInput | None) -> Tensor:
-    """As `compact_linear`, but d^T z goes to `sink` and the weight gets no gradient from autograd."""
-    return _apply(x, weight, bias, sink.sketch(), sink, None, shared)
+def linear_into(
+    x: Tensor, weight: Tensor, bias: Tensor | None, subspace: Subspace, shared: SharedInput | None
+) -> Tensor:
+    """As `compact_linear`, but d^T z goes to `subspace` and the weight gets no gradient from autograd."""
+    return _apply(x, weight, bias, subspace.projection(), subspace, shared)
 
 
 def _apply(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    sketch: Sketch,
-    sink: Sink | None,
-    importance: Tensor | None,
+    projection: Projection,
+    subspace: Subspace | None,
     shared: SharedInput | None,
 ) -> Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad):
@@ -100,21 +86,21 @@ def _apply(
     cast = _autocast(x)
     flat = cast.reshape(-1, cast.shape[-1])
 
-    def save() -> tuple[Tensor, ...]:
-        return sketch.save(flat.detach(), importance)
+    def project() -> Tensor:
+        return projection.project(flat.detach())
 
     # Looked up by x, as every layer is given it: under autocast each layer has a cast copy of its own.
-    saved = save() if shared is None else shared.saved(x, sketch, cast.dtype, save)
+    z = project() if shared is None else shared.projected(x, projection, cast.dtype, project)
     # `linear` adds the bias within the product for these layouts, and after it for others; the last bit differs.
     inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
     out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
         flat,
         weight,
         _autocast(bias) if bias is not None and inside else None,
+        z,
         _autocast_dtype(weight),
-        sketch,
-        sink,
-        *saved,
+        projection,
+        subspace,
     )
     out = out.view(*x.shape[:-1], out.shape[-1])
     return out if bias is None or inside else out + _autocast(bias)
@@ -129,13 +115,13 @@ class _CompactLinear(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        z: Tensor,
         dtype: torch.dtype,
-        sketch: Sketch,
-        sink: Sink | None,
-        *saved: Tensor,
+        projection: Projection,
+        subspace: Subspace | None,
     ) -> Tensor:
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, *saved)
-        ctx.sketch, ctx.sink, ctx.dtype, ctx.weight_dtype = sketch, sink, dtype, weight.dtype
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, z)
+        ctx.projection, ctx.subspace, ctx.dtype, ctx.weight_dtype = projection, subspace, dtype, weight.dtype
         ctx.by_columns = x.stride() == (1, x.shape[0])
         with torch.autocast(x.device.type, enabled=False):
             return _linear(x, weight.to(dtype), bias)
@@ -143,7 +129,7 @@ class _CompactLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        weight, *saved = ctx.saved_tensors
+        weight, z = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
@@ -151,16 +137,18 @@ class _CompactLinear(Function):
                 # As the derivative of `mm`: by columns where x was stored by columns.
                 grad_x = w.t().mm(grad.t()).t() if ctx.by_columns else grad.mm(w)
             if ctx.needs_input_grad[1]:
-                if ctx.sink is None:
-                    grad_weight = ctx.sketch.weight_grad(tuple(saved), grad).to(ctx.weight_dtype)
+                # d^T z, [out, r]: CompAct's compressed gradient, transposed as torch's weights are.
+                small = product(grad.t(), z)
+                if ctx.subspace is None:
+                    grad_weight = ctx.projection.back(small).to(ctx.weight_dtype)
                 else:
-                    ctx.sink.add(ctx.sketch, ctx.sketch.small_grad(tuple(saved), grad).to(ctx.weight_dtype))
+                    ctx.subspace.add(ctx.projection, small.to(ctx.weight_dtype))
             if ctx.needs_input_grad[2]:
                 grad_bias = grad.sum(0)
         if torch.is_grad_enabled():
             results = _FirstDerivativeOnly.apply(grad, grad_x, grad_weight, grad_bias)  # type: ignore[no-untyped-call]
             grad_x, grad_weight, grad_bias = results
-        return (grad_x, grad_weight, grad_bias, None, None, None, *(None for _ in saved))
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 class _FirstDerivativeOnly(Function):
@@ -173,8 +161,8 @@ class _FirstDerivativeOnly(Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> None:
         raise RuntimeError(
-            "compact_linear was asked for a second derivative: it keeps a sketch of its input, from which only first "
-            "ones can be made; use a plain linear layer where create_graph=True is needed"
+            "compact_linear was asked for a second derivative: it keeps a projection of its input, from which only "
+            "first ones can be made; use a plain linear layer where create_graph=True is needed"
         )
 
 

@@ -10,8 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._products import product
-from ._projection import Projection
+from ._projection import Projection, product
 
 
 def advance(

@@ -4,7 +4,7 @@ Shapes: x [..., n], z [..., r], grad_output [..., out].
 
 The weight gradient needs no x: grad_output^T x is estimated, without bias, by (grad_output^T z) P^T (section 3 of the
 paper), which costs r / n of the exact one. `decode` gives x P P^T, also unbiased, for whoever must have a tensor of x's
-shape. The relative squared error of either is `Projection.relative_variance`, about n / r: far more than quantising to
+shape. The relative squared error of either is about n / r (`_projection`): far more than quantising to
 as many bytes costs. It is here for CompAct's sake, and for ranks below what quantising reaches.
 """
 

@@ -13,7 +13,7 @@ since devices sum in different orders. `orthonormal` is the subsampled randomise
 1011.1595), `sparse` a CountSketch with buckets of equal size: both are applied by sums in a fixed order, in fp32 or the
 input's wider type.
 
-Shapes: n width, r rank, c columns (tokens when features are projected, and the reverse).
+Shapes: n width, r rank, c columns (tokens).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from . import _seeds
 from ._errors import CodecError
-from ._products import product
 from ._walsh import Buckets, Walsh
 
 ProjectionKind = Literal["gaussian", "rademacher", "orthonormal", "sparse"]
@@ -54,7 +53,7 @@ class Projection:
 
     Args:
         kind: "gaussian", "rademacher", "orthonormal" or "sparse".
-        width: n, features or tokens.
+        width: n, features.
         rank: r, 1 to n.
         key: 64 bits (`compact.key`). Equal keys, kinds and sizes give equal matrices, on every device.
 
@@ -73,18 +72,6 @@ class Projection:
             raise CodecError(f"projection kind {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
         check_rank(self.rank, self.width, f"a {self.kind} projection")
 
-    @property
-    def relative_variance(self) -> float:
-        """E |P P^T g - g|^2 / |g|^2 for any g: the error of a weight gradient made from projected features."""
-        if self.kind == "gaussian":
-            return (self.width + 0.9) / self.rank
-        if self.kind == "rademacher":
-            return (self.width - 1) / self.rank
-        if self.kind == "orthonormal":
-            return self.width / self.rank - 1
-        rounds, rest = divmod(self.width, self.rank)  # pairs of rows that share a bucket
-        return rounds * (self.rank * (rounds - 1) + 2 * rest) / self.width
-
     def matrix(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
         """P itself, [n, r], made in fp32 (fp64 for fp64) and rounded to `dtype`."""
         wide = _wide(dtype)
@@ -94,42 +81,30 @@ class Projection:
         return self.back(torch.eye(self.rank, dtype=wide, device=device)).t().contiguous().to(dtype)
 
     @torch.no_grad()
-    def project(self, x: Tensor, dim: int = -1) -> Tensor:
-        """P^T along one dimension of x: its size goes from n to r.
-
-        Args:
-            x: floating point, [..., n] with dim -1 (features) or [n, ...] with dim 0 (tokens).
-            dim: -1 or 0.
-
-        Returns:
-            Contiguous, dtype and device of x.
+    def project(self, x: Tensor) -> Tensor:
+        """x P: floating-point [..., n] to [..., r], contiguous, of x's dtype and device.
 
         Raises:
-            ValueError: another dimension, size or dtype.
+            ValueError: another size or dtype.
         """
-        return self._apply(x, dim, down=True)
+        return self._apply(x, down=True)
 
     @torch.no_grad()
-    def back(self, z: Tensor, dim: int = -1) -> Tensor:
-        """P along one dimension of z: its size goes from r to n. `back(project(x))` has the mean x.
+    def back(self, z: Tensor) -> Tensor:
+        """z P^T: [..., r] to [..., n], with the errors of `project`. The mean of `back(project(x))` is x."""
+        return self._apply(z, down=False)
 
-        Args and errors as `project`.
-        """
-        return self._apply(z, dim, down=False)
-
-    def _apply(self, x: Tensor, dim: int, *, down: bool) -> Tensor:
+    def _apply(self, x: Tensor, *, down: bool) -> Tensor:
         size, new_size = (self.width, self.rank) if down else (self.rank, self.width)
-        if dim not in (0, -1) or x.dim() == 0 or x.shape[dim] != size or not x.is_floating_point():
+        if x.dim() == 0 or x.shape[-1] != size or not x.is_floating_point():
             raise ValueError(
-                f"a projection between width {self.width} and rank {self.rank} was asked to map dimension {dim} of a "
-                f"{x.dtype} tensor of shape {list(x.shape)} from {size} to {new_size}: give a floating-point tensor "
-                f"with {size} elements along its first (dim=0) or last (dim=-1) dimension"
+                f"a projection between width {self.width} and rank {self.rank} was asked to map the last dimension of "
+                f"a {x.dtype} tensor of shape {list(x.shape)} from {size} to {new_size}: give a floating-point tensor "
+                f"with {size} elements along its last dimension"
             )
-        out = x.new_empty((*x.shape[:-1], new_size) if dim == -1 else (new_size, *x.shape[1:]))
+        out = x.new_empty((*x.shape[:-1], new_size))
         if out.numel():
-            # Whichever dimension is mapped, see it as the last: [c, size] and [c, new_size].
-            rows = x.reshape(-1, size) if dim == -1 else x.reshape(size, -1).t()
-            new_rows = out.view(-1, new_size) if dim == -1 else out.view(new_size, -1).t()
+            rows, new_rows = x.reshape(-1, size), out.view(-1, new_size)
             self._multiply(rows, new_rows, down) if self._is_dense() else self._transform(rows, new_rows, down)
         return out
 
@@ -179,6 +154,18 @@ class Projection:
     def _buckets(self, dtype: torch.dtype, device: torch.device) -> Buckets:
         signs = _seeds.signs(_seeds.key(self.key, "signs"), self.width, device).to(dtype)
         return Buckets(signs, _seeds.permutation(_seeds.key(self.key, "order"), self.width, device), self.rank)
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b for two matrices of one dtype, contiguous, outside autocast, not differentiable.
+
+    A CPU without 16-bit instructions multiplies bf16 matrices a hundred times slower than fp32 ones (measured: 3 s
+    against 30 ms), so 16-bit matrices on a CPU go through fp32.
+    """
+    wide = torch.float32 if a.device.type == "cpu" and a.dtype.itemsize == 2 else a.dtype
+    # Autocast leaves the variants with `out` alone.
+    out = torch.empty(len(a), b.shape[1], dtype=wide, device=a.device)
+    return torch.mm(a.detach().to(wide), b.detach().to(wide), out=out).to(a.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -6,7 +6,7 @@ Guarantees:
    used, which every device computes exactly; no state exists and torch's generators are neither read nor moved.
 2. For one key the first 2**32 words are a permutation: none occurs twice, so sorting them has no ties. (The price: a
    true random sequence of 2**17 words would hold two repeats. Sums of words do not feel it.)
-3. Everything else here (signs, indices, permutations, bells) is made of these words by integer arithmetic.
+3. Everything else here (signs, permutations, bells) is made of these words by integer arithmetic.
 
 The mixer is two rounds of the finaliser `lowbias32` (https://github.com/skeeto/hash-prospector: bias 0.17 on the scale
 on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not for secrets.
@@ -103,27 +103,6 @@ def signs(key: int, count: int, device: torch.device | str, start: int = 0) -> T
     words = uniform_bits(key, max(end - first, 0), device, first)
     bits = (words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=device)).to(torch.int8).bitwise_and_(1)
     return bits.view(-1)[start - 32 * first :][:count].mul_(-2).add_(1)
-
-
-def indices(key: int, count: int, below: int | Tensor, device: torch.device | str) -> Tensor:
-    """Independent uniform integers: int64 [count], 0 <= each < below.
-
-    The high half of a 64-bit word times `below`, so each value's probability is off by less than 2**-64.
-
-    Args:
-        key: 64 bits.
-        count: how many.
-        below: 1 ... 2**31 - 1, a number or an int64 tensor that broadcasts to [count] (its values are not checked).
-        device: where.
-
-    Raises:
-        ValueError: `below` out of range, or a count beyond 2**32.
-    """
-    if isinstance(below, int) and not 0 < below < 1 << 31:
-        raise ValueError(f"indices below {below} were asked for: the bound must be 1 to {(1 << 31) - 1}")
-    high = uniform_bits(_child(key, 1), count, device).to(torch.int64).bitwise_and_(_MASK)
-    low = uniform_bits(_child(key, 2), count, device).to(torch.int64).bitwise_and_(_MASK)
-    return ((low * below) >> 32).add_(high * below) >> 32
 
 
 def permutation(key: int, count: int, device: torch.device | str) -> Tensor:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from . import _seeds
 from ._projection import Projection, ProjectionKind
-from ._sketch import FeatureSketch
 
 
 @dataclass(eq=False)
@@ -52,18 +51,14 @@ class Subspace:
         """P, [n, r], of now."""
         return Projection(self.kind, self.width, self.rank, _seeds.key(self.base_key, self.refreshes))
 
-    def sketch(self) -> FeatureSketch:
-        """What a forward saves now."""
-        return FeatureSketch(self.projection())
-
     @torch.no_grad()
-    def add(self, sketch: FeatureSketch, grad: Tensor) -> None:
-        """Add a gradient [out, r] made with the sketch of its forward.
+    def add(self, projection: Projection, grad: Tensor) -> None:
+        """Add a gradient [out, r] made with the projection of its forward.
 
         Raises:
             RuntimeError: the projection was refreshed between that forward and now.
         """
-        if sketch.projection != self.projection():
+        if projection != self.projection():
             raise RuntimeError(
                 f"layer {self.name!r} got a gradient of a forward made before its projection was refreshed (it is at "
                 f"refresh {self.refreshes} now): run backward before the optimizer step that follows the forward"

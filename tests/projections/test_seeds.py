@@ -71,7 +71,6 @@ _HASHES = {
     "signs": "e62282c14477cbded4e511d8e521993eac36e739246f57d8a4b317de60f84e55",
     "bells": "7f3e4462670175d2ea72269832b473d17378a9cb6b4f0b1c9f50bec92d866162",
     "permutation": "1e60beb797b96f34f5433351f8d702531241b89cd8f73c97b3dfbf549be7bff7",
-    "indices": "1d3f6924bc7edec39ba8969ba6fc576a0278bed5b7dbd12468c22e5327ae51a0",
 }
 
 
@@ -79,11 +78,7 @@ _HASHES = {
 def test_stored_hashes(name: str) -> None:
     digest = hashlib.sha256()
     for key, count in ((0, 1), (_seeds.key(1, "layer", 2), 4097), (_MASK64, 70_000)):
-        made = (
-            _seeds.indices(key, count, 1_000_003, "cpu")
-            if name == "indices"
-            else getattr(_seeds, name)(key, count, "cpu")
-        )
+        made = getattr(_seeds, name)(key, count, "cpu")
         digest.update(made.to(torch.int64).numpy().tobytes())
     assert digest.hexdigest() == _HASHES[name]
 
@@ -121,7 +116,6 @@ def test_default_generator_is_not_moved() -> None:
     before = torch.get_rng_state()
     for make in (_seeds.uniform_bits, _seeds.signs, _seeds.bells, _seeds.permutation):
         make(5, 1000, "cpu")
-    _seeds.indices(5, 1000, 7, "cpu")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -129,9 +123,6 @@ def test_refuses_what_it_does_not_have() -> None:
     for count, start in ((-1, 0), (2, _MASK32), (1, -1)):
         with pytest.raises(ValueError, match="another key"):
             _seeds.uniform_bits(1, count, "cpu", start)
-    for below in (0, 1 << 31):
-        with pytest.raises(ValueError, match="bound must be"):
-            _seeds.indices(1, 3, below, "cpu")
     assert _seeds.uniform_bits(1, 0, "cpu").shape == (0,)
     assert _seeds.signs(1, 0, "cpu", 5).shape == (0,)
 
@@ -175,21 +166,7 @@ def test_words_of_a_key_are_distinct() -> None:
     assert len(words.unique()) == len(words)
 
 
-def test_indices_are_uniform_and_permutations_fair() -> None:
-    count, below = 200_000, 97
-    found = _seeds.indices(9, count, below, "cpu")
-    assert found.min() >= 0
-    assert found.max() < below
-    expected = count / below
-    chi_squared = ((found.bincount(minlength=below) - expected) ** 2 / expected).sum().item()
-    assert abs(chi_squared - (below - 1)) < 5 * (2 * (below - 1)) ** 0.5
-    # With a tensor for a bound, also one near the largest.
-    bounds = torch.tensor([1, 2, (1 << 31) - 1])
-    many = torch.stack([_seeds.indices(key, 3, bounds, "cpu") for key in range(500)])
-    assert (many >= 0).all()
-    assert (many < bounds).all()
-    assert abs(many[:, 2].double().mean() / (1 << 31) - 0.5) < 5 * (1 / 12 / 500) ** 0.5
-    # Each element is equally often at each place.
+def test_each_element_of_a_permutation_is_equally_often_at_each_place() -> None:
     size, draws = 12, 6000
     places = torch.zeros(size, size)
     for key in range(draws):
