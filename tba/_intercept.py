@@ -8,8 +8,8 @@ plain one as its mean, so any optimizer takes it. CompAct, arXiv 2410.15352, sec
 
 Guarantees:
 
-1. P depends on (seed, layer, refresh) alone. A layer is known by its parameter's name in the model, else by the order
-   in which parameters were first used.
+1. P depends on (seed, layer, step) alone: a new one each step averages best. A layer is known by its parameter's name
+   in the model, else by the order in which parameters were first used.
 2. Layers that read the very same tensor, unchanged, share one projection (the first one's) and one z.
 3. Left alone: frozen weights and weights that are no parameter, integers and complex numbers, a rank that is the whole
    width, `torch.func` transforms, and checkpointed regions, which keep nothing until backward and must save the same
@@ -20,10 +20,10 @@ Guarantees:
 from __future__ import annotations
 
 import threading
-import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from compact import Projected, RankError, SharedInput, compact_linear, key
 
@@ -38,37 +38,26 @@ class CompactFunctional:
     Args:
         projected: rank, a number or a share of each width, and kind of projection.
         seed: of the run. Equal seeds and layers give equal projections, on every rank and device.
-        refresh: steps (calls of `step`) between new projections; None for never. One each step averages best.
         model: to name layers by, and to check before anything runs. Held weakly, by its parameters.
 
     Raises:
-        ConfigError: a model without a linear layer; a refresh below 1.
+        ConfigError: a model without a linear layer.
         RankError: a rank above a layer's width, naming the layer; without a model it is raised when the layer is met.
     """
 
-    def __init__(
-        self, projected: Projected, *, seed: int = 0, refresh: int | None = 1, model: nn.Module | None = None
-    ) -> None:
-        if refresh is not None and refresh < 1:
-            raise ConfigError(f"refresh is {refresh} steps: choose 1 or more, or None for never")
+    def __init__(self, projected: Projected, *, seed: int = 0, model: nn.Module | None = None) -> None:
         self._projected = projected
         self._seed = seed
-        self._period = refresh
         self._steps = 0
         self._lock = threading.Lock()
-        self._names: dict[int, tuple[weakref.ref[Tensor], str]] = {}
+        self._names = WeakIdKeyDictionary()  # parameter -> name of its layer
         self._met = 0
-        self._inputs: dict[int, _Input] = {}
+        self._inputs = WeakIdKeyDictionary()  # tensor -> _Input
         if model is not None:
             self._learn(model)
 
-    @property
-    def refresh(self) -> int:
-        """The number of the projections in use, from 0."""
-        return 0 if self._period is None else self._steps // self._period
-
     def step(self) -> None:
-        """A training step is over. Graphs made before keep their projections."""
+        """A training step is over: what follows gets new projections. Graphs made before keep theirs."""
         with self._lock:
             self._steps += 1
 
@@ -116,52 +105,31 @@ class CompactFunctional:
             if weight.requires_grad:
                 self._rank(weight.shape[1 if isinstance(module, nn.Linear) else 0], name)
         for name, parameter in model.named_parameters():
-            self._note(parameter, name.removesuffix(".weight"))
-
-    def _note(self, parameter: Tensor, name: str) -> None:
-        number, owner = id(parameter), weakref.ref(self)
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            functional = owner()
-            if functional is not None and (entry := functional._names.get(number)) and entry[0] is reference:
-                del functional._names[number]
-
-        self._names[number] = weakref.ref(parameter, forget), name
+            self._names[parameter] = name.removesuffix(".weight")
 
     def _name(self, parameter: Tensor) -> str:
-        entry = self._names.get(id(parameter))
-        if entry is None or entry[0]() is not parameter:
-            self._note(parameter, f"#{self._met}")
+        name: str | None = self._names.get(parameter)
+        if name is None:
+            name = self._names[parameter] = f"#{self._met}"
             self._met += 1
-            entry = self._names[id(parameter)]
-        return entry[1]
+        return name
 
     def _source(self, x: Tensor, parameter: Tensor) -> _Input:
         """The projection of this input: that of the layer which read it first, if nothing has changed since."""
-        number, refresh = id(x), self.refresh
-        entry = self._inputs.get(number)
-        if entry is not None and entry.reference() is x and (entry.version, entry.refresh) == (x._version, refresh):
-            return entry
-        owner = weakref.ref(self)
-
-        def forget(reference: weakref.ref[Tensor]) -> None:
-            functional = owner()
-            if functional is not None and (found := functional._inputs.get(number)) and found.reference is reference:
-                del functional._inputs[number]
-
-        entry = _Input(weakref.ref(x, forget), x._version, refresh, key(self._seed, self._name(parameter), refresh))
-        self._inputs[number] = entry
-        return entry
+        source: _Input | None = self._inputs.get(x)
+        if source is None or (source.version, source.step) != (x._version, self._steps):
+            number = key(self._seed, self._name(parameter), self._steps)
+            source = self._inputs[x] = _Input(x._version, self._steps, number, SharedInput())
+        return source
 
 
-class _Input:
-    """A tensor that layers read, and its projection."""
+class _Input(NamedTuple):
+    """What is known of a tensor that layers read: its version, the step, the key of its projection, and that itself."""
 
-    __slots__ = ("key", "reference", "refresh", "shared", "version")
-
-    def __init__(self, reference: weakref.ref[Tensor], version: int, refresh: int, key: int) -> None:
-        self.reference, self.version, self.refresh, self.key = reference, version, refresh, key
-        self.shared = SharedInput()
+    version: int
+    step: int
+    key: int
+    shared: SharedInput
 
 
 def _trained(weight: Any) -> Tensor | None:
