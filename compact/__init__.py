@@ -7,7 +7,7 @@
 Whoever writes a codec reads `Codec`'s contract; `compact.testing.check_codec` holds it to it.
 """
 
-from ._codec import Codec, Packed, Pending, Properties, WeightGradCodec
+from ._codec import Codec, Packed, Pending, Properties
 from ._convert import PAPER_SKIP, ConvertError, convert, revert
 from ._errors import CodecError, GroupError, PackedError, PresetError, UnsupportedTensor
 from ._exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
@@ -55,7 +55,6 @@ __all__ = [
     "Subspace",
     "UnsupportedTensor",
     "Verbatim",
-    "WeightGradCodec",
     "bias",
     "clip_grad_norm_",
     "compact_linear",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -151,19 +151,6 @@ class Codec(Protocol):
 
     def decode(self, packed: Packed) -> Tensor:
         """The tensor, on the buffers' device. Raises PackedError for what this codec did not make."""
-
-
-@runtime_checkable
-class WeightGradCodec(Codec, Protocol):
-    """A codec of linear inputs whose weight gradient needs no decoded input."""
-
-    def weight_grad(self, packed: Packed, grad_output: Tensor) -> Tensor:
-        """The gradient of weight [out, in] of `x @ weight.T`, where x [..., in] was packed.
-
-        Args:
-            packed: of x.
-            grad_output: [..., out].
-        """
 
 
 def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:

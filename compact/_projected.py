@@ -1,11 +1,11 @@
 """Projected: the input x of a linear layer kept as z = x P, of rank r instead of width n. CompAct, arXiv 2410.15352.
 
-Shapes: x [..., n], z [..., r], grad_output [..., out].
+Shapes: x [..., n], z [..., r].
 
-The weight gradient needs no x: grad_output^T x is estimated, without bias, by (grad_output^T z) P^T (section 3 of the
-paper), which costs r / n of the exact one. `decode` gives x P P^T, also unbiased, for whoever must have a tensor of x's
-shape. The relative squared error of either is about n / r (`_projection`): far more than quantising to
-as many bytes costs. It is here for CompAct's sake, and for ranks below what quantising reaches.
+Where the engine takes over a linear layer, `compact_linear` makes its weight gradient from z alone. What it cannot take
+over (a convolution) is decoded: x P P^T, whose mean is x. The relative squared error of either is about n / r
+(`_projection`): far more than quantising to as many bytes costs. It is here for CompAct's sake, and for ranks below
+what quantising reaches.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Projected:
-    """A `WeightGradCodec` of linear inputs: bf16, fp16, fp32, fp64, not scalars.
+    """A `Codec` of linear inputs: bf16, fp16, fp32, fp64, not scalars.
 
-    Strides come back exactly, but a tensor whose elements share memory comes back contiguous. Layers that share an
-    input (q, k and v; gate and up) share its projection when they are given one packed form, or one key.
+    Strides come back exactly, but a tensor whose elements share memory comes back contiguous.
 
     Args:
         rank: r as a number (8), or as a share of the width (0.25), rounded down to at least 1.
@@ -102,7 +101,8 @@ class Projected:
 
     def decode(self, packed: Packed) -> Tensor:
         """x P P^T, on the buffers' device."""
-        spec, buffer = packed.spec, self._buffer(packed)
+        spec = packed.spec
+        buffer = check_packed(packed, self.name, {"projected": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
             target = Target(spec, buffer.device)
             target.flat.copy_(view_as(buffer, spec.dtype))
@@ -113,36 +113,6 @@ class Projected:
             z = view_as(buffer, spec.dtype).view(-1, projection.rank)
             target.flat.copy_(projection.back(z).view(-1))
         return target.settle()
-
-    @torch.no_grad()
-    def weight_grad(self, packed: Packed, grad_output: Tensor) -> Tensor:
-        """(grad_output^T z) P^T: the gradient of weight [out, n] without rebuilding x.
-
-        Args:
-            packed: of x [..., n].
-            grad_output: [..., out], on the buffers' device.
-
-        Raises:
-            CodecError: another number of tokens than x had.
-            PackedError: packed by another codec.
-        """
-        spec, buffer = packed.spec, self._buffer(packed)
-        tokens = math.prod(spec.shape[:-1])
-        if grad_output.shape[:-1] != spec.shape[:-1]:
-            raise CodecError(
-                f"{self.name}: an input of shape {list(spec.shape)} needs an output gradient of shape "
-                f"{[*spec.shape[:-1], 'out']}, but got {list(grad_output.shape)}"
-            )
-        grads = grad_output.reshape(tokens, grad_output.shape[-1]).t()
-        if packed.form == "verbatim" or not spec.numel:
-            return grads @ self.decode(packed).reshape(tokens, spec.shape[-1]).to(grads.dtype)
-        projection = self._projection(spec, packed.numbers[0])
-        z = view_as(buffer, spec.dtype).view(tokens, projection.rank)
-        return projection.back(grads @ z.to(grads.dtype))
-
-    def _buffer(self, packed: Packed) -> Tensor:
-        sizes = {"projected": self.packed_nbytes(packed.spec), "verbatim": packed.spec.stored_bytes}
-        return check_packed(packed, self.name, sizes)
 
     def _projection(self, spec: Spec, key: int) -> Projection:
         width = spec.shape[-1]

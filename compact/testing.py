@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._codec import Codec, Packed, WeightGradCodec
+from ._codec import Codec, Packed
 from ._errors import CodecError
 from ._layout import Spec, shares_memory
-from ._measures import bias, relative_error
+from ._measures import bias
 
 __all__ = ["ContractError", "check_codec", "edge_tensors"]
 
@@ -69,8 +69,6 @@ def check_codec(
         _check_keys(codec, dtype, device)
     if codec.properties.unbiased and not codec.properties.exact:
         _check_bias(codec, device, draws)
-    if isinstance(codec, WeightGradCodec):
-        _check_weight_grad(codec, device)
     same = all(torch.equal(a, b) for a, b in zip(states, _generator_states(device), strict=True))
     _require(same, f"{codec.name} drew from torch's default generator")
 
@@ -256,13 +254,6 @@ def _check_bias(codec: Codec, device: str, draws: int) -> None:
         f"{codec.name} says it is unbiased, but the mean of {draws} draws is off by {found.mean_error:g}, where one "
         f"draw is by {found.error:g}: (mean / (one / sqrt(draws)))**2 is {found.ratio:g}, not 1",
     )
-
-
-def _check_weight_grad(codec: WeightGradCodec, device: str) -> None:
-    values, grads = _values((256, 256), torch.float32, device, 9), _values((256, 64), torch.float32, device, 10)
-    packed = codec.encode(values, 1)
-    error = relative_error(codec.weight_grad(packed, grads), grads.t() @ codec.decode(packed))
-    _require(error < 1e-4, f"{codec.name}: weight_grad is off by {error:g} from the gradient of the decoded input")
 
 
 def _or_refused(call: Callable[[], Result]) -> Result | None:
