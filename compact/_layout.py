@@ -83,11 +83,6 @@ def shares_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return any(n > 1 and not st for n, st in zip(shape, stride, strict=True)) or _walk(shape, stride)[2]
 
 
-def has_windows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements may lie at one place by other than expanded dimensions (`unfold`)."""
-    return 0 not in shape and _walk(shape, stride)[2]
-
-
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape."""
     return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))

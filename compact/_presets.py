@@ -99,6 +99,8 @@ class Preset:
     def override(self, changes: Mapping[Saved, Codec] | Mapping[str, Codec]) -> Preset:
         """The preset with other codecs for some classes, given by member or by its value ("norm_input").
 
+            PRESETS["safe8"].override({"norm_input": Quantized("e4m3"), "attention": Exact()})
+
         Raises:
             PresetError: an unknown class, or a codec below its floor.
         """

@@ -27,12 +27,12 @@ from ._codec import Packed, Pending, Properties, check_packed, verbatim, view_as
 from ._errors import CodecError, GroupError, UnsupportedTensor
 from ._grouped import E4M3, E5M2, INT2, INT4, INT8, Levels, Scheme
 from ._hadamard import is_rotatable
-from ._layout import Spec, Target, flat, has_windows
+from ._layout import Spec, Target, flat
 from ._noise import Noise
 
 Kind = Literal["int8", "int4", "int2", "e4m3", "e5m2"]
 Rounding = Literal["nearest", "stochastic"]
-Along = Literal["elements", "channels", "tokens"]
+Along = Literal["elements", "tokens"]
 
 _LEVELS: dict[str, Levels] = {"int8": INT8, "int4": INT4, "int2": INT2, "e4m3": E4M3, "e5m2": E5M2}
 # Of the fp8 formats: half a unit in the last place, relative; half of the smallest step, and of the step below `top`.
@@ -53,9 +53,8 @@ class Quantized:
         kind: "int8", "int4", "int2", "e4m3", "e5m2".
         group: numbers that share a scale, a multiple of 8.
         rounding: "nearest" or "stochastic" (keyed, unbiased; integers only).
-        along: "elements": neighbours in memory, the last group of a tensor may be short. "channels": the same, but
-            no group may cross the end of the last dimension. "tokens": one channel of consecutive tokens (all but the
-            last dimension, flattened). The latter two raise GroupError where the group does not divide.
+        along: "elements": neighbours in memory, the last group of a tensor may be short. "tokens": one channel of
+            consecutive tokens (all but the last dimension, flattened); GroupError where the group does not divide them.
         rotate: a Hadamard rotation of each group first, against outliers; group 16, 64 or 256, not along tokens.
 
     Raises:
@@ -72,7 +71,7 @@ class Quantized:
         for what, value, known in (
             ("kind", self.kind, tuple(_LEVELS)),
             ("rounding", self.rounding, ("nearest", "stochastic")),
-            ("along", self.along, ("elements", "channels", "tokens")),
+            ("along", self.along, ("elements", "tokens")),
         ):
             if value not in known:
                 raise CodecError(f"{what} {value!r} is not known: choose one of {', '.join(known)}")
@@ -87,10 +86,10 @@ class Quantized:
 
     @property
     def name(self) -> str:
-        """As "int4/64 stochastic rotated channels"; what is default is left out."""
+        """As "int4/64 stochastic rotated" or "int8/64 tokens"; what is default is left out."""
         parts = [f"{self.kind}/{self.group}"]
         parts += ["stochastic"] * (self.rounding == "stochastic") + ["rotated"] * self.rotate
-        return " ".join([*parts, self.along] if self.along != "elements" else parts)
+        return " ".join([*parts, *["tokens"] * self._by_tokens])
 
     @functools.cached_property
     def properties(self) -> Properties:
@@ -121,7 +120,7 @@ class Quantized:
         """Queue the encoding. The flag is False where the tensor must be kept verbatim."""
         spec = Spec.of(tensor)
         scheme, count = self._scheme(spec), self._count(spec)
-        values = flat(tensor, logical=self._logical(spec))
+        values = flat(tensor, logical=self._by_tokens)
         buffer = torch.empty(self.packed_nbytes(spec), dtype=torch.uint8, device=values.device)
         packed = Packed(spec, "codes", (buffer,))
         if not count:
@@ -145,7 +144,7 @@ class Quantized:
             target = Target(spec, buffer.device)
             target.flat.copy_(view_as(buffer, spec.dtype))
             return target.settle()
-        target = Target(spec, buffer.device, logical=self._logical(spec))
+        target = Target(spec, buffer.device, logical=self._by_tokens)
         scheme, count = self._scheme(spec), self._count(spec)
         if count:
             scales, codes = buffer[: 4 * scheme.groups(count)], buffer[4 * scheme.groups(count) :]
@@ -159,15 +158,13 @@ class Quantized:
             limit = min(limit / self.group, torch.finfo(dtype).max / (2 * math.sqrt(self.group)))
         return limit / _LEVELS[self.kind].top
 
-    def _logical(self, spec: Spec) -> bool:
+    @property
+    def _by_tokens(self) -> bool:
         """Whether groups follow the tensor's shape rather than its memory."""
-        if self.along == "channels":
-            # Rows that are contiguous in memory stay whole in memory order, whatever the order of the rows.
-            return not spec.shape or spec.stride[-1] != 1 or has_windows(spec.shape, spec.stride)
         return self.along == "tokens"
 
     def _count(self, spec: Spec) -> int:
-        return spec.numel if self._logical(spec) else spec.stored_numel
+        return spec.numel if self._by_tokens else spec.stored_numel
 
     def _scheme(self, spec: Spec) -> Scheme:
         if spec.dtype not in _FLOATS:
@@ -175,17 +172,16 @@ class Quantized:
                 f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
                 "float32 and float64; use Exact"
             )
-        channels = spec.shape[-1] if spec.shape else 1
         columns = 1
-        if self.along != "elements" and spec.numel:
-            length = channels if self.along == "channels" else spec.numel // channels
-            if length % self.group:
+        if self._by_tokens and spec.numel:
+            columns = spec.shape[-1] if spec.shape else 1
+            tokens = spec.numel // columns
+            if tokens % self.group:
                 raise GroupError(
-                    f"{self.name} was given a tensor of shape {list(spec.shape)}: its {length} {self.along} are not a "
-                    f"multiple of the group of {self.group} ({length % self.group} are left over); choose a group that "
+                    f"{self.name} was given a tensor of shape {list(spec.shape)}: its {tokens} tokens are not a "
+                    f"multiple of the group of {self.group} ({tokens % self.group} are left over); choose a group that "
                     'divides, or along="elements", which takes any length'
                 )
-            columns = channels if self.along == "tokens" else 1
         return Scheme(_LEVELS[self.kind], self.group, columns, self.rotate)
 
 

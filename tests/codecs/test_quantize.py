@@ -71,7 +71,7 @@ def unpacked(packed: Packed, codec: Quantized) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("along", ["elements", "channels", "tokens"])
+@pytest.mark.parametrize("along", ["elements", "tokens"])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
 def test_equal_to_a_plain_reference_to_the_last_bit(kind, rounding, along, dtype) -> None:  # type: ignore[no-untyped-def]
@@ -159,7 +159,7 @@ def test_the_error_is_bounded_group_by_group(kind, rounding) -> None:  # type: i
     assert 0.8 * share < found <= share
 
 
-@pytest.mark.parametrize("along", ["elements", "channels", "tokens"])
+@pytest.mark.parametrize("along", ["elements", "tokens"])
 def test_groups_run_where_they_should(along) -> None:  # type: ignore[no-untyped-def]
     """Zeros beside a huge value stay exact only in other groups: a huge value spoils its group of small ones."""
     values = torch.full((64, 64), 1e-3)
@@ -175,22 +175,18 @@ def test_groups_run_where_they_should(along) -> None:  # type: ignore[no-untyped
     assert torch.equal(spoilt, wanted)
 
 
-def test_elements_run_in_memory_order_and_channels_do_not() -> None:
+def test_elements_run_in_memory_order() -> None:
     transposed = normal(64, 128).t()
     codec = Quantized("int8", 64)
     assert_bit_equal(codec.encode(transposed).buffers, codec.encode(transposed.t()).buffers)
-    assert_bit_equal(
-        Quantized("int8", 64, along="channels").encode(transposed).buffers,
-        codec.encode(transposed.contiguous()).buffers,
-    )
 
 
-def test_tokens_are_channels_of_the_transpose() -> None:
+def test_tokens_are_elements_of_the_transpose() -> None:
     values = normal(192, 80)
-    by_tokens, by_channels = Quantized("int4", along="tokens"), Quantized("int4", along="channels")
+    by_tokens, by_elements = Quantized("int4", along="tokens"), Quantized("int4")
     assert_bit_equal(
         by_tokens.decode(by_tokens.encode(values)).contiguous(),
-        by_channels.decode(by_channels.encode(values.t().contiguous())).t().contiguous(),
+        by_elements.decode(by_elements.encode(values.t().contiguous())).t().contiguous(),
     )
 
 
@@ -316,20 +312,15 @@ def test_a_sparse_tensor_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("along", "shape", "message"),
+    ("shape", "message"),
     [
-        (
-            "channels",
-            (8, 100),
-            r"shape \[8, 100\]: its 100 channels are not a multiple of the group of 64 \(36",
-        ),
-        ("tokens", (2, 50, 64), r"shape \[2, 50, 64\]: its 100 tokens are not a multiple of the group of 64 \(36 are"),
-        ("tokens", (64,), "its 1 tokens"),
-        ("channels", (), "its 1 channels"),
+        ((2, 50, 64), r"shape \[2, 50, 64\]: its 100 tokens are not a multiple of the group of 64 \(36 are"),
+        ((64,), "its 1 tokens"),
+        ((), "its 1 tokens"),
     ],
 )
-def test_a_group_that_does_not_divide_is_an_error_with_the_numbers(along, shape, message) -> None:  # type: ignore[no-untyped-def]
-    codec = Quantized("int8", along=along)
+def test_a_group_that_does_not_divide_is_an_error_with_the_numbers(shape: tuple[int, ...], message: str) -> None:
+    codec = Quantized("int8", along="tokens")
     for call in (codec.encode, lambda tensor: codec.packed_nbytes(Spec.of(tensor))):
         with pytest.raises(GroupError, match=message):
             call(normal(*shape))
