@@ -13,7 +13,7 @@ from ._errors import CodecError, GroupError, PackedError, PresetError, Unsupport
 from ._exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
 from ._layout import Spec
 from ._linear import compact_linear
-from ._measures import Bias, bias, cosine, relative_error, sqnr_db
+from ._measures import Bias, bias, cosine, relative_error
 from ._optimizer import CheckpointError, CompActAdamW, clip_grad_norm_
 from ._presets import FLOORS, PRESETS, Floor, Preset, Saved, preset
 from ._projected import Projected
@@ -64,5 +64,4 @@ __all__ = [
     "preset",
     "relative_error",
     "revert",
-    "sqnr_db",
 ]

@@ -19,7 +19,7 @@ copies the bytes out, after its event) calls `finish`, which looks at the flag a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -75,16 +75,6 @@ class Packed:
         """Bytes of all buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
-    def moved(self, buffers: tuple[Tensor, ...]) -> Packed:
-        """The same with buffers that went elsewhere and came back. Raises PackedError if sizes differ."""
-        was, now = [b.numel() for b in self.buffers], [b.numel() for b in buffers]
-        if was != now or any(b.dtype is not torch.uint8 for b in buffers):
-            raise PackedError(
-                f"a packed {self.spec.dtype} tensor of shape {list(self.spec.shape)} has uint8 buffers of {was} bytes, "
-                f"but got {now} of {[str(b.dtype) for b in buffers]}: give back what was taken"
-            )
-        return replace(self, buffers=buffers)
-
 
 class Pending:
     """An encode under way. It holds the tensor until `finish`; the tensor must not change before.
@@ -117,7 +107,7 @@ class Pending:
 
 
 class Codec(Protocol):
-    """Makes tensors smaller. Immutable, so one may serve many threads."""
+    """Makes tensors smaller. Immutable, so one may serve many threads. Subclasses inherit `encode`."""
 
     @property
     def name(self) -> str:
@@ -148,6 +138,7 @@ class Codec(Protocol):
 
     def encode(self, tensor: Tensor, key: int = 0) -> Packed:
         """`begin` and `finish` at once. Waits for a device where values decide."""
+        return self.begin(tensor, key).finish()
 
     def decode(self, packed: Packed) -> Tensor:
         """The tensor, on the buffers' device. Raises PackedError for what this codec did not make."""

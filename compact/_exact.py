@@ -8,7 +8,6 @@ Values are handled as integers throughout: -0.0, NaN payloads and denormal numbe
 
 from __future__ import annotations
 
-import abc
 from dataclasses import dataclass
 
 import torch
@@ -28,10 +27,14 @@ _LOOK = 4096
 _BLOCK = 1 << 20
 
 
-class _ExactCodec(abc.ABC):
-    """What the exact codecs share: sizes, `encode`, and the way back of the verbatim form."""
+@dataclass(frozen=True)
+class Verbatim(Codec):
+    """A `Codec` that keeps the stored bytes as they are: any dtype. What is expanded is stored once.
 
-    name = "exact"
+    The other exact codecs do this where the values do not fit.
+    """
+
+    name = "verbatim"
     properties = Properties(
         exact=True, unbiased=True, keyed=False, bits_per_element=None, error_of_largest=0.0, relative_error=0.0
     )
@@ -46,13 +49,10 @@ class _ExactCodec(abc.ABC):
             )
         return spec.stored_bytes
 
-    @abc.abstractmethod
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding. Raises UnsupportedTensor."""
-
-    def encode(self, tensor: Tensor, key: int = 0) -> Packed:
-        """`begin` and `finish` at once."""
-        return self.begin(tensor, key).finish()
+        """Nothing to queue: `finish` copies the bytes."""
+        spec, values = self._open(tensor)
+        return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
 
     def decode(self, packed: Packed) -> Tensor:
         """The tensor, bit for bit, on the buffers' device."""
@@ -84,19 +84,7 @@ class _ExactCodec(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Verbatim(_ExactCodec):
-    """A `Codec` that keeps the stored bytes as they are: any dtype. What is expanded is stored once."""
-
-    name = "verbatim"
-
-    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Nothing to queue: `finish` copies the bytes."""
-        spec, values = self._open(tensor)
-        return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
-
-
-@dataclass(frozen=True)
-class Mask(_ExactCodec):
+class Mask(Verbatim):
     """A `Codec` for tensors of two values, one bit an element: booleans, and float masks such as dropout's 0 and 1/q.
 
     Takes booleans and every dtype of 1, 2, 4 or 8 bytes. The values are bit patterns, so 0.0 and -0.0 are two, and a
@@ -149,7 +137,7 @@ def _pack_bits(mask: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Narrow(_ExactCodec):
+class Narrow(Verbatim):
     """A `Codec` for integers: the narrowest of 0, 1, 2 and 4 bytes that holds the distance from the smallest to the
     largest. Token ids of a vocabulary up to 65,536 take 2 bytes of int64's 8."""
 
@@ -195,7 +183,7 @@ class Narrow(_ExactCodec):
 
 
 @dataclass(frozen=True)
-class DisguisedBf16(_ExactCodec):
+class DisguisedBf16(Verbatim):
     """A `Codec` for fp32 that holds bf16 values (an upcast under autocast, a norm's fp32 copy): the upper 16 bits."""
 
     name = "disguised-bf16"
@@ -233,7 +221,7 @@ def _upper(bits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Exact(_ExactCodec):
+class Exact(Verbatim):
     """A `Codec` for any plain tensor: `Mask` for booleans and for floats that look like a mask (dropout's on a CPU),
     `Narrow` for integers, `DisguisedBf16` for fp32, else `Verbatim`."""
 

@@ -102,43 +102,31 @@ class _Scratch:
         self.codes = torch.empty(shape if scheme.levels.bits < 8 else 0, dtype=torch.int8, device=device)
         self.code_bytes = self.codes.view(-1).view(torch.uint8)
         self.rotation = Rotation(scheme.group, units, device) if scheme.rotated else None
+        # Filled on the device: `torch.tensor` would copy from the host and wait for that.
+        self.top, self.smallest = (
+            torch.full((), value, dtype=torch.float32, device=device) for value in (scheme.levels.top, TINY)
+        )
 
 
-class _Blocks:
-    """The blocks of a flat tensor: all of one size, then perhaps a smaller one.
-
-    Attributes:
-        whole: values in whole units; what is left is a short group.
-    """
-
-    def __init__(self, scheme: Scheme, count: int, device: torch.device) -> None:
-        block = CPU_BLOCK if device.type == "cpu" else DEVICE_BLOCK
-        self.scheme, self.device = scheme, device
-        self.units = max(1, min(block, count) // scheme.unit)
-        self.whole = count // scheme.unit * scheme.unit
-        self._scratch: dict[int, _Scratch] = {}
-
-    def scratch(self, units: int) -> _Scratch:
-        """Memory for a block of so many units."""
-        if units not in self._scratch:
-            self._scratch = {units: _Scratch(self.scheme, units, self.device)}
-        return self._scratch[units]
-
-    def split(self, values: Tensor, scales: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """[k, g, c] of values, [k, 1, c] of scales and codes, flat or, of 8 bits, [k, g, c]: block by block."""
-        scheme = self.scheme
-        groups, nbytes = self.whole // scheme.group, self.whole * scheme.levels.bits // 8
-        shaped = values[: self.whole].view(-1, scheme.group, scheme.columns).split(self.units)
-        scaled = scales[:groups].view(-1, 1, scheme.columns).split(self.units)
-        if scheme.levels.bits == 8:
-            dtype = scheme.levels.floating or torch.int8
-            coded = codes[:nbytes].view(dtype).view(-1, scheme.group, scheme.columns).split(self.units)
-        else:
-            coded = codes[:nbytes].split(self.units * scheme.unit * scheme.levels.bits // 8)
-        return zip(shaped, scaled, coded, strict=True)
+def _blocks(
+    values: Tensor, scales: Tensor, codes: Tensor, scheme: Scheme
+) -> Iterator[tuple[Tensor, Tensor, Tensor, _Scratch]]:
+    """Whole units, block by block: values [k, g, c], scales [k, 1, c], codes flat or, of 8 bits, [k, g, c]; scratch."""
+    block = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
+    units, shape = max(1, min(block, values.numel()) // scheme.unit), (-1, scheme.group, scheme.columns)
+    if scheme.levels.bits == 8:
+        coded = codes.view(scheme.levels.floating or torch.int8).view(shape).split(units)
+    else:
+        coded = codes.split(units * scheme.unit * scheme.levels.bits // 8)
+    scaled = scales.view(-1, 1, scheme.columns).split(units)
+    scratch = None
+    for value, scale, code in zip(values.view(shape).split(units), scaled, coded, strict=True):
+        if scratch is None or len(value) < len(scratch.work):  # the last block may be smaller
+            scratch = _Scratch(scheme, len(value), values.device)
+        yield value, scale, code, scratch
 
 
-def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor) -> None:
+def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor, start: int = 0) -> None:
     """Quantise.
 
     Args:
@@ -147,23 +135,24 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
         noise: rounds stochastically; None rounds to nearest, halves to even (odd halves: up).
         scales: fp32 [scheme.groups(n)], written.
         codes: uint8 [scheme.code_bytes(n)], written.
+        start: of the first value's noise.
     """
-    blocks = _Blocks(scheme, values.numel(), values.device)
-    # Filled on the device: `torch.tensor` would copy from the host and wait for that.
-    top = torch.full((), scheme.levels.top, dtype=torch.float32, device=values.device)
-    smallest = torch.full((), TINY, dtype=torch.float32, device=values.device)
-    start = 0
-    if blocks.whole:
-        for value, scale, code in blocks.split(values, scales, codes):
-            _encode_block(value, scale, code, scheme, blocks.scratch(len(value)), (smallest, top), noise, start)
-            start += value.numel()
-    if start < values.numel():
+    whole, groups, nbytes = _whole(values, scheme)
+    if whole < values.numel():  # a short group at the end, made up with zeros
         last = values.new_zeros(scheme.group)
-        last[: values.numel() - start].copy_(values[start:])
-        rest = scales[start // scheme.group :], codes[start * scheme.levels.bits // 8 :]
-        for value, scale, code in _Blocks(scheme, scheme.group, values.device).split(last, *rest):
-            _encode_block(value, scale, code, scheme, blocks.scratch(1), (smallest, top), noise, start)
-    scales.div_(top)  # until here the largest magnitudes: one operation for all blocks
+        last[: values.numel() - whole].copy_(values[whole:])
+        encode(last, scheme, noise, scales[groups:], codes[nbytes:], start + whole)
+    if whole:
+        for value, scale, code, scratch in _blocks(values[:whole], scales[:groups], codes[:nbytes], scheme):
+            _encode_block(value, scale, code, scheme, scratch, noise, start)
+            start += value.numel()
+        scales[:groups].div_(scratch.top)  # until here the largest magnitudes: one operation for all blocks
+
+
+def _whole(values: Tensor, scheme: Scheme) -> tuple[int, int, int]:
+    """How many of the values are in whole units, in how many groups, with codes of how many bytes."""
+    whole = values.numel() // scheme.unit * scheme.unit
+    return whole, whole // scheme.group, whole * scheme.levels.bits // 8
 
 
 def _encode_block(
@@ -172,7 +161,6 @@ def _encode_block(
     codes: Tensor,
     scheme: Scheme,
     scratch: _Scratch,
-    constants: tuple[Tensor, Tensor],
     noise: Noise | None,
     start: int,
 ) -> None:
@@ -189,8 +177,8 @@ def _encode_block(
         work.copy_(values)
     torch.abs(work, out=result)
     torch.amax(result, 1, keepdim=True, out=largest)
-    torch.maximum(largest, constants[0], out=largest)
-    torch.div(constants[1], largest, out=scratch.inverse)
+    torch.maximum(largest, scratch.smallest, out=largest)
+    torch.div(scratch.top, largest, out=scratch.inverse)
     torch.mul(work, scratch.inverse, out=result)
     if levels.floating is not None:
         codes.copy_(result)
@@ -213,18 +201,14 @@ def _encode_block(
 
 def decode(codes: Tensor, scales: Tensor, scheme: Scheme, out: Tensor) -> None:
     """The inverse of `encode`, into `out` [n] of any float dtype."""
-    blocks = _Blocks(scheme, out.numel(), out.device)
-    start = 0
-    if blocks.whole:
-        for value, scale, code in blocks.split(out, scales, codes):
-            _decode_block(code, scale, scheme, blocks.scratch(len(value)), value)
-            start += value.numel()
-    if start < out.numel():
+    whole, groups, nbytes = _whole(out, scheme)
+    if whole:
+        for value, scale, code, scratch in _blocks(out[:whole], scales[:groups], codes[:nbytes], scheme):
+            _decode_block(code, scale, scheme, scratch, value)
+    if whole < out.numel():
         last = out.new_empty(scheme.group)
-        rest = scales[start // scheme.group :], codes[start * scheme.levels.bits // 8 :]
-        for value, scale, code in _Blocks(scheme, scheme.group, out.device).split(last, *rest):
-            _decode_block(code, scale, scheme, blocks.scratch(1), value)
-        out[start:].copy_(last[: out.numel() - start])
+        decode(codes[nbytes:], scales[groups:], scheme, last)
+        out[whole:].copy_(last[: out.numel() - whole])
 
 
 def _decode_block(codes: Tensor, scales: Tensor, scheme: Scheme, scratch: _Scratch, out: Tensor) -> None:

@@ -83,11 +83,6 @@ def shares_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return any(n > 1 and not st for n, st in zip(shape, stride, strict=True)) or _walk(shape, stride)[2]
 
 
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
-
-
 def flat(tensor: Tensor, *, logical: bool = False) -> Tensor:
     """The elements in one dimension: a view where their order is the memory's, else a copy.
 
@@ -115,11 +110,11 @@ class Target:
     """
 
     def __init__(self, spec: Spec, device: torch.device, *, logical: bool = False) -> None:
-        stride = spec.stride
-        if logical and shares_memory(spec.shape, stride):
-            stride = contiguous_stride(spec.shape)
-        self._tensor = torch.empty_strided(spec.shape, stride, dtype=spec.dtype, device=device)
-        self._view = self._tensor if logical else self._tensor.as_strided(*stored(spec.shape, stride))
+        if logical and shares_memory(spec.shape, spec.stride):
+            self._tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+        else:
+            self._tensor = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=device)
+        self._view = self._tensor if logical else self._tensor.as_strided(*stored(spec.shape, spec.stride))
         self._direct = self._view.is_contiguous()
         self.flat = self._view.view(-1) if self._direct else self._view.new_empty(self._view.numel())
 

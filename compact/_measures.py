@@ -31,12 +31,6 @@ def cosine(found: Tensor, exact: Tensor) -> float:
     return float(torch.dot(a / sizes[0], b / sizes[1]))
 
 
-def sqnr_db(found: Tensor, exact: Tensor) -> float:
-    """Signal to quantisation noise in decibels: -20 log10 of the relative error; infinite where there is none."""
-    error = relative_error(found, exact)
-    return math.inf if error == 0.0 else -20.0 * math.log10(error)
-
-
 class Bias(NamedTuple):
     """What the mean of many draws says.
 

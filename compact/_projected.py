@@ -16,17 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._codec import Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
+from ._codec import Codec, Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
 from ._errors import CodecError, UnsupportedTensor
+from ._exact import Verbatim
 from ._layout import Spec, Target, flat
-from ._projection import KINDS, Projection, ProjectionKind
+from ._projection import KINDS, Projection, ProjectionKind, check_rank
 from ._seeds import key as derive
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
-class Projected:
+class Projected(Codec):
     """A `Codec` of linear inputs: bf16, fp16, fp32, fp64, not scalars.
 
     Strides come back exactly, but a tensor whose elements share memory comes back contiguous.
@@ -77,7 +78,15 @@ class Projected:
             )
         if not spec.numel:
             return 0
-        return spec.numel // spec.shape[-1] * self._projection(spec, 0).rank * spec.dtype.itemsize
+        width = spec.shape[-1]
+        return spec.numel // width * self.rank_of(width, f"a {self.kind} projection") * spec.dtype.itemsize
+
+    def rank_of(self, width: int, what: str) -> int:
+        """The number of columns kept of `width`. Raises RankError for a rank above it; `what` says whose rank it is."""
+        if isinstance(self.rank, float):
+            return max(1, int(width * self.rank))
+        check_rank(self.rank, width, what)
+        return self.rank
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
         """Queue the projection. The flag is False where the tensor must be kept verbatim."""
@@ -95,18 +104,12 @@ class Projected:
         flag = largest < torch.finfo(spec.dtype).max / (2 * row)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
-    def encode(self, tensor: Tensor, key: int = 0) -> Packed:
-        """`begin` and `finish` at once."""
-        return self.begin(tensor, key).finish()
-
     def decode(self, packed: Packed) -> Tensor:
         """x P P^T, on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"projected": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
-            target = Target(spec, buffer.device)
-            target.flat.copy_(view_as(buffer, spec.dtype))
-            return target.settle()
+            return Verbatim().decode(packed)
         target = Target(spec, buffer.device, logical=True)
         if spec.numel:
             projection = self._projection(spec, packed.numbers[0])
@@ -116,6 +119,6 @@ class Projected:
 
     def _projection(self, spec: Spec, key: int) -> Projection:
         width = spec.shape[-1]
-        rank = self.rank if isinstance(self.rank, int) else max(1, int(width * self.rank))
+        rank = self.rank_of(width, f"a {self.kind} projection")
         # Made from the key, not the key itself, which seeds other draws for the same tensor.
         return Projection(self.kind, width, rank, derive(key, "projection"))

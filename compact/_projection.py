@@ -138,7 +138,7 @@ class Projection:
 
     def _transform(self, rows: Tensor, new_rows: Tensor, down: bool) -> None:
         wide = _wide(rows.dtype)
-        transform = self._mixer(wide, rows.device) if self.kind == "orthonormal" else self._buckets(wide, rows.device)
+        transform = self._transformation(wide, rows.device)
         block = _CPU_BLOCK if rows.device.type == "cpu" else _DEVICE_BLOCK
         step = max(block // self.width, 1)
         for start in range(0, len(rows), step):
@@ -146,14 +146,12 @@ class Projection:
             mapped = transform.down(columns) if down else transform.up(columns)
             new_rows[start : start + step].copy_(mapped.t())
 
-    def _mixer(self, dtype: torch.dtype, device: torch.device) -> Walsh:
+    def _transformation(self, dtype: torch.dtype, device: torch.device) -> Walsh | Buckets:
         signs = _seeds.signs(_seeds.key(self.key, "signs"), self.width, device).to(dtype)
         order = _seeds.permutation(_seeds.key(self.key, "order"), self.width, device)
-        return Walsh(signs, order[: self.rank].sort().values)
-
-    def _buckets(self, dtype: torch.dtype, device: torch.device) -> Buckets:
-        signs = _seeds.signs(_seeds.key(self.key, "signs"), self.width, device).to(dtype)
-        return Buckets(signs, _seeds.permutation(_seeds.key(self.key, "order"), self.width, device), self.rank)
+        if self.kind == "orthonormal":
+            return Walsh(signs, order[: self.rank].sort().values)
+        return Buckets(signs, order, self.rank)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from . import _grouped
-from ._codec import Packed, Pending, Properties, check_packed, verbatim, view_as
+from ._codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from ._errors import CodecError, GroupError, UnsupportedTensor
+from ._exact import Verbatim
 from ._grouped import E4M3, E5M2, INT2, INT4, INT8, Levels, Scheme
 from ._hadamard import is_rotatable
 from ._layout import Spec, Target, flat
@@ -43,7 +44,7 @@ _SLACK = 1 + 2.0**-20
 
 
 @dataclass(frozen=True)
-class Quantized:
+class Quantized(Codec):
     """A `Codec` of floating-point tensors (bf16, fp16, fp32; fp64 through fp32).
 
     Strides come back exactly, but for groups along tokens, where a tensor whose elements share memory comes back
@@ -132,18 +133,12 @@ class Quantized:
         flag = scales.amax() < self._limit(spec.dtype)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
-    def encode(self, tensor: Tensor, key: int = 0) -> Packed:
-        """`begin` and `finish` at once."""
-        return self.begin(tensor, key).finish()
-
     def decode(self, packed: Packed) -> Tensor:
         """The tensor, on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"codes": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
-            target = Target(spec, buffer.device)
-            target.flat.copy_(view_as(buffer, spec.dtype))
-            return target.settle()
+            return Verbatim().decode(packed)
         target = Target(spec, buffer.device, logical=self._by_tokens)
         scheme, count = self._scheme(spec), self._count(spec)
         if count:

@@ -18,7 +18,6 @@ takes 25 on int32.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -82,8 +81,9 @@ def uniform_bits(key: int, count: int, device: torch.device | str, start: int = 
     words = torch.empty(count, dtype=torch.int32, device=device)
     chunk = _CHUNK if words.device.type == "cpu" else max(count, 1)
     scratch = torch.empty(min(chunk, count), dtype=torch.int32, device=device)
-    for offset, length in _chunks(count, chunk):
-        x, t = words[offset : offset + length], scratch[:length]
+    for offset in range(0, count, chunk):
+        x = words[offset : offset + chunk]
+        t, length = scratch[: len(x)], len(x)
         # The counter may pass 2**31: add it as a wrapped scalar, not as the end of the range.
         torch.arange(length, dtype=torch.int32, device=device, out=x)
         x.add_(_signed(start + offset + low))
@@ -156,8 +156,3 @@ def _signed(word: int) -> int:
     """The low 32 bits as int32 holds them."""
     word &= _MASK
     return word - (word >> 31 << 32)
-
-
-def _chunks(count: int, chunk: int) -> Iterator[tuple[int, int]]:
-    for offset in range(0, count, chunk):
-        yield offset, min(chunk, count - offset)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -134,7 +135,7 @@ def _check_tensor(codec: Codec, other: Codec, tensor: Tensor, what: str) -> bool
     _check_form(decoded, tensor, codec, what)
     _check_close(decoded, tensor, codec, what)
     # Bytes that went elsewhere and came back behind other bytes, to another codec of the same settings.
-    away = packed.moved(tuple(torch.cat((b[:1], b))[1:] if b.numel() else b for b in packed.buffers))
+    away = replace(packed, buffers=tuple(torch.cat((b[:1], b))[1:] if b.numel() else b for b in packed.buffers))
     _require(_bit_equal(other.decode(away), decoded), f"{what}: bytes that were moved decode to something else")
     pending = codec.begin(tensor, 11)
     flag = None if pending.flag is None else pending.flag.cpu()

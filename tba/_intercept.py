@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compact import Projected, RankError, SharedInput, compact_linear, key
+from compact import Projected, SharedInput, compact_linear, key
 
 from . import _torch
 from ._errors import ConfigError
@@ -72,24 +72,13 @@ class CompactFunctional:
             return None
         width = weight.shape[1]
         with self._lock:
-            rank = self._rank(width, self._name(parameter))
+            rank = self._projected.rank_of(width, f"layer {self._name(parameter)!r}")
             if rank == width:
                 return None
             source = self._source(x, parameter)
         return compact_linear(
             x, weight, bias, rank=rank, key=source.key, kind=self._projected.kind, shared=source.shared
         )
-
-    def _rank(self, width: int, name: str) -> int:
-        rank = self._projected.rank
-        if isinstance(rank, float):
-            return max(1, int(width * rank))
-        if rank > width:
-            raise RankError(
-                f"layer {name!r} was given rank {rank}, but its width is {width}: choose a rank from 1 to {width}, or "
-                "a share of the width"
-            )
-        return rank
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
@@ -103,7 +92,8 @@ class CompactFunctional:
         for name, module in layers:
             weight: Any = module.weight
             if weight.requires_grad:
-                self._rank(weight.shape[1 if isinstance(module, nn.Linear) else 0], name)
+                width = weight.shape[1 if isinstance(module, nn.Linear) else 0]
+                self._projected.rank_of(width, f"layer {name!r}")
         for name, parameter in model.named_parameters():
             self._names[parameter] = name.removesuffix(".weight")
 
