@@ -18,7 +18,7 @@ Wants the engine's lock held, except `unpacked`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -53,13 +53,11 @@ class _Waiting(NamedTuple):
 class Compressor:
     """Applies a preset. Without one nothing is ever smaller."""
 
-    def __init__(
-        self, preset: Preset, seed: int, counters: Counters, kind_of: Callable[[Tensor], Saved] | None = None
-    ) -> None:
+    def __init__(self, preset: Preset, seed: int, counters: Counters) -> None:
         self._preset = preset
         self._seed = seed
         self._counters = counters
-        self._kind_of = kind_of
+        self._tells_savers_apart = any(not preset[kind].properties.exact for kind in Saved)
         self._linear: CompactFunctional | None = None
         self.waiting: list[_Waiting] = []
 
@@ -68,7 +66,7 @@ class Compressor:
 
         None where the preset does not ask for it. Raises ConfigError, RankError: nothing in the model to project.
         """
-        if self._kind_of is None:
+        if not self._tells_savers_apart:
             return None
         mode = SavedBy(self.projection(model))
         if model is not None:
@@ -89,7 +87,7 @@ class Compressor:
 
     def kind(self, tensor: Tensor) -> Saved:
         """Who is saving this tensor, in a pack hook."""
-        return Saved.UNKNOWN if self._kind_of is None else self._kind_of(tensor)
+        return kind_of(tensor) if self._tells_savers_apart else Saved.UNKNOWN
 
     def also(self, record: Record, kind: Saved) -> bool:
         """One more operator saves a record's tensor; False where the record has been made too small for it."""
@@ -175,12 +173,7 @@ def compressor(config: OffloadConfig, counters: Counters) -> Compressor | None:
     if config.compress is None:
         return None
     preset = config.compress if isinstance(config.compress, Preset) else named(config.compress, rank=config.rank)
-    return Compressor(preset, config.seed, counters, _kinds(preset))
-
-
-def _kinds(preset: Preset) -> Callable[[Tensor], Saved] | None:
-    """How savers are told apart, where the preset treats them differently."""
-    return kind_of if any(not preset[kind].properties.exact for kind in Saved) else None
+    return Compressor(preset, config.seed, counters)
 
 
 def is_whole(record: Record, alias: Tensor) -> bool:

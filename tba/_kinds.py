@@ -26,13 +26,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from compact import Saved
 
-from ._nodes import maker
-from ._weights import MARK, WEIGHT, leads_to_parameter
+from ._weights import is_weight
 
 # Class of a saved tensor, from it and the arguments of the function that saves it.
 Rule = Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Saved]
@@ -46,20 +45,6 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 def is_float(tensor: Tensor) -> bool:
     """Whether codecs may touch it. Eight-bit floats are a codec's work already."""
     return tensor.dtype in _FLOATS
-
-
-def is_weight(tensor: Any) -> bool:
-    """Whether it is a parameter, or a view or cast of one that autograd or a mark on its storage links to it."""
-    if isinstance(tensor, nn.Parameter):
-        return True
-    if type(tensor) is not Tensor:
-        return False
-    if isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor)):
-        return True
-    try:
-        return getattr(tensor.untyped_storage(), MARK, None) is WEIGHT
-    except (RuntimeError, NotImplementedError):  # functorch wrappers have no storage
-        return False
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str) -> Any:

@@ -36,7 +36,8 @@ from compact import Saved
 from io_backends import interrupts
 
 from ._hooks import ModelHook
-from ._kinds import RULES, Call, argument, is_weight, kind_in, other
+from ._kinds import RULES, Call, argument, kind_in, other
+from ._weights import is_weight
 
 # Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
@@ -115,8 +116,8 @@ class SavedBy(TorchFunctionMode):
         handles: list[Any] = []
         for module in model.modules():
             if _is_norm(module):
-                handles.append(module.register_forward_pre_hook(_Enter(module), prepend=True))
-                handles.append(module.register_forward_hook(_Leave(module), always_call=True))
+                handles.append(module.register_forward_pre_hook(_NormHook(), prepend=True))
+                handles.append(module.register_forward_hook(_NormHook(), always_call=True))
 
         def remove() -> None:
             for handle in handles:
@@ -169,28 +170,21 @@ def _is_norm(module: nn.Module) -> bool:
     )
 
 
-class _Enter(ModelHook):
-    """Before a norm's forward."""
+class _NormHook(ModelHook):
+    """Notes a norm while its forward runs: a hook for before it and for after it, also when that or a hook raises.
 
-    def __init__(self, module: nn.Module) -> None:
+    Not an action of `ModelHook`, whose calls torch.compile does not trace: within a compiled graph they would break it.
+    """
+
+    def __init__(self) -> None:
         super().__init__(lambda: None)
-        self._id = id(module)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if is_compiling() or not args:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], *result: Any) -> None:
+        if is_compiling():
             return
-        x = args[0]
-        if type(x) is Tensor and not is_weight(x):  # a parametrization's norm is of weights
-            _now.norms.append((self._id, x.numel()))
-
-
-class _Leave(ModelHook):
-    """After it, also when it or a hook before it has raised."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(lambda: None)
-        self._id = id(module)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not is_compiling() and _now.norms and _now.norms[-1][0] == self._id:
-            _now.norms.pop()
+        norms = _now.norms
+        if result:  # after the forward; (None,) when it has raised
+            if norms and norms[-1][0] == id(module):
+                norms.pop()
+        elif args and type(args[0]) is Tensor and not is_weight(args[0]):  # a parametrization's norm is of weights
+            norms.append((id(module), args[0].numel()))

@@ -32,8 +32,9 @@ from support.saved_by import (
     saved,
     weight,
 )
-from tba._kinds import RULES, is_weight
+from tba._kinds import RULES
 from tba._saved_by import SavedBy, kind_of
+from tba._weights import is_weight
 
 Q = (B, HEADS, S, D)
 q, k, v = rand(*Q), rand(*Q), rand(*Q)

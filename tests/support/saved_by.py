@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from compact import Saved
-from tba._kinds import is_weight
 from tba._saved_by import SavedBy, kind_of
+from tba._weights import is_weight
 
 Found = list[tuple[str, tuple[int, ...]]]
 B, S, N, M, HEADS, D = 2, 5, 8, 12, 3, 4
