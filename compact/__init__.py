@@ -7,21 +7,21 @@
 Whoever writes a codec reads `Codec`'s contract; `compact.testing.check_codec` holds it to it.
 """
 
-from ._codec import Codec, Packed, Pending, Properties
-from ._convert import PAPER_SKIP, ConvertError, convert, revert
+from ._codecs.codec import Codec, Packed, Pending, Properties
+from ._codecs.exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
+from ._codecs.projected import Projected
+from ._codecs.quantized import Quantized
+from ._codecs.strided import Spec
 from ._errors import CodecError, GroupError, PackedError, PresetError, UnsupportedTensor
-from ._exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
-from ._layout import Spec
-from ._linear import compact_linear
 from ._measures import Bias, bias, cosine, relative_error
-from ._optimizer import CheckpointError, CompActAdamW, clip_grad_norm_
 from ._presets import FLOORS, PRESETS, Floor, Preset, Saved, preset
-from ._projected import Projected
-from ._projection import Projection, RankError
-from ._quantize import Quantized
+from ._projection.projection import Projection, RankError
+from ._projection.shared_input import SharedInput
+from ._projection.subspace import Subspace
 from ._seeds import key
-from ._shared import SharedInput
-from ._subspace import Subspace
+from ._training.convert import PAPER_SKIP, ConvertError, convert, revert
+from ._training.linear import compact_linear
+from ._training.optimizer import CheckpointError, CompActAdamW, clip_grad_norm_
 
 __all__ = [
     "FLOORS",

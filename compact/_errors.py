@@ -7,9 +7,9 @@
     ├── GroupError          a group that does not divide the dimension it runs along
     ├── PackedError         packed bytes that do not belong to this codec, or were cut
     ├── PresetError         a preset that does not exist, or a table that breaks a floor
-    ├── RankError           a rank above the width (`_projection`)
-    ├── ConvertError        a model that cannot be converted, or back (`_convert`)
-    └── CheckpointError     a state of another rank, kind or model (`_optimizer`)
+    ├── RankError           a rank above the width (`Projection`, `convert`)
+    ├── ConvertError        a model that cannot be converted, or back (`convert`)
+    └── CheckpointError     a state of another rank, kind or model (`CompActAdamW`)
 
 All are ValueErrors too: each is about an argument.
 """

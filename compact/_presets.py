@@ -18,11 +18,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ._codec import Codec
+from ._codecs.codec import Codec
+from ._codecs.exact import Exact, Mask
+from ._codecs.projected import Projected
+from ._codecs.quantized import Quantized
 from ._errors import PresetError
-from ._exact import Exact, Mask
-from ._projected import Projected
-from ._quantize import Quantized
 
 
 class Saved(enum.Enum):

@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ._codec import Codec, Packed
+from ._codecs.codec import Codec, Packed
+from ._codecs.strided import Spec, shares_memory
 from ._errors import CodecError
-from ._layout import Spec, shares_memory
 from ._measures import bias
 
 __all__ = ["ContractError", "check_codec", "edge_tensors"]

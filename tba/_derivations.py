@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from . import _streams
-from ._compress import is_whole, on_its_stream
+from ._compress.compressor import is_whole, on_its_stream
 from ._derive import recipe, remember
 from ._errors import OffloadError
 from ._look import look

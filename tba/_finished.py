@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 
-from ._compress import Compressor
+from ._compress.compressor import Compressor
 from ._derivations import Derivations
 from ._held import Held
 from ._policy import DERIVED

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, UntypedStorage, strided
 
 from . import _recipe, _streams
-from ._compress import payload_of, unpacked
+from ._compress.compressor import payload_of, unpacked
 from ._errors import ClosedError, TransferError
 from ._record import DERIVED, IN_MEMORY, RESTORED, Encoded, Record
 from ._torch import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count

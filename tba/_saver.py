@@ -29,7 +29,7 @@ from compact import Saved
 from io_backends import Store, interrupts
 
 from . import _backward, _policy, _streams
-from ._compress import compressor
+from ._compress.compressor import compressor
 from ._config import OffloadConfig
 from ._derivations import Derivations, again
 from ._endurance import projected_bytes_per_day

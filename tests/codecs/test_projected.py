@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compact import CodecError, Projected, Spec, UnsupportedTensor, key
-from compact._projection import Projection, RankError
+from compact._projection.projection import Projection, RankError
 
 KINDS = ("gaussian", "rademacher", "orthonormal", "sparse")
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compact import CodecError, Projection, RankError, key
-from compact._projection import KINDS, ProjectionKind
-from compact._walsh import fold
+from compact._projection.projection import KINDS, ProjectionKind
+from compact._projection.walsh import fold
 
 # Powers of two, blocks tied together (96 = 3 * 32, 50 = 25 * 2), odd, full, a rank that does not divide.
 SIZES = ((64, 16), (96, 24), (50, 7), (33, 5), (32, 32), (48, 48), (1, 1))

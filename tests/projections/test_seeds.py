@@ -1,4 +1,4 @@
-"""compact._seeds: the same integers everywhere, and integers that look random."""
+"""Seeds: the same integers everywhere, and integers that look random."""
 
 from __future__ import annotations
 

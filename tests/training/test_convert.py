@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, convert, revert
-from compact._convert import CompactConv1D, CompactLinear
+from compact._training.convert import CompactConv1D, CompactLinear
 
 
 class _Block(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from compact import Projection, RankError, SharedInput, compact_linear, key
-from compact._projection import ProjectionKind
+from compact._projection.projection import ProjectionKind
 
 WIDTH, OUT = 48, 40
 
