@@ -59,23 +59,19 @@ def key(seed: int, *parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def uniform_bits(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Words `start ... start + count - 1` of a key: int32 [count], all 32 bits uniform.
+def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
+    """The first words of a key: int32 [count], all 32 bits uniform.
 
     Args:
         key: 64 bits.
-        count: words; start + count is at most 2**32.
+        count: words, at most 2**32.
         device: where to make them.
-        start: index of the first word.
 
     Raises:
-        ValueError: a negative count or start, or words beyond the last.
+        ValueError: a negative count, or more words than there are.
     """
-    if count < 0 or start < 0 or start + count > WORD_COUNT:
-        raise ValueError(
-            f"words {start} to {start + count - 1} were asked of a key that has words 0 to {WORD_COUNT - 1}: "
-            "use another key for more"
-        )
+    if not 0 <= count <= WORD_COUNT:
+        raise ValueError(f"{count} words were asked of a key, which has {WORD_COUNT}: use another key for more")
     mixed = _child(key, 0)  # neighbouring keys would otherwise give one stream, shifted
     low, high = _signed(mixed), _signed(mixed >> 32)
     words = torch.empty(count, dtype=torch.int32, device=device)
@@ -84,25 +80,24 @@ def uniform_bits(key: int, count: int, device: torch.device | str, start: int = 
     for offset in range(0, count, chunk):
         x = words[offset : offset + chunk]
         t, length = scratch[: len(x)], len(x)
-        # The counter may pass 2**31: add it as a wrapped scalar, not as the end of the range.
+        # The counter may pass 2**31: its offset is added as a wrapped scalar, not as the end of the range.
         torch.arange(length, dtype=torch.int32, device=device, out=x)
-        x.add_(_signed(start + offset + low))
+        x.add_(_signed(offset + low))
         _mix(x, t)
         x.add_(high)
         _mix(x, t)
     return words
 
 
-def signs(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Random signs `start ...`: int8 [count] of -1 and 1, one bit of the stream each.
+def signs(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Random signs: int8 [count] of -1 and 1, one bit of the stream each.
 
     Raises:
         ValueError: as `uniform_bits`.
     """
-    first, end = start // 32, -(-(start + count) // 32)
-    words = uniform_bits(key, max(end - first, 0), device, first)
+    words = uniform_bits(key, -(-count // 32), device)
     bits = (words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=device)).to(torch.int8).bitwise_and_(1)
-    return bits.view(-1)[start - 32 * first :][:count].mul_(-2).add_(1)
+    return bits.view(-1)[:count].mul_(-2).add_(1)
 
 
 def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
@@ -114,8 +109,8 @@ def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
     return uniform_bits(key, count, device).argsort()
 
 
-def bells(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Nearly Gaussian integers `start ...`: int32 [count], sums of twelve uniform bytes less their mean.
+def bells(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Nearly Gaussian integers: int32 [count], sums of twelve uniform bytes less their mean.
 
     Mean 0 and variance 65535 (`BELL_VARIANCE`) exactly, symmetric, between -1530 and 1530. Divided by 256 they are
     standard Gaussian but for the excess kurtosis, -0.1000 instead of 0, and the tails, which end at 5.98 (the two
@@ -128,7 +123,7 @@ def bells(key: int, count: int, device: torch.device | str, start: int = 0) -> T
     total = torch.zeros(count, dtype=torch.int32, device=device)
     bytes_of_pairs = 0x00FF00FF
     for part in range(3):
-        words = uniform_bits(_child(key, part + 1), count, device, start)
+        words = uniform_bits(_child(key, part + 1), count, device)
         total += words & bytes_of_pairs  # bytes 0 and 2, in halves of a word that six bytes cannot overflow
         total += (words >> 8) & bytes_of_pairs  # bytes 1 and 3
     return (total & 0xFFFF).add_(total >> 16).sub_(BELL_LARGEST)

@@ -151,11 +151,6 @@ def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
     return buffer.view(dtype)
 
 
-def bytes_of(flat: Tensor) -> Tensor:
-    """The bytes of a flat tensor, uint8 [nbytes], sharing its memory."""
-    return flat.view(torch.uint8)
-
-
 def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
     """The one buffer of a packed tensor whose form is one of `nbytes`, with that many bytes. Raises PackedError."""
     if packed.form not in nbytes:
@@ -174,4 +169,4 @@ def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
 
 def verbatim(tensor_flat: Tensor, spec: Spec) -> Packed:
     """The stored elements as they are, in memory of their own."""
-    return Packed(spec, "verbatim", (bytes_of(tensor_flat.clone()),))
+    return Packed(spec, "verbatim", (tensor_flat.clone().view(torch.uint8),))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._errors import UnsupportedTensor
 from .._kernels.bits import pack, packed_count, unpack
-from .codec import Codec, Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
+from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .strided import Spec, Target, flat
 
 # The integer dtype of a width in bytes, for bit patterns.
@@ -60,7 +60,10 @@ class Verbatim(Codec):
         buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
         as_bytes = spec.dtype is torch.bool  # see `_open`
         target = Target(spec._replace(dtype=torch.uint8) if as_bytes else spec, buffer.device)
-        self._restore(packed, buffer, target.flat)
+        if packed.form == "verbatim":
+            target.flat.copy_(view_as(buffer, target.flat.dtype))
+        else:
+            self._restore(packed, buffer, target.flat)
         made = target.settle()
         return made.view(torch.bool) if as_bytes else made
 
@@ -79,8 +82,7 @@ class Verbatim(Codec):
         return {}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
-        """Write the stored elements; here from the verbatim form."""
-        out.copy_(view_as(buffer, out.dtype))
+        """Write the stored elements, from one of the codec's own forms."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,7 @@ class Mask(Verbatim):
         spec, values = self._open(tensor)
         bits = values.view(_BITS_OF[spec.dtype.itemsize])
         if not bits.numel():
-            empty = verbatim(values, spec)
-            return Pending(None, lambda _: empty)
+            return super().begin(tensor)
         low, high = torch.aminmax(bits)
         is_high = bits == high
         two = (is_high | (bits == low)).all()
@@ -119,8 +120,6 @@ class Mask(Verbatim):
         return {"bits": packed_count(packed.spec.stored_numel, 1)}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
-        if packed.form != "bits":
-            return super()._restore(packed, buffer, out)
         is_high = unpack(buffer, 1)[: out.numel()].view(torch.bool)
         low, high = packed.numbers
         out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
@@ -148,8 +147,7 @@ class Narrow(Verbatim):
         """Queue the search for the smallest and the largest: they are the flag. `finish` queues the rest."""
         spec, values = self._open(tensor)
         if not values.numel():
-            empty = verbatim(values, spec)
-            return Pending(None, lambda _: empty)
+            return super().begin(tensor)
 
         def decide(flag: list[int]) -> Packed:
             low, high = flag
@@ -161,7 +159,7 @@ class Narrow(Verbatim):
             # Counted from the middle, so that the codes fill a signed integer of that width.
             middle = low + (1 << (8 * width - 1))
             codes = (values.to(torch.int64) - middle).to(_BITS_OF[width])
-            return Packed(spec, "narrow", (bytes_of(codes),), (middle, width))
+            return Packed(spec, "narrow", (codes.view(torch.uint8),), (middle, width))
 
         return Pending(torch.stack(torch.aminmax(values)).to(torch.int64), decide)
 
@@ -173,8 +171,6 @@ class Narrow(Verbatim):
         return {"narrow": width * packed.spec.stored_numel}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
-        if packed.form != "narrow":
-            return super()._restore(packed, buffer, out)
         middle, width = packed.numbers
         if width == 0:
             out.fill_(middle)
@@ -205,8 +201,6 @@ class DisguisedBf16(Verbatim):
         return {"upper": 2 * packed.spec.stored_numel}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
-        if packed.form != "upper":
-            return super()._restore(packed, buffer, out)
         bits = out.view(torch.int32)
         bits.copy_(view_as(buffer, torch.int16))
         bits.bitwise_left_shift_(16)
@@ -217,7 +211,7 @@ def _upper(bits: Tensor) -> Tensor:
     upper = bits.new_empty(bits.numel(), dtype=torch.int16)
     for source, half in zip(bits.split(_BLOCK), upper.split(_BLOCK), strict=True):
         half.copy_(source >> 16)
-    return bytes_of(upper)
+    return upper.view(torch.uint8)
 
 
 @dataclass(frozen=True)

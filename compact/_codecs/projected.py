@@ -19,7 +19,7 @@ from torch import Tensor
 from .._errors import CodecError, UnsupportedTensor
 from .._projection.projection import KINDS, Projection, ProjectionKind, check_rank
 from .._seeds import key as derive
-from .codec import Codec, Packed, Pending, Properties, bytes_of, check_packed, verbatim, view_as
+from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .exact import Verbatim
 from .strided import Spec, Target, flat
 
@@ -96,7 +96,7 @@ class Projected(Codec):
             return Pending(None, lambda _: empty)
         projection = self._projection(spec, key)
         z = projection.project(flat(tensor, logical=True).view(-1, spec.shape[-1]))
-        packed = Packed(spec, "projected", (bytes_of(z.view(-1)),), (key,))
+        packed = Packed(spec, "projected", (z.view(-1).view(torch.uint8),), (key,))
         # By Cauchy and Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
         # ends at 5.98) or sqrt(n / r). NaN and infinity make a norm that is below nothing.
         row = max(6.0, math.sqrt(projection.width / projection.rank))

@@ -125,16 +125,15 @@ def convert(
     """
     _check(kind, refresh, alpha, rank)
     layers = _eligible(model, skip)
-    for name, module in layers:
-        _rank_of(rank, name, _width(module))  # all are checked before one is changed
+    ranks = [_rank_of(rank, name, _width(module)) for name, module in layers]  # checked before a layer is changed
     groups: dict[str, SharedInput] = {}
-    for name, module in layers:
-        width, parent = _width(module), name.rpartition(".")[0]
+    for (name, module), number in zip(layers, ranks, strict=True):
+        parent = name.rpartition(".")[0]
         subspace = Subspace(
             name=name,
             kind=kind,
-            width=width,
-            rank=_rank_of(rank, name, width),
+            width=_width(module),
+            rank=number,
             alpha=alpha,
             period=refresh,
             base_key=_seeds.key(seed, parent if share else name, "parent" if share else "layer"),
