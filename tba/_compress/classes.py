@@ -115,14 +115,6 @@ def _groups(x: Tensor, count: Any) -> int:
     return x.shape[0] * count if isinstance(count, int) else x.numel()
 
 
-def _channels(x: Tensor, _: Any) -> int:
-    return x.shape[1]
-
-
-def _instances(x: Tensor, _: Any) -> int:
-    return x.shape[0] * x.shape[1]
-
-
 def _squared(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     """The rule, within a norm written in Python, of what is squared for its mean; elsewhere a power is UNKNOWN."""
     exponent = argument(args, kwargs, 1, "exponent")
@@ -230,8 +222,8 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     _factors(1, "batch1", 2, "batch2"): ("baddbmm", "baddbmm_"),
     _norm(_layers): ("layer_norm", "rms_norm"),
     _norm(_groups): ("group_norm",),
-    _norm(_channels): ("batch_norm",),
-    _norm(_instances): ("instance_norm",),
+    _norm(lambda x, _: x.shape[1]): ("batch_norm",),
+    _norm(lambda x, _: x.shape[0] * x.shape[1]): ("instance_norm",),
     _activation: (*("gelu", "silu", "silu_", "mish", "mish_", "softplus", "hardswish", "hardswish_"),),
     _product_factor: ("mul", "mul_", "multiply", "multiply_", "__mul__", "__rmul__", "__imul__"),
     _squared: ("pow", "__pow__"),

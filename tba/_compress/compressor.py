@@ -34,7 +34,7 @@ from .._config import OffloadConfig
 from .._record import PENDING, Encoded, Record
 from .._stats import Counters
 from .calls import SavedBy, kind_of
-from .projected_linear import CompactFunctional
+from .projected_linear import ProjectedLinear
 
 # What is saved must pay for two more passes over the data.
 _WORTH = 0.9
@@ -58,7 +58,7 @@ class Compressor:
         self._seed = seed
         self._counters = counters
         self._tells_savers_apart = any(not preset[kind].properties.exact for kind in Saved)
-        self._linear: CompactFunctional | None = None
+        self._linear: ProjectedLinear | None = None
         self.waiting: list[_Waiting] = []
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
@@ -73,11 +73,11 @@ class Compressor:
             weakref.finalize(self, mode.norms(model)).atexit = False
         return mode
 
-    def projection(self, model: nn.Module | None) -> CompactFunctional | None:
+    def projection(self, model: nn.Module | None) -> ProjectedLinear | None:
         """What takes over linear layers, where the preset projects their inputs. Raises as `mode`."""
         projected = self._preset[Saved.LINEAR_INPUT]
         if isinstance(projected, Projected):
-            self._linear = CompactFunctional(projected, seed=self._seed, model=model)
+            self._linear = ProjectedLinear(projected, seed=self._seed, model=model)
         return self._linear
 
     def end_step(self) -> None:

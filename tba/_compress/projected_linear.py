@@ -1,6 +1,6 @@
 """Intercept: linear layers that save a projection of their input, for models that nobody converted.
 
-`CompactFunctional` is a `linear` for `SavedBy`: it runs `compact.compact_linear` in the place of
+`ProjectedLinear` is a `linear` for `SavedBy`: it runs `compact.compact_linear` in the place of
 `torch.nn.functional.linear`, so that autograd saves z = x P, [..., r], instead of x [..., n]. The output, the input
 gradient and the bias gradient are those of the plain call, bit for bit; the weight gradient is full-size and has the
 plain one as its mean, so any optimizer takes it. CompAct, arXiv 2410.15352, section 3 (whose small optimizer needs
@@ -32,7 +32,7 @@ from .._errors import ConfigError
 from .classes import is_float
 
 
-class CompactFunctional:
+class ProjectedLinear:
     """What `SavedBy` calls instead of `linear`.
 
     Args:

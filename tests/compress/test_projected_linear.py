@@ -19,7 +19,7 @@ from compact import Projected, RankError, key
 from support.classes import saved
 from support.zoo import FAMILIES
 from tba._compress.calls import SavedBy
-from tba._compress.projected_linear import CompactFunctional
+from tba._compress.projected_linear import ProjectedLinear
 from tba._errors import ConfigError
 
 TOKENS, N, OUT, RANK = 24, 16, 12, 4
@@ -27,7 +27,7 @@ PROJECTED = Projected(RANK)
 
 
 def mode_of(projected: Projected = PROJECTED, **settings: Any) -> SavedBy:
-    return SavedBy(linear=CompactFunctional(projected, **settings))
+    return SavedBy(linear=ProjectedLinear(projected, **settings))
 
 
 def run(function: Callable[..., Tensor], mode: SavedBy | None, *inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -106,7 +106,7 @@ def test_only_the_projection_is_saved_and_it_stays_exact() -> None:
 def test_the_weight_gradient_s_mean_is_the_exact_one() -> None:
     inputs, draws = operands(TOKENS), 400
     exact = run(linear, None, *inputs)[1][1]
-    functional = CompactFunctional(PROJECTED, seed=3)
+    functional = ProjectedLinear(PROJECTED, seed=3)
     total, errors = torch.zeros_like(exact), []
     for _ in range(draws):
         made = run(linear, SavedBy(functional), *inputs)[1][1]
@@ -138,7 +138,7 @@ def test_projections_depend_on_seed_and_layer_alone() -> None:
 
 def test_each_step_has_a_new_projection() -> None:
     inputs = operands(TOKENS)
-    functional = CompactFunctional(PROJECTED)
+    functional = ProjectedLinear(PROJECTED)
     mode, made = SavedBy(functional), []
     for _ in range(3):
         made.append(grad_of(mode, inputs))
@@ -148,7 +148,7 @@ def test_each_step_has_a_new_projection() -> None:
 
 def test_graphs_keep_the_projection_they_were_made_with() -> None:
     inputs = operands(TOKENS)
-    functional = CompactFunctional(PROJECTED)
+    functional = ProjectedLinear(PROJECTED)
     expected = grad_of(mode_of(), inputs)
     with SavedBy(functional):
         out = linear(*inputs)
@@ -212,7 +212,7 @@ def test_a_changed_tensor_is_projected_anew() -> None:
 
 
 def test_tables_hold_neither_inputs_nor_weights() -> None:
-    functional = CompactFunctional(PROJECTED)
+    functional = ProjectedLinear(PROJECTED)
     inputs = operands(TOKENS)
     with SavedBy(functional):
         linear(*inputs)
@@ -315,16 +315,16 @@ def test_a_rank_above_the_width_names_the_layer() -> None:
     model = nn.Sequential(nn.Linear(32, N), nn.Sequential(nn.Linear(N, 32)))
     message = r"layer '1.0' was given rank 20, but its width is 16: choose a rank from 1 to 16"
     with pytest.raises(RankError, match=message):
-        CompactFunctional(Projected(20), model=model)
+        ProjectedLinear(Projected(20), model=model)
     with mode_of(Projected(20)), pytest.raises(RankError, match=message.replace("1.0", "#1")):
         model(torch.randn(TOKENS, 32))
     model[1].requires_grad_(False)
-    CompactFunctional(Projected(20), model=model)  # frozen layers are not projected
+    ProjectedLinear(Projected(20), model=model)  # frozen layers are not projected
 
 
 def test_a_model_without_linear_layers() -> None:
     with pytest.raises(ConfigError, match="Conv2d has no linear layer"):
-        CompactFunctional(PROJECTED, model=nn.Conv2d(1, 1, 1))
+        ProjectedLinear(PROJECTED, model=nn.Conv2d(1, 1, 1))
 
 
 def test_threads_use_the_projections_of_one() -> None:
@@ -369,7 +369,7 @@ def test_every_other_gradient_of_a_model_is_equal(family: Any) -> None:
         return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
     loss, exact = train(SavedBy())
-    functional = CompactFunctional(Projected(0.5, "orthonormal"), seed=key(7), model=model)
+    functional = ProjectedLinear(Projected(0.5, "orthonormal"), seed=key(7), model=model)
     loss_c, made = train(SavedBy(functional))
     assert torch.equal(loss, loss_c)
     differ = set()
