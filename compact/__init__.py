@@ -1,10 +1,10 @@
-"""Smaller saved tensors, exact ones for free and lossy ones for a known price: codecs, projections, their error.
+"""Codecs and projections that make saved tensors smaller, exactly or with a stated error.
 
     codec = Quantized("int4", rounding="stochastic", rotate=True)
     packed = codec.encode(tensor, key(run_seed, layer, step))       # packed.buffers, packed.nbytes
     codec.decode(packed)
 
-Whoever writes a codec reads `Codec`'s contract; `compact.testing.check_codec` holds it to it.
+To write a codec of your own, follow the contract of `Codec` and test it with `compact.testing.check_codec`.
 """
 
 from ._codecs.codec import Codec, Packed, Pending, Properties

@@ -1,18 +1,18 @@
-"""Seeds: random integers from a key and a counter, the same bits on every device, in any order, in any chunks.
+"""Seeds: random integers from a key and a counter, with the same bits on every device.
 
 Guarantees:
 
 1. Word i of a key depends on (key, i) alone. Only 32-bit integer sums, products modulo 2**32, shifts and xors are
-   used, which every device computes exactly; no state exists and torch's generators are neither read nor moved.
-2. For one key the first 2**32 words are a permutation: none occurs twice, so sorting them has no ties. (The price: a
-   true random sequence of 2**17 words would hold two repeats. Sums of words do not feel it.)
-3. Everything else here (signs, permutations, bells) is made of these words by integer arithmetic.
+   used, which every device computes exactly. There is no state, and torch's generators are neither read nor advanced.
+2. The 2**32 words of a key are a permutation: none occurs twice, so sorting them has no ties. (A truly random sequence
+   of 2**17 words would hold two repeats. Sums of words do not show the difference.)
+3. Everything else here (signs, permutations, bells) is made from these words by integer arithmetic.
 
 The mixer is two rounds of the finaliser `lowbias32` (https://github.com/skeeto/hash-prospector: bias 0.17 on the scale
-on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not for secrets.
+on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not cryptographic.
 
-Why not Philox: it needs 32 x 32 -> 64 bit products, ten rounds of them, about 120 tensor operations on int64 where this
-takes 25 on int32.
+Philox would need ten rounds of 32 x 32 -> 64 bit products: about 120 tensor operations on int64, where this takes 25
+on int32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 WORD_COUNT = 1 << 32
-# Half of the words and their scratch memory stay in the second-level cache of one core.
+# Words at a time on a CPU: with their scratch memory 512 KiB, which fit the second-level cache of one core.
 _CHUNK = 1 << 16
 _MASK = (1 << 32) - 1
 # Variance of the sum of twelve uniform bytes, 12 * (2**16 - 1) / 12: a hair below 2**16.
@@ -32,7 +32,7 @@ BELL_LARGEST = 1530
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """A key for the stream named by `parts`, for example (run seed, layer name, refresh).
+    """Derive the key of the stream named by `parts`, for example (run seed, layer name, refresh).
 
     Equal arguments give equal keys in every process; different ones give unrelated keys (BLAKE2b, 63 bits). 3 is not
     "3", and ("a", "b") is not ("ab",).
@@ -42,7 +42,7 @@ def key(seed: int, *parts: int | str) -> int:
         parts: integers and strings.
 
     Returns:
-        0 <= key < 2**63, so that it fits a signed 64-bit integer.
+        0 <= key < 2**63, which fits a signed 64-bit integer.
 
     Raises:
         TypeError: a part that is neither.
@@ -60,7 +60,7 @@ def key(seed: int, *parts: int | str) -> int:
 
 
 def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
-    """The first words of a key: int32 [count], all 32 bits uniform.
+    """Make the first words of a key: int32 [count], all 32 bits uniform.
 
     Args:
         key: 64 bits.
@@ -68,7 +68,7 @@ def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
         device: where to make them.
 
     Raises:
-        ValueError: a negative count, or more words than there are.
+        ValueError: a negative count, or one beyond 2**32.
     """
     if not 0 <= count <= WORD_COUNT:
         raise ValueError(f"{count} words were asked of a key, which has {WORD_COUNT}: use another key for more")
@@ -90,7 +90,7 @@ def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
 
 
 def signs(key: int, count: int, device: torch.device | str) -> Tensor:
-    """Random signs: int8 [count] of -1 and 1, one bit of the stream each.
+    """Make random signs: int8 [count] of -1 and 1, one bit of the stream each.
 
     Raises:
         ValueError: as `uniform_bits`.
@@ -101,7 +101,7 @@ def signs(key: int, count: int, device: torch.device | str) -> Tensor:
 
 
 def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
-    """A random order of 0 ... count - 1: int64 [count]. It sorts words, of which no two are equal.
+    """Make a random order of 0 ... count - 1, int64 [count], by sorting words, no two of which are equal.
 
     Raises:
         ValueError: as `uniform_bits`.
@@ -110,12 +110,12 @@ def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
 
 
 def bells(key: int, count: int, device: torch.device | str) -> Tensor:
-    """Nearly Gaussian integers: int32 [count], sums of twelve uniform bytes less their mean.
+    """Make nearly Gaussian integers: int32 [count], sums of twelve uniform bytes less their mean.
 
     Mean 0 and variance 65535 (`BELL_VARIANCE`) exactly, symmetric, between -1530 and 1530. Divided by 256 they are
     standard Gaussian but for the excess kurtosis, -0.1000 instead of 0, and the tails, which end at 5.98 (the two
-    distribution functions differ by less than 0.0024). Only integers are added, so the bits are those of every other
-    device; logarithms and cosines would differ.
+    distribution functions differ by less than 0.0024). Only integers are added, so every device gives the same bits;
+    logarithms and cosines would differ.
 
     Raises:
         ValueError: as `uniform_bits`.
@@ -130,7 +130,7 @@ def bells(key: int, count: int, device: torch.device | str) -> Tensor:
 
 
 def _child(key: int, part: int) -> int:
-    """A key derived from a key: SplitMix64's step and finaliser (Steele et al. 2014)."""
+    """Derive a key from a key by SplitMix64's step and finaliser (Steele et al. 2014)."""
     mask = (1 << 64) - 1
     x = (key + (part + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -139,7 +139,7 @@ def _child(key: int, part: int) -> int:
 
 
 def _mix(x: Tensor, scratch: Tensor) -> None:
-    """`lowbias32` in place; right shifts are made logical by a mask."""
+    """Apply `lowbias32` in place; a mask makes right shifts logical."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None)):
         torch.bitwise_right_shift(x, shift, out=scratch)
         x.bitwise_xor_(scratch.bitwise_and_(_MASK >> shift))
@@ -148,6 +148,6 @@ def _mix(x: Tensor, scratch: Tensor) -> None:
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as int32 holds them."""
+    """Return the low 32 bits as a signed integer."""
     word &= _MASK
     return word - (word >> 31 << 32)

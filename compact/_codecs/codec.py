@@ -1,19 +1,19 @@
-"""Codec: the protocol of what makes a tensor smaller and gives it back, and `Packed`, the smaller form.
+"""Codec: the protocol for packing a tensor into fewer bytes and unpacking it, and `Packed`, the packed form.
 
-Guarantees every codec gives (`compact.testing.check_codec` holds codecs to them):
+Guarantees of every codec (`compact.testing.check_codec` tests them):
 
-1. `decode(encode(x))` has x's shape, dtype and strides, on the device of the packed buffers; its values are as
-   `properties` say.
-2. Packed bytes are known before encoding: `packed_nbytes`. Exceptions are stated there.
-3. What a codec does not take is refused by `packed_nbytes` too, with the same error, before anything is encoded.
-4. NaN and infinity come back where they were, bit for bit, and nowhere else.
+1. `decode(encode(x))` has x's shape, dtype and strides, on the device of the packed buffers; its values are within the
+   errors that `properties` states.
+2. `packed_nbytes` tells the size before encoding. Exceptions are stated there.
+3. A tensor that the codec does not take is refused by `packed_nbytes` too, with an equal error, before any encoding.
+4. NaN and infinity come back bit for bit in their places, and appear nowhere else.
 5. Equal input, key and device give equal bytes. Randomness comes from the key alone: torch's generators are not used.
 6. The input is not changed, and the packed buffers share no memory with it.
 
-An encode may depend on the values (are all finite? do they fit 16 bits?), and asking a device stalls the host. So an
-encode has two steps: `begin` queues the work and returns; whoever waits for the device later anyway (the thread that
-copies the bytes out, after its event) calls `finish`, which looks at the flag and decides. On a CPU nothing waits and
-`encode` does both.
+An encode may depend on the values (are all finite? do they fit 16 bits?), and reading a value from a device stalls the
+host. So an encode has two steps. `begin` queues the work and a flag, and returns. The caller queues a copy of the flag
+to the host and, once that has arrived, passes it to `finish`, which decides; in the engine a later pack or unpack hook
+does so. On a CPU nothing waits, and `encode` does both.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from .strided import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """What a codec states about itself. Errors of less than 2**-100 are not counted anywhere.
+    """Properties that a codec states about itself. Errors below 2**-100 are not counted anywhere.
 
     Attributes:
         exact: every bit comes back.
         unbiased: averaged over keys, decoded values are the input's, up to fp32 and output rounding.
         keyed: the packed bytes depend on the key.
         bits_per_element: packed bits per stored element, scales included, for a tensor of many elements (at the end of
-            a small one, part of a group counts as a whole); None where values, dtype or width decide: then at most the
-            input's own.
-        error_of_largest: no element is off by more than this share of the largest magnitude in its group, output
+            a small one, part of a group counts as a whole). None where values, dtype or width decide; it is then at
+            most the input's own.
+        error_of_largest: bound on the error of each element as a share of the largest magnitude in its group, output
             rounding aside; None where there is no such bound below that of `relative_error`.
-        relative_error: bound of |decoded - x| / |x| (Frobenius) for every draw and every x; typical errors are far
-            lower. Output rounding aside. Infinite where no draw is bounded.
+        relative_error: bound of |decoded - x| / |x| (Frobenius) for every draw and every x, output rounding aside;
+            typical errors are far lower. Infinite where no draw is bounded.
     """
 
     exact: bool
@@ -56,13 +56,13 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The small form of one tensor.
+    """The packed form of one tensor.
 
     Attributes:
         spec: of the tensor that was packed.
-        form: which of the codec's forms this is ("verbatim" when values forbade a smaller one).
+        form: one of the codec's forms ("verbatim" where the values allow no smaller one).
         buffers: uint8 [nbytes], contiguous, with memory of their own.
-        numbers: small integers the form needs.
+        numbers: small integers that the form needs.
     """
 
     spec: Spec
@@ -72,17 +72,17 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Total bytes of the buffers."""
         return sum(buffer.numel() for buffer in self.buffers)
 
 
 class Pending:
-    """An encode under way. It holds the tensor until `finish`; the tensor must not change before.
+    """An encode under way. It holds the tensor until `finish`; the tensor must not change before that.
 
     Attributes:
-        flag: a small tensor on the tensor's device that `finish` decides by; None when there is nothing to decide.
-        verbatim: it is known already that the packed form is a copy of the stored bytes, which `finish` has yet to
-            make: whoever only wants fewer bytes need not call it.
+        flag: small tensor on the tensor's device that `finish` decides by; None if there is nothing to decide.
+        verbatim: already known to become a copy of the stored bytes, which `finish` would make. A caller that only
+            wants fewer bytes need not call it.
     """
 
     __slots__ = ("_decide", "_packed", "flag", "verbatim")
@@ -94,33 +94,33 @@ class Pending:
         self._packed: Packed | None = None
 
     def finish(self, flag: Tensor | None = None) -> Packed:
-        """The packed form. `flag` is `self.flag` copied to the host; without it this call waits for the device.
+        """Return the packed form. `flag` is `self.flag` copied to the host; without it this call waits for the device.
 
-        May queue further work on the device's current stream. A second call returns the same object.
+        May queue further work on the device's current stream. Later calls return that object again.
         """
         if self._packed is None:
             assert self._decide is not None
             known = self.flag if flag is None else flag
             self._packed = self._decide(None if known is None else known.tolist())
-            self._decide = self.flag = None  # lets go of the tensor
+            self._decide = self.flag = None  # releases the tensor
         return self._packed
 
 
 class Codec(Protocol):
-    """Makes tensors smaller. Immutable, so one may serve many threads. Subclasses inherit `encode`."""
+    """Protocol of a codec. Immutable, so that threads may share one. Subclasses inherit `encode`."""
 
     @property
     def name(self) -> str:
-        """Short and unique with its settings, for tables."""
+        """Short name for tables, unique to the codec and its settings."""
 
     @property
     def properties(self) -> Properties:
-        """What it states."""
+        """The codec's statements about itself."""
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """Bytes of the packed form. Where `bits_per_element` is None an upper bound.
+        """Bytes of the packed form; an upper bound where `bits_per_element` is None.
 
-        Exceeded in one case: a lossy codec keeps a tensor verbatim (`spec.stored_bytes`) when it holds NaN, infinity
+        There is one exception: a lossy codec keeps a tensor verbatim (`spec.stored_bytes`) if it holds NaN, infinity
         or magnitudes too near the end of its dtype's range to be scaled.
 
         Raises:
@@ -129,30 +129,30 @@ class Codec(Protocol):
         """
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding, without waiting for a device. Raises what `packed_nbytes` raises.
+        """Queue the encoding without waiting for a device. Raises as `packed_nbytes` does.
 
         Args:
             tensor: strided, any shape.
-            key: 64 bits that seed stochastic rounding (`compact.key` makes them); used by keyed codecs only.
+            key: 64 bits that seed stochastic rounding (see `compact.key`); used by keyed codecs only.
         """
 
     def encode(self, tensor: Tensor, key: int = 0) -> Packed:
-        """`begin` and `finish` at once. Waits for a device where values decide."""
+        """Call `begin` and `finish`. Waits for a device where values decide."""
         return self.begin(tensor, key).finish()
 
     def decode(self, packed: Packed) -> Tensor:
-        """The tensor, on the buffers' device. Raises PackedError for what this codec did not make."""
+        """Unpack the tensor on the buffers' device. Raises PackedError for bytes that this codec did not make."""
 
 
 def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
-    """A uint8 buffer's bytes as another dtype; copied if they begin where that dtype cannot."""
+    """View a uint8 buffer's bytes as another dtype; copy them if they are not aligned for it."""
     if buffer.storage_offset() % dtype.itemsize:
         buffer = buffer.clone()
     return buffer.view(dtype)
 
 
 def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
-    """The one buffer of a packed tensor whose form is one of `nbytes`, with that many bytes. Raises PackedError."""
+    """Return the one buffer of a packed tensor. `nbytes`: its size for each form that is known. Raises PackedError."""
     if packed.form not in nbytes:
         raise PackedError(
             f"{codec} was asked to decode a tensor packed as {packed.form!r}; it knows {sorted(nbytes)}: "
@@ -167,6 +167,6 @@ def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
     return packed.buffers[0]
 
 
-def verbatim(tensor_flat: Tensor, spec: Spec) -> Packed:
-    """The stored elements as they are, in memory of their own."""
-    return Packed(spec, "verbatim", (tensor_flat.clone().view(torch.uint8),))
+def verbatim(stored: Tensor, spec: Spec) -> Packed:
+    """Pack the stored elements as they are, into memory of their own."""
+    return Packed(spec, "verbatim", (stored.clone().view(torch.uint8),))

@@ -1,7 +1,7 @@
-"""Exact codecs: fewer bytes for tensors that do not need all of theirs; every bit comes back.
+"""Exact codecs: fewer bytes for tensors that do not need all of theirs, with every bit coming back.
 
-Whether a tensor fits is a question about its values, so each codec queues a small flag beside the work that would pay
-if it does, and decides in `Pending.finish`. A tensor that does not fit is kept verbatim.
+Whether a tensor fits depends on its values, so each codec queues a small flag and decides in `Pending.finish`. A tensor
+that does not fit is kept verbatim.
 
 Values are handled as integers throughout: -0.0, NaN payloads and denormal numbers are bit patterns like any other.
 """
@@ -18,20 +18,20 @@ from .._kernels.bits import pack, packed_count, unpack
 from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .strided import Spec, Target, flat
 
-# The integer dtype of a width in bytes, for bit patterns.
+# Width in bytes -> the integer dtype for bit patterns.
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-# A first look at so few elements tells most fp32 tensors from bf16 in disguise without reading them.
+# On a CPU these first elements tell most tensors that do not fit, without reading the rest.
 _LOOK = 4096
-# Elements handled at a time, so that no second fp32-sized tensor is made on the way.
+# Elements handled at a time, so that no temporary tensor of the full size is made.
 _BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Verbatim(Codec):
-    """A `Codec` that keeps the stored bytes as they are: any dtype. What is expanded is stored once.
+    """A `Codec` that keeps the stored bytes of any dtype as they are. Expanded elements are stored once.
 
-    The other exact codecs do this where the values do not fit.
+    Base of the other exact codecs, which do so where the values do not fit.
     """
 
     name = "verbatim"
@@ -41,7 +41,7 @@ class Verbatim(Codec):
     takes = "every dtype"
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """At most the stored elements' own bytes. Raises UnsupportedTensor."""
+        """Bytes of the stored elements, the most that any form takes. Raises UnsupportedTensor."""
         if not self._takes(spec.dtype):
             raise UnsupportedTensor(
                 f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes {self.takes}; "
@@ -50,12 +50,12 @@ class Verbatim(Codec):
         return spec.stored_bytes
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Nothing to queue: `finish` copies the bytes."""
+        """Queue nothing: `finish` copies the bytes."""
         spec, values = self._open(tensor)
         return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
 
     def decode(self, packed: Packed) -> Tensor:
-        """The tensor, bit for bit, on the buffers' device."""
+        """Unpack the tensor, bit for bit, on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
         as_bytes = spec.dtype is torch.bool  # see `_open`
@@ -64,17 +64,17 @@ class Verbatim(Codec):
             target.flat.copy_(view_as(buffer, target.flat.dtype))
         else:
             self._restore(packed, buffer, target.flat)
-        made = target.settle()
+        made = target.tensor()
         return made.view(torch.bool) if as_bytes else made
 
     def _takes(self, dtype: torch.dtype) -> bool:
         return True
 
     def _open(self, tensor: Tensor) -> tuple[Spec, Tensor]:
-        """The spec and the stored elements of a tensor that the codec takes."""
+        """Return the spec and the stored elements of a tensor that the codec takes."""
         spec = Spec.of(tensor)
         self.packed_nbytes(spec)
-        # PyTorch's copies make every byte of a boolean 0 or 1; memory that is viewed as such may have others.
+        # PyTorch's copies make every byte of a boolean 0 or 1; memory viewed as boolean may hold others.
         return spec, flat(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
 
     def _forms(self, packed: Packed) -> dict[str, int]:
@@ -82,22 +82,22 @@ class Verbatim(Codec):
         return {}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
-        """Write the stored elements, from one of the codec's own forms."""
+        """Write the stored elements from one of the codec's own forms."""
 
 
 @dataclass(frozen=True)
 class Mask(Verbatim):
     """A `Codec` for tensors of two values, one bit an element: booleans, and float masks such as dropout's 0 and 1/q.
 
-    Takes booleans and every dtype of 1, 2, 4 or 8 bytes. The values are bit patterns, so 0.0 and -0.0 are two, and a
-    boolean may have any: memory that is viewed as such need not be 0 or 1.
+    Takes every dtype of 1, 2, 4 or 8 bytes that is not complex. Values are compared as bit patterns, so 0.0 and -0.0
+    are two, and memory viewed as boolean may hold bytes other than 0 and 1.
     """
 
     name = "mask"
     takes = "elements of 1, 2, 4 or 8 bytes that are not complex"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding. The flag holds the two bit patterns and whether there is no third."""
+        """Queue the comparisons. The flag holds the two bit patterns and whether there is no third."""
         spec, values = self._open(tensor)
         bits = values.view(_BITS_OF[spec.dtype.itemsize])
         if not bits.numel():
@@ -126,7 +126,7 @@ class Mask(Verbatim):
 
 
 def _pack_bits(mask: Tensor) -> Tensor:
-    """A flat boolean tensor at 8 elements a byte."""
+    """Pack a flat boolean tensor, 8 elements a byte."""
     count = mask.numel()
     codes = torch.zeros(-(-count // 8) * 8, dtype=torch.uint8, device=mask.device)
     codes[:count].copy_(mask)
@@ -137,14 +137,16 @@ def _pack_bits(mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Narrow(Verbatim):
-    """A `Codec` for integers: the narrowest of 0, 1, 2 and 4 bytes that holds the distance from the smallest to the
-    largest. Token ids of a vocabulary up to 65,536 take 2 bytes of int64's 8."""
+    """A `Codec` for integers: 0, 1, 2 or 4 bytes each, as the distance from the smallest to the largest needs.
+
+    Token ids of a vocabulary of up to 65,536 take 2 bytes of int64's 8.
+    """
 
     name = "narrow"
     takes = "uint8 and signed integers"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the search for the smallest and the largest: they are the flag. `finish` queues the rest."""
+        """Queue the search for the smallest and the largest, which are the flag. `finish` queues the rest."""
         spec, values = self._open(tensor)
         if not values.numel():
             return super().begin(tensor)
@@ -156,7 +158,7 @@ class Narrow(Verbatim):
                 return verbatim(values, spec)
             if width == 0:
                 return Packed(spec, "narrow", (values.new_empty(0, dtype=torch.uint8),), (low, 0))
-            # Counted from the middle, so that the codes fill a signed integer of that width.
+            # Relative to the middle, so that the codes fill a signed integer of that width.
             middle = low + (1 << (8 * width - 1))
             codes = (values.to(torch.int64) - middle).to(_BITS_OF[width])
             return Packed(spec, "narrow", (codes.view(torch.uint8),), (middle, width))
@@ -180,13 +182,13 @@ class Narrow(Verbatim):
 
 @dataclass(frozen=True)
 class DisguisedBf16(Verbatim):
-    """A `Codec` for fp32 that holds bf16 values (an upcast under autocast, a norm's fp32 copy): the upper 16 bits."""
+    """A `Codec` for fp32 that holds bf16 values (an upcast under autocast, a norm's fp32 copy): their upper halves."""
 
     name = "disguised-bf16"
     takes = "float32"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the flag: the largest lower half, 0 where the upper halves are all there is. `finish` queues those."""
+        """Queue the flag: the largest of the lower halves, 0 if they are all zero. `finish` queues the upper halves."""
         spec, values = self._open(tensor)
         bits = values.view(torch.int32)
         if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
@@ -207,7 +209,7 @@ class DisguisedBf16(Verbatim):
 
 
 def _upper(bits: Tensor) -> Tensor:
-    """The upper 16 bits of each int32, as bytes."""
+    """Return the upper 16 bits of each int32 as bytes."""
     upper = bits.new_empty(bits.numel(), dtype=torch.int16)
     for source, half in zip(bits.split(_BLOCK), upper.split(_BLOCK), strict=True):
         half.copy_(source >> 16)
@@ -216,27 +218,30 @@ def _upper(bits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Exact(Verbatim):
-    """A `Codec` for any plain tensor: `Mask` for booleans and for floats that look like a mask (dropout's on a CPU),
-    `Narrow` for integers, `DisguisedBf16` for fp32, else `Verbatim`."""
+    """A `Codec` for any plain tensor, which chooses another by the dtype.
+
+    `Mask` for booleans and for floats that look like a mask (dropout's on a CPU), `Narrow` for integers,
+    `DisguisedBf16` for fp32, else `Verbatim`.
+    """
 
     name = "exact"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding by the codec of the dtype."""
+        """Queue the encoding by the chosen codec."""
         codec = Mask() if _looks_like_a_mask(tensor) else _by_dtype(tensor.dtype)
         return codec.begin(tensor, key)
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """At most the stored elements' own bytes."""
+        """Bytes of the stored elements, the most that any form takes."""
         return _by_dtype(spec.dtype).packed_nbytes(spec)
 
     def decode(self, packed: Packed) -> Tensor:
-        """The tensor, bit for bit, on the buffers' device."""
+        """Unpack the tensor, bit for bit, on the buffers' device."""
         return (Mask() if packed.form == "bits" else _by_dtype(packed.spec.dtype)).decode(packed)
 
 
 def _looks_like_a_mask(tensor: Tensor) -> bool:
-    """Whether the first elements of floats have two values: read on a CPU only, as it would stall a device."""
+    """Whether the first elements of a float tensor have two values. Asked on a CPU only: it would stall a device."""
     if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.dtype.itemsize not in _BITS_OF:
         return False
     bits = flat(tensor)[:_LOOK].view(_BITS_OF[tensor.dtype.itemsize])

@@ -1,11 +1,11 @@
-"""Projected: the input x of a linear layer kept as z = x P, of rank r instead of width n. CompAct, arXiv 2410.15352.
+"""Projected: the input x of a linear layer kept as z = x P, with rank r instead of width n. CompAct, arXiv 2410.15352.
 
-Shapes: x [..., n], z [..., r].
+Shapes: x [..., n], P [n, r], z [..., r].
 
-Where the engine takes over a linear layer, `compact_linear` makes its weight gradient from z alone. What it cannot take
-over (a convolution) is decoded: x P P^T, whose mean is x. The relative squared error of either is about n / r
-(see `Projection`): far more than quantising to as many bytes costs. It is here for CompAct's sake, and for ranks below
-what quantising reaches.
+Where the engine replaces a linear layer, `compact_linear` makes the weight gradient from z alone. The input of an
+operator that it cannot replace (a convolution) is decoded: x P P^T, whose mean is x. The relative squared error of
+either is about n / r (see `Projection`), far more than quantising to as many bytes costs. It is here to reproduce
+CompAct, and for ranks below what quantising reaches.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Projected(Codec):
-    """A `Codec` of linear inputs: bf16, fp16, fp32, fp64, not scalars.
+    """A `Codec` of the inputs of linear layers: bf16, fp16, fp32, fp64, not scalars.
 
-    Strides come back exactly, but a tensor whose elements share memory comes back contiguous.
+    Strides come back exactly, except that a tensor whose elements share memory comes back contiguous.
 
     Args:
-        rank: r as a number (8), or as a share of the width (0.25), rounded down to at least 1.
+        rank: r as a number of columns (8), or as a share of the width (0.25), rounded down but at least 1.
         kind: "gaussian" (the paper's), "rademacher", "orthonormal" (the least error) or "sparse".
 
     Raises:
-        CodecError: a rank that is neither, an unknown kind.
+        CodecError: a rank that is neither, or an unknown kind.
     """
 
     rank: int | float = 0.25
@@ -54,12 +54,12 @@ class Projected(Codec):
 
     @property
     def name(self) -> str:
-        """As "gaussian n*0.25" or "orthonormal 8"."""
+        """Such as "gaussian n*0.25" or "orthonormal 8"."""
         return f"{self.kind} {self.rank}" if isinstance(self.rank, int) else f"{self.kind} n*{self.rank:g}"
 
     @property
     def properties(self) -> Properties:
-        """Unbiased, and unbounded: a draw of P may lie as it likes. Bits depend on the dtype, or on the width."""
+        """The codec's statements about itself: unbiased, but no draw of P has a bounded error."""
         return Properties(
             exact=False,
             unbiased=True,
@@ -70,7 +70,7 @@ class Projected(Codec):
         )
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """Bytes of z, in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
+        """Bytes of z in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
         if spec.dtype not in _FLOATS or not spec.shape:
             raise UnsupportedTensor(
                 f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
@@ -82,7 +82,7 @@ class Projected(Codec):
         return spec.numel // width * self.rank_of(width, f"a {self.kind} projection") * spec.dtype.itemsize
 
     def rank_of(self, width: int, what: str) -> int:
-        """The number of columns kept of `width`. Raises RankError for a rank above it; `what` says whose rank it is."""
+        """Return r for a width. Raises RankError for a rank above it; `what` says whose rank it is."""
         if isinstance(self.rank, float):
             return max(1, int(width * self.rank))
         check_rank(self.rank, width, what)
@@ -97,15 +97,15 @@ class Projected(Codec):
         projection = self._projection(spec, key)
         z = projection.project(flat(tensor, logical=True).view(-1, spec.shape[-1]))
         packed = Packed(spec, "projected", (z.view(-1).view(torch.uint8),), (key,))
-        # By Cauchy and Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
-        # ends at 5.98) or sqrt(n / r). NaN and infinity make a norm that is below nothing.
+        # By Cauchy-Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
+        # ends at 5.98) or sqrt(n / r). A norm that is NaN or infinite is not below the bound either.
         row = max(6.0, math.sqrt(projection.width / projection.rank))
         largest = torch.linalg.vector_norm(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32)).amax()
         flag = largest < torch.finfo(spec.dtype).max / (2 * row)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
     def decode(self, packed: Packed) -> Tensor:
-        """x P P^T, on the buffers' device."""
+        """Unpack x P P^T on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"projected": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
@@ -115,10 +115,10 @@ class Projected(Codec):
             projection = self._projection(spec, packed.numbers[0])
             z = view_as(buffer, spec.dtype).view(-1, projection.rank)
             target.flat.copy_(projection.back(z).view(-1))
-        return target.settle()
+        return target.tensor()
 
     def _projection(self, spec: Spec, key: int) -> Projection:
         width = spec.shape[-1]
         rank = self.rank_of(width, f"a {self.kind} projection")
-        # Made from the key, not the key itself, which seeds other draws for the same tensor.
+        # Derived from the key, which itself seeds other draws for this tensor.
         return Projection(self.kind, width, rank, derive(key, "projection"))

@@ -1,13 +1,13 @@
-"""Quantised: int8, int4, int2 and fp8 codes with one fp32 scale a group.
+"""Quantized: int8, int4, int2 and fp8 codes with one fp32 scale per group.
 
 Error of one element, in units of its group's largest magnitude (`top` is 127, 7, 1.5; fp32 rounding aside):
 
-nearest      at most 1 / (2 top): deterministic, for what a backward is nonlinear in (norms, gates, attention)
-stochastic   below 1 / top, unbiased with variance at most 1 / (4 top**2): for what a backward is linear in (inputs of
-             linear layers), whose gradient is then unbiased; ActNN (arXiv 2104.14129), section 3
+nearest      at most 1 / (2 top), deterministic; for tensors that a backward is nonlinear in (norms, gates, attention)
+stochastic   below 1 / top, unbiased with variance at most 1 / (4 top**2); for tensors that a backward is linear in
+             (inputs of linear layers), whose gradient is then unbiased: ActNN (arXiv 2104.14129), section 3
 fp8          e4m3: 2**-4 of the element, e5m2: 2**-3, nearest
 
-Groups are `group` numbers that share a scale, 32 bits: with 64, int8 is 8.5 bits an element, int4 4.5, int2 2.5.
+A group of `group` numbers shares a scale of 32 bits: with 64, int8 takes 8.5 bits per element, int4 4.5, int2 2.5.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ Rounding = Literal["nearest", "stochastic"]
 Along = Literal["elements", "tokens"]
 
 _LEVELS: dict[str, Levels] = {"int8": INT8, "int4": INT4, "int2": INT2, "e4m3": E4M3, "e5m2": E5M2}
-# Of the fp8 formats: half a unit in the last place, relative; half of the smallest step, and of the step below `top`.
+# fp8 -> half a unit in the last place, relative; half of the smallest step; half of the step below `top`.
 _FP8_ERROR = {"e4m3": (2.0**-4, 2.0**-10, 16.0), "e5m2": (2.0**-3, 2.0**-17, 4096.0)}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# fp32 arithmetic on the way there and back: four roundings.
+# For the four fp32 roundings of an encode and a decode.
 _SLACK = 1 + 2.0**-20
 
 
@@ -47,16 +47,17 @@ _SLACK = 1 + 2.0**-20
 class Quantized(Codec):
     """A `Codec` of floating-point tensors (bf16, fp16, fp32; fp64 through fp32).
 
-    Strides come back exactly, but for groups along tokens, where a tensor whose elements share memory comes back
+    Strides come back exactly, except that with groups along tokens a tensor whose elements share memory comes back
     contiguous.
 
     Args:
-        kind: "int8", "int4", "int2", "e4m3", "e5m2".
-        group: numbers that share a scale, a multiple of 8.
+        kind: "int8", "int4", "int2", or the 8-bit floats "e4m3" and "e5m2".
+        group: how many numbers share a scale, a multiple of 8.
         rounding: "nearest" or "stochastic" (keyed, unbiased; integers only).
-        along: "elements": neighbours in memory, the last group of a tensor may be short. "tokens": one channel of
+        along: "elements": neighbours in memory; the last group of a tensor may be short. "tokens": one channel of
             consecutive tokens (all but the last dimension, flattened); GroupError where the group does not divide them.
-        rotate: a Hadamard rotation of each group first, against outliers; group 16, 64 or 256, not along tokens.
+        rotate: apply a Hadamard rotation to each group first, against outliers; needs a group of 16, 64 or 256, not
+            along tokens.
 
     Raises:
         CodecError: settings that do not go together.
@@ -87,14 +88,14 @@ class Quantized(Codec):
 
     @property
     def name(self) -> str:
-        """As "int4/64 stochastic rotated" or "int8/64 tokens"; what is default is left out."""
+        """Such as "int4/64 stochastic rotated" or "int8/64 tokens"; defaults are left out."""
         parts = [f"{self.kind}/{self.group}"]
         parts += ["stochastic"] * (self.rounding == "stochastic") + ["rotated"] * self.rotate
         return " ".join([*parts, *["tokens"] * self._by_tokens])
 
     @functools.cached_property
     def properties(self) -> Properties:
-        """What it states; see the module's head for where the numbers come from."""
+        """The codec's statements about itself; the table at the head of this module explains the numbers."""
         levels, stochastic, root = _LEVELS[self.kind], self.rounding == "stochastic", math.sqrt(self.group)
         if levels.floating is None:
             largest = (1.0 if stochastic else 0.5) / levels.top
@@ -129,12 +130,12 @@ class Quantized(Codec):
         scales, codes = buffer[: 4 * scheme.groups(count)].view(torch.float32), buffer[4 * scheme.groups(count) :]
         noise = Noise(key, scheme.groups(count) * self.group, values.device) if self.rounding == "stochastic" else None
         _kernels(values, scheme).encode(values, scheme, noise, scales, codes)
-        # False for NaN too. Their group's scale is NaN or infinite: one comparison a group finds every such value.
+        # NaN and infinity make their group's scale NaN or infinite, so one comparison per group finds them all.
         flag = scales.amax() < self._limit(spec.dtype)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
     def decode(self, packed: Packed) -> Tensor:
-        """The tensor, on the buffers' device."""
+        """Unpack the tensor on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"codes": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
@@ -144,12 +145,12 @@ class Quantized(Codec):
         if count:
             scales, codes = buffer[: 4 * scheme.groups(count)], buffer[4 * scheme.groups(count) :]
             _kernels(target.flat, scheme).decode(codes, view_as(scales, torch.float32), scheme, target.flat)
-        return target.settle()
+        return target.tensor()
 
     def _limit(self, dtype: torch.dtype) -> float:
-        """The smallest scale too large: a decoded number could leave the range of fp32, or rotated of its dtype."""
+        """Return the smallest scale that is too large: decoded numbers could leave the range of fp32 or the dtype."""
         limit = 2.0**127
-        if self.rotate:  # back, a group's numbers are added up before the factor 1 / sqrt(g)
+        if self.rotate:  # rotating back adds up a group's numbers before the factor 1 / sqrt(g)
             limit = min(limit / self.group, torch.finfo(dtype).max / (2 * math.sqrt(self.group)))
         return limit / _LEVELS[self.kind].top
 
@@ -182,17 +183,17 @@ class Quantized(Codec):
 
 @functools.cache
 def _fused(library: str) -> ModuleType | None:
-    """The kernels written for triton or numba, or None where that is not installed or does not work with the rest."""
+    """Import our kernels for triton or numba; None if that library is missing or does not work with the others."""
     try:
         importlib.import_module(library)
     except ImportError:
         return None
-    # Outside of the `try`: what is wrong with our own is not passed over.
+    # Outside the `try`, so that an error in our own module is not hidden.
     return importlib.import_module(f".._kernels.{library}_kernels", __package__)
 
 
 def _kernels(values: Tensor, scheme: Scheme) -> ModuleType:
-    """The module whose `encode` and `decode` to use."""
+    """Choose the module whose `encode` and `decode` to use."""
     library = {"cuda": "triton", "cpu": "numba"}.get(values.device.type)
     fused = _fused(library) if library else None
     return fused if fused is not None and fused.supports(scheme, values.dtype) else grouped

@@ -1,9 +1,9 @@
-"""Layout: which elements of a strided tensor to store, in which order, and how to put them back. Pure arithmetic.
+"""Strided tensors: which elements to store, in which order, and how to restore the tensor from them.
 
-A tensor comes back with its exact strides, since other strides take other kernels and change the last bit of what is
-computed from it. Three cases, told apart by shape and stride alone:
+A tensor comes back with its exact strides: other strides would select other kernels and change the last bit of what is
+computed from it. Shape and stride alone distinguish three cases:
 
-dense      a permutation of a contiguous tensor: its memory in order, no copy on either side
+dense      a permutation of a contiguous tensor: its memory in order, without a copy on either side
 gapped     elements apart from each other (`x[:, ::2]`): each once, in memory order; the gaps come back unset
 expanded   dimensions of stride 0: their one element; overlapping windows (`unfold`): the memory under them
 
@@ -23,7 +23,7 @@ from .._errors import UnsupportedTensor
 
 
 class Spec(NamedTuple):
-    """What a tensor is beside its values. Strides are in elements."""
+    """Shape, stride, dtype and device of a tensor. Strides are in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -32,7 +32,7 @@ class Spec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> Spec:
-        """The spec of a plain strided tensor. Raises UnsupportedTensor for sparse and other layouts."""
+        """Describe a plain strided tensor. Raises UnsupportedTensor for sparse and other layouts."""
         if tensor.layout is not torch.strided:
             raise UnsupportedTensor(
                 f"a codec was given a tensor of layout {tensor.layout} and shape {list(tensor.shape)}: codecs take "
@@ -42,12 +42,12 @@ class Spec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Logical elements."""
+        """Number of logical elements."""
         return math.prod(self.shape)
 
     @property
     def stored_numel(self) -> int:
-        """Elements that must be stored: fewer than the logical ones where memory is shared (expanded tensors)."""
+        """Number of elements to store: fewer than the logical ones where they share memory (expanded tensors)."""
         return math.prod(stored(self.shape, self.stride)[0])
 
     @property
@@ -57,7 +57,7 @@ class Spec(NamedTuple):
 
 
 def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[tuple[int, int]], int, bool]:
-    """(stride, size) of the dimensions that move, outermost first; the last element's index; may windows overlap?"""
+    """(stride, size) of dimensions that move, outermost first; the last element's index; whether windows overlap."""
     dims = sorted(((st, n) for n, st in zip(shape, stride, strict=True) if n > 1 and st), reverse=True)
     last, windows = 0, False
     for step, count in reversed(dims):
@@ -67,7 +67,7 @@ def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[tuple[i
 
 
 def stored(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of the view, at the tensor's own offset, that holds each stored element once."""
+    """Return sizes and strides of the view, at the tensor's own offset, that holds each stored element once."""
     if 0 in shape:
         return (0,), (1,)
     dims, last, windows = _walk(shape, stride)
@@ -77,18 +77,19 @@ def stored(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, 
 
 
 def shares_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether two elements may lie at one place (expanded or windowed tensors)."""
+    """Whether two elements may share a memory location (expanded or windowed tensors)."""
     if 0 in shape:
         return False
     return any(n > 1 and not st for n, st in zip(shape, stride, strict=True)) or _walk(shape, stride)[2]
 
 
 def flat(tensor: Tensor, *, logical: bool = False) -> Tensor:
-    """The elements in one dimension: a view where their order is the memory's, else a copy.
+    """Flatten the elements: a view where they are in memory order, else a copy.
 
     Args:
         tensor: strided.
-        logical: every logical element in row-major order [numel]; else the stored ones in memory order [stored_numel].
+        logical: take every logical element in row-major order [numel]; else the stored ones in memory order
+            [stored_numel].
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     if logical:
@@ -97,13 +98,13 @@ def flat(tensor: Tensor, *, logical: bool = False) -> Tensor:
 
 
 class Target:
-    """A tensor being put back: write all of `flat`, then ask for `settle()`.
+    """A tensor that is being restored: write all of `flat`, then call `tensor()`.
 
     Args:
         spec: of the tensor.
         device: where to make it.
-        logical: the elements come in the order of `flat(logical=True)`. Elements that shared memory get memory of
-            their own then: such tensors come back contiguous.
+        logical: the elements come in the order of `flat(logical=True)`. Elements that shared memory are separate then:
+            such tensors come back contiguous.
 
     Attributes:
         flat: [stored_numel], or [numel] if logical, of the tensor's dtype; the new tensor's own memory where possible.
@@ -118,8 +119,8 @@ class Target:
         self._direct = self._view.is_contiguous()
         self.flat = self._view.view(-1) if self._direct else self._view.new_empty(self._view.numel())
 
-    def settle(self) -> Tensor:
-        """The finished tensor."""
+    def tensor(self) -> Tensor:
+        """Return the finished tensor."""
         if not self._direct:
             self._view.copy_(self.flat.view(self._view.shape))
         return self._tensor

@@ -1,7 +1,8 @@
-"""Bits: small codes side by side in bytes, by whole-word shifts, since torch's strided loops are many times slower.
+"""Bits: codes of 1, 2 or 4 bits packed side by side into bytes.
 
-Code j of a byte's codes lies at bit j * bits, lowest first. The words are little-endian, as on every machine torch
-runs its accelerators from; a check at import says so.
+Packing goes by shifts of whole words, since torch's strided loops are many times slower. Code j of a byte lies at bit
+j * bits, lowest first. Words must be little-endian, as on every host of an accelerator that torch supports; this is
+checked at import.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from torch import Tensor
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("compact packs bits by little-endian words; this machine is big-endian")
 
-# bits per code -> the integer that holds one byte's codes, one code a byte
+# Bits per code -> the integer type that holds the codes of one packed byte, one code in each of its bytes.
 _WORD = {4: torch.int16, 2: torch.int32, 1: torch.int64}
 # Multiplying by this moves the lowest bit of byte i to bit 56 + i; no two products meet, so nothing carries.
 _GATHER_BITS = 0x0102040810204080
-# Every byte a copy of the one, then bit i alone of byte i.
+# Copies a byte into all eight; then a mask leaves bit i of byte i.
 _SPREAD_BITS = 0x0101010101010101
 _EACH_BIT = 0x8040201008040201 - (1 << 64)  # as a signed 64-bit integer
 
 
 def packed_count(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take."""
+    """Return how many bytes `count` codes of `bits` bits take."""
     return -(-count * bits // 8)
 
 
@@ -32,7 +33,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     """Pack codes below 2**bits.
 
     Args:
-        codes: uint8 [n], contiguous, its memory at a multiple of 8 bytes, n a multiple of 8 / bits. Overwritten.
+        codes: uint8 [n], contiguous, aligned to 8 bytes, n a multiple of 8 / bits. Overwritten.
         bits: 1, 2 or 4.
         out: uint8 [n * bits / 8].
     """
@@ -49,7 +50,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes, uint8 [n * 8 / bits], of packed uint8 [n]."""
+    """Unpack uint8 [n] into codes, uint8 [n * 8 / bits]."""
     words = packed.to(_WORD[bits])
     if bits == 1:
         return ((words * _SPREAD_BITS) & _EACH_BIT).view(torch.uint8).ne_(0)

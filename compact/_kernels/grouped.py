@@ -1,16 +1,16 @@
-"""Groups: numbers to few-bit codes with one fp32 scale a group, and back; in blocks that stay in the cache.
+"""Groups: numbers to few-bit codes with one fp32 scale per group, and back, in blocks that stay in the cache.
 
-Shapes: k groups-of-columns, g numbers a group, c columns side by side (1 for groups of neighbours), so that a block is
-[k, g, c], one contiguous range of the flat tensor, its scales [k, 1, c].
+Shapes: a block is [k, g, c], one contiguous range of the flat tensor, with k units, g numbers per group and c columns
+side by side (1 for groups of neighbours); its scales are [k, 1, c].
 
     largest = max over g of |x|, at least TINY          scale = largest / top
     code    = round(x * (top / largest) + noise)        decoded = code * scale
 
-Every step is one IEEE fp32 operation with one rounding, in this order, so a device, a thread count or a block size
-changes no bit; `triton_kernels` and `numba_kernels` do the same in one pass.
+Every step is one IEEE fp32 operation with one rounding, in this order, so device, thread count and block size change no
+bit. `triton_kernels` and `numba_kernels` compute the same bits in one pass.
 
-A plain chain of torch operations over a whole tensor runs at the speed of main memory, once per operation. Here each
-block of values passes through all operations while it is in the cache.
+A chain of torch operations over a whole tensor would read and write main memory once per operation. Here each block of
+values passes through all operations while it is in the cache.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .bits import pack, unpack
 from .hadamard import Rotation
 from .noise import UNIT, Noise
 
-# Values a block: 512 KiB of fp32, in the second- and third-level caches. Half of it costs 15 % (calls count then), a
-# quarter 33 %. An accelerator has few large blocks, for the sake of memory.
+# Values per block: 512 KiB of fp32, in the second- and third-level caches. Half as many cost 15 % more time (for the
+# calls), a quarter 33 %. On an accelerator blocks are large, and only bound scratch memory.
 CPU_BLOCK = 1 << 17
 DEVICE_BLOCK = 1 << 24
-# Groups below are scaled as if this was their largest magnitude: 1 / TINY is finite, and so is its product with any
-# code. What they hold is off by at most TINY / top.
+# Least magnitude that a group is scaled by: 1 / TINY is finite, and so is its product with any code. The numbers of a
+# group below it are off by at most TINY / top.
 TINY = 2.0**-100
 TINY_BITS = int(torch.tensor(TINY, dtype=torch.float32).view(torch.int32))  # kernels compare magnitudes as integers
 
 
 class Levels(NamedTuple):
-    """The values a code may have, in units of the scale.
+    """Values that a code may have, in units of the scale.
 
     Attributes:
-        bits: of a code.
-        top: the largest value; symmetric.
-        centred: True: integers, 0 among them. False: odd halves (-1.5, -0.5, 0.5, 1.5), which uses all codes of few
-            bits where 0 would waste one.
-        floating: the fp8 dtype whose values these are; None for integers and halves.
+        bits: per code.
+        top: the largest value; the smallest is its negative.
+        centred: True: integers, 0 among them. False: odd halves (-1.5, -0.5, 0.5, 1.5), which use every code where a
+            symmetric range around 0 would waste one of few.
+        floating: the fp8 dtype whose values they are; None for integers and halves.
     """
 
     bits: int
@@ -53,12 +53,12 @@ class Levels(NamedTuple):
 
     @property
     def lowest(self) -> int:
-        """The smallest code, as a signed integer."""
+        """Smallest code as a signed integer."""
         return -int(self.top) if self.centred else -int(self.top + 0.5)
 
     @property
     def highest(self) -> int:
-        """The largest code, as a signed integer."""
+        """Largest code as a signed integer."""
         return int(self.top) if self.centred else int(self.top - 0.5)
 
 
@@ -70,7 +70,7 @@ E5M2 = Levels(8, 57344.0, floating=torch.float8_e5m2)
 
 
 class Scheme(NamedTuple):
-    """How a flat tensor is quantised: levels, numbers a group, columns side by side, rotated groups or not."""
+    """Settings to quantise a flat tensor by: levels, numbers per group, columns side by side, whether to rotate."""
 
     levels: Levels
     group: int
@@ -79,20 +79,20 @@ class Scheme(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Numbers that belong together: a group of every column."""
+        """Numbers per unit: one group of every column."""
         return self.group * self.columns
 
     def groups(self, count: int) -> int:
-        """Scales of `count` numbers; a short group at the end counts as one."""
+        """Return the number of scales for `count` numbers; a short group at the end counts as one."""
         return -(-count // self.unit) * self.columns
 
     def code_bytes(self, count: int) -> int:
-        """Bytes of the codes of `count` numbers; a short group at the end is padded to a whole one."""
+        """Return the bytes of codes for `count` numbers; a short group at the end is padded to a whole one."""
         return self.groups(count) * self.group * self.levels.bits // 8
 
 
 class _Scratch:
-    """Memory for one block, and its views, made once: making a view costs as much as adding a thousand numbers."""
+    """Memory for one block and views of it, made once: making a view costs as much as adding a thousand numbers."""
 
     def __init__(self, scheme: Scheme, units: int, device: torch.device) -> None:
         shape = (units, scheme.group, scheme.columns)
@@ -102,7 +102,7 @@ class _Scratch:
         self.codes = torch.empty(shape if scheme.levels.bits < 8 else 0, dtype=torch.int8, device=device)
         self.code_bytes = self.codes.view(-1).view(torch.uint8)
         self.rotation = Rotation(scheme.group, units, device) if scheme.rotated else None
-        # Filled on the device: `torch.tensor` would copy from the host and wait for that.
+        # Filled on the device: `torch.tensor` would wait for a copy from the host.
         self.top, self.smallest = (
             torch.full((), value, dtype=torch.float32, device=device) for value in (scheme.levels.top, TINY)
         )
@@ -111,7 +111,7 @@ class _Scratch:
 def _blocks(
     values: Tensor, scales: Tensor, codes: Tensor, scheme: Scheme
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, _Scratch]]:
-    """Whole units, block by block: values [k, g, c], scales [k, 1, c], codes flat or, of 8 bits, [k, g, c]; scratch."""
+    """Iterate over blocks: values [k, g, c], scales [k, 1, c], codes flat or, of 8 bits, [k, g, c], and scratch."""
     block = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
     units, shape = max(1, min(block, values.numel()) // scheme.unit), (-1, scheme.group, scheme.columns)
     if scheme.levels.bits == 8:
@@ -132,13 +132,13 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
     Args:
         values: float [n]; n a multiple of `scheme.unit` unless `columns` is 1.
         scheme: how.
-        noise: rounds stochastically; None rounds to nearest, halves to even (odd halves: up).
+        noise: for stochastic rounding; None rounds to nearest, halves to even (odd halves: up).
         scales: fp32 [scheme.groups(n)], written.
         codes: uint8 [scheme.code_bytes(n)], written.
-        start: of the first value's noise.
+        start: index of the first value's noise.
     """
     whole, groups, nbytes = _whole(values, scheme)
-    if whole < values.numel():  # a short group at the end, made up with zeros
+    if whole < values.numel():  # a short group at the end, padded with zeros
         last = values.new_zeros(scheme.group)
         last[: values.numel() - whole].copy_(values[whole:])
         encode(last, scheme, noise, scales[groups:], codes[nbytes:], start + whole)
@@ -146,11 +146,11 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
         for value, scale, code, scratch in _blocks(values[:whole], scales[:groups], codes[:nbytes], scheme):
             _encode_block(value, scale, code, scheme, scratch, noise, start)
             start += value.numel()
-        scales[:groups].div_(scratch.top)  # until here the largest magnitudes: one operation for all blocks
+        scales[:groups].div_(scratch.top)  # they were the largest magnitudes; one division for all blocks
 
 
 def _whole(values: Tensor, scheme: Scheme) -> tuple[int, int, int]:
-    """How many of the values are in whole units, in how many groups, with codes of how many bytes."""
+    """Count the values in whole units, their groups, and the bytes of their codes."""
     whole = values.numel() // scheme.unit * scheme.unit
     return whole, whole // scheme.group, whole * scheme.levels.bits // 8
 
@@ -184,7 +184,7 @@ def _encode_block(
         codes.copy_(result)
         return
     if noise is not None:
-        noise.fill(scratch.flat_work, start)  # `work` is not needed any more
+        noise.fill(scratch.flat_work, start)  # `work` is no longer needed
         scratch.flat_result.add_(scratch.flat_work, alpha=UNIT)  # a power of two: exact, fused with the sum or not
     if levels.centred:
         result.round_()
@@ -216,10 +216,10 @@ def _decode_block(codes: Tensor, scales: Tensor, scheme: Scheme, scratch: _Scrat
     direct = out.dtype is torch.float32 and scratch.rotation is None
     work = out if direct else scratch.work
     if levels.floating is not None:
-        # As fp16, which has the same bits further left: a cast of torch's is ten times slower.
+        # By way of fp16, whose bits lie further left: torch's cast from fp8 is ten times slower.
         halves = codes.view(torch.int8).to(torch.int16)
         if levels.floating is torch.float8_e4m3fn:
-            halves = (halves << 7) & ~0x4000  # one exponent bit more: the copy of the sign goes, and 2**8 is owed
+            halves = (halves << 7) & ~0x4000  # clears the sign's copy in fp16's extra exponent bit; 2**8 is owed
             scales = scales * 256.0
         else:
             halves = halves << 8

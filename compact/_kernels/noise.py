@@ -1,12 +1,12 @@
-"""Noise: the dither of stochastic rounding, from a key, the same on every device.
+"""Noise: the dither of stochastic rounding, made from a key with the same bits on every device.
 
 Element i of a tensor gets `base[i % 8192] ^ shift[i // 8192]`, both from the counter-based generator. Each value is
-uniform, and any two are independent of each other (to 2**-32, see `_seeds`): of two elements in one block the bases
-differ, in two blocks the shifts do. Pairwise independence is what the variance of any linear function of the decoded
-tensor (a weight gradient) depends on, so that it is the same as with a fresh draw per element; drawing 16 bits per
-element would cost more than all the rest of an encode.
+uniform, and any two are independent (to 2**-32, see `_seeds`): two elements of one block have different bases, two of
+different blocks have different shifts. The variance of a linear function of the decoded tensor (a weight gradient)
+depends on pairwise independence only, so it equals that of a fresh draw per element. Drawing 16 bits per element would
+cost more than the rest of an encode.
 
-Values are odd multiples of 2**-16 in (-0.5, 0.5): symmetric, so their mean is zero exactly; a code is rounded up with a
+Values are odd multiples of 2**-16 in (-0.5, 0.5): symmetric, so their mean is exactly zero. A code is rounded up with a
 probability that is off by at most 2**-16.
 """
 
@@ -18,13 +18,13 @@ from torch import Tensor
 from .._seeds import key as derive
 from .._seeds import uniform_bits
 
-# 16 KiB of int16: stays in the first-level cache beside a block of values, and is quick to make for a small tensor.
+# 16 KiB of int16: fits the first-level cache beside a block of values, and is quick to make for a small tensor.
 PERIOD = 8192
 UNIT = 2.0**-16
 
 
 class Noise:
-    """The dither of one tensor.
+    """Dither of one tensor.
 
     Args:
         key: 64 bits.
@@ -41,11 +41,11 @@ class Noise:
         self.shift = _halves(derive(key, "shift"), -(-count // PERIOD), device) & ~1
 
     def fill(self, out: Tensor, start: int) -> None:
-        """Write the noise of elements `start ...` in units of `UNIT`: odd integers below 2**15.
+        """Write the noise of elements from `start` on, in units of `UNIT`: odd integers below 2**15.
 
         Args:
             out: fp32 [n], contiguous.
-            start: the first element's index.
+            start: index of the first element.
         """
         written, count = 0, out.numel()
         while written < count:
@@ -62,5 +62,5 @@ class Noise:
 
 
 def _halves(key: int, count: int, device: torch.device) -> Tensor:
-    """`count` uniform int16 values: the two halves of each 32-bit word, low one first."""
+    """Make `count` uniform int16 values: the two halves of each 32-bit word, low one first."""
     return uniform_bits(key, -(-count // 2), device).view(torch.int16)[:count]

@@ -1,12 +1,12 @@
-"""Numba kernels of `grouped`: a group read once, quantised while it is in registers, written once; and back. CPU only.
+"""Numba kernels of `grouped`: each group is read once, quantised in registers and written once; and back. CPU only.
 
 Equal to `grouped` to the last bit, stochastic rounding and rotation included, because each step is the same IEEE
-operation with one rounding: without `fastmath` nothing is fused or reordered. Magnitudes are compared as integers,
-which NaN cannot slip through: its bit pattern is above that of infinity.
+operation with one rounding: without `fastmath` nothing is fused or reordered. Magnitudes are compared as integers, so
+that NaN, whose bit pattern is above that of infinity, is not lost.
 
-Imported by `Quantized` when a CPU tensor arrives and numba is installed; compiled then, once for fp32 and once for
-bf16, in a few seconds, and kept on disk for the next process where there is a place for it. One thread, which does not
-hold the interpreter's lock: two to three times as fast as one of `grouped`, which goes by torch's calls.
+`Quantized` imports this when it gets a CPU tensor and numba is installed. The kernels are compiled then, once for fp32
+and once for bf16, in a few seconds, and cached on disk for the next process where possible. They run in one thread
+without the GIL, two to three times as fast as one thread of `grouped`, which makes a chain of torch calls.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .hadamard import weights
 from .noise import PERIOD, UNIT, Noise
 
 _UNIT = np.float32(UNIT)
-# Stand for arrays that are not used.
+# Placeholders for unused arrays.
 _NO_NOISE, _NO_WEIGHTS = np.zeros(0, np.int16), np.zeros(0, np.float32)
 
 
 def _jit(function: Callable[..., None]) -> Any:
-    """Compiled at its first call; numba says so at once if it finds no directory to keep the machine code in."""
+    """Have a function compiled at its first call, uncached if numba finds no directory for the machine code."""
     try:
         return nb.njit(nogil=True, error_model="numpy", cache=True)(function)
     except RuntimeError:
@@ -37,7 +37,7 @@ def _jit(function: Callable[..., None]) -> Any:
 
 
 def supports(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether these kernels do it: integers, groups of neighbours whose noise comes from one block, fp32 and bf16."""
+    """Whether these kernels apply: integers, groups of neighbours whose noise comes from one block, fp32 and bf16."""
     return (
         scheme.levels.floating is None
         and scheme.columns == 1
@@ -47,7 +47,7 @@ def supports(scheme: Scheme, dtype: torch.dtype) -> bool:
 
 
 def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor) -> None:
-    """As `grouped.encode`."""
+    """Quantise as `grouped.encode` does."""
     levels = scheme.levels
     base, shift = (_NO_NOISE, _NO_NOISE) if noise is None else (noise.base.numpy(), noise.shift.numpy())
     numbers = levels.bits, levels.centred, np.float32(levels.top), levels.lowest, levels.highest
@@ -55,14 +55,14 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
 
 
 def decode(codes: Tensor, scales: Tensor, scheme: Scheme, out: Tensor) -> None:
-    """As `grouped.decode`."""
+    """Decode as `grouped.decode` does."""
     levels = scheme.levels
     offset = np.float32(levels.lowest if levels.centred else levels.lowest + 0.5)
     _decode(codes.numpy(), scales.numpy(), _array(out), _weights(scheme), scheme.group, levels.bits, offset)
 
 
 def _array(tensor: Tensor) -> Any:
-    """The same memory; of bf16, which numpy does not have, as uint16."""
+    """View the memory as a NumPy array; bf16, which NumPy lacks, as uint16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype is torch.bfloat16 else tensor.numpy()
 
 
@@ -72,10 +72,10 @@ def _weights(scheme: Scheme) -> Any:
 
 @_jit
 def _butterflies(x: Any, y: Any) -> None:
-    """x = H x by rounds of sums and differences, in the order of `Rotation`; log2 of x's length even, y scratch.
+    """x = H x by rounds of sums and differences, in the order of `Rotation`. log2 of x's length is even; y is scratch.
 
-    Each round pairs neighbours and puts sums in the lower half, differences in the upper (Pease 1968): the same
-    additions, all rounds alike, and after the last each number is in its place.
+    Each round pairs neighbours and puts sums into the lower half, differences into the upper (Pease 1968). That makes
+    the additions of `Rotation` with all rounds alike, and after the last round each number is in its place.
     """
     half = x.size // 2
     rounds = half
@@ -131,7 +131,7 @@ def _encode(
         scales[row] = largest / top
         inverse = top / largest
         place = codes[row * length : row * length + length]
-        if bits == 8 and not noisy:  # as below, in one loop: a third faster
+        if bits == 8 and not noisy:  # equals the code below, in one loop: a third faster
             for i in range(group):
                 place[i] = np.uint8(np.int32(np.rint(x[i] * inverse)))
             continue

@@ -1,12 +1,12 @@
-"""Triton kernels of `grouped`: a tensor read once, quantised in registers, written once; and back. CUDA only.
+"""Triton kernels of `grouped`: a tensor is read once, quantised in registers and written once; and back. CUDA only.
 
 Equal to `grouped` to the last bit, stochastic rounding and rotation included, because each step is the same IEEE
 operation: divisions are correctly rounded (`div_rn`), multiply and add are not fused (`enable_fp_fusion=False`), and
-rounding to nearest is an addition that leaves no room for a fraction. Magnitudes are compared as integers, which NaN
-cannot slip through: its bit pattern is above that of infinity.
+rounding to nearest is an addition that leaves no room for a fraction. Magnitudes are compared as integers, so that NaN,
+whose bit pattern is above that of infinity, is not lost.
 
-Imported by `Quantized` when a CUDA tensor arrives; triton comes with torch's CUDA builds. Kernels also run under
-Triton's interpreter (`TRITON_INTERPRET=1`), on CPU tensors, which is how they are compared where there is no device.
+`Quantized` imports this when it gets a CUDA tensor; triton comes with torch's CUDA builds. The kernels also run on CPU
+tensors under Triton's interpreter (`TRITON_INTERPRET=1`), for tests on machines without a device.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from .grouped import TINY_BITS, Scheme
 from .hadamard import weights
 from .noise import PERIOD, UNIT, Noise
 
-# Numbers a program holds: 16 a thread of 128.
+# Numbers per program: 16 for each of 128 threads.
 _TILE = 2048
-# Added and taken away again, this rounds a number below 2**22 to the nearest integer, halves to even.
+# Adding and subtracting this rounds a number below 2**22 to the nearest integer, halves to even.
 _ROUND = 1.5 * 2.0**23
 
 
 def supports(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether these kernels do it: integers, groups of neighbours, a power of two that fits one program; any dtype."""
+    """Whether these kernels apply: integers, groups of neighbours, a power of two that fits one program; any dtype."""
     group = scheme.group
     return scheme.levels.floating is None and scheme.columns == 1 and group & (group - 1) == 0 and group <= _TILE
 
 
 def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor) -> None:
-    """As `grouped.encode`."""
+    """Quantise as `grouped.encode` does."""
     groups, rows = scales.numel(), max(1, _TILE // scheme.group)
     levels = scheme.levels
-    none = values  # stands for pointers that are not used
+    none = values  # placeholder for unused pointers
     with _device(values):
         _encode[(triton.cdiv(groups, rows),)](
             values,
@@ -67,7 +67,7 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
 
 
 def decode(codes: Tensor, scales: Tensor, scheme: Scheme, out: Tensor) -> None:
-    """As `grouped.decode`."""
+    """Decode as `grouped.decode` does."""
     groups, rows = scales.numel(), max(1, _TILE // scheme.group)
     levels = scheme.levels
     with _device(out):
@@ -93,7 +93,7 @@ def _weights(scheme: Scheme, like: Tensor) -> Tensor:
 
 
 def _device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, whatever its arguments lie on."""
+    """Make the tensor's device current: Triton launches on the current device, wherever its arguments are."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
@@ -150,7 +150,7 @@ def _encode(  # type: ignore[no-untyped-def]
         y = y + dither.to(tl.float32) * UNIT
     if CENTRED:
         code = ((y + ROUND) - ROUND).to(tl.int32)
-    else:  # floor, which `tl.floor` is not for denormal numbers: it takes those for zero
+    else:  # floor; `tl.floor` takes denormal numbers for zero
         code = y.to(tl.int32)
         code -= (code.to(tl.float32) > y).to(tl.int32)
     if NOISY:

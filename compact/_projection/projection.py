@@ -1,4 +1,4 @@
-"""Projection: a random matrix P, width n x rank r, with E[P P^T] = I, made from a key whenever it is needed.
+"""Projection: a random matrix P of width n x rank r with E[P P^T] = I, made from a key whenever it is needed.
 
 kind          entries                                            E |P P^T g - g|^2 / |g|^2    bit-equal on every device
 gaussian      sums of twelve uniform bytes, variance 1 / r       (n + 0.9) / r                P
@@ -8,7 +8,7 @@ orthonormal   r rows of a mixed Hadamard matrix (SRHT), columns  n / r - 1      
 sparse        one -1 or 1 a row, n / r or one more a column      n / r - 1, r dividing n      P, and what is projected
 
 `gaussian` is CompAct's N(0, 1 / r) (arXiv 2410.15352, section 3); its entries have an excess kurtosis of -0.1, hence
-n + 0.9 and not n + 1. Their bits are equal everywhere because they are made of integers; the product with them is not,
+n + 0.9 and not n + 1. Their bits are equal everywhere because they are made from integers; products with them are not,
 since devices sum in different orders. `orthonormal` is the subsampled randomised Hadamard transform (Tropp, arXiv
 1011.1595), `sparse` a CountSketch with buckets of equal size: both are applied by sums in a fixed order, in fp32 or the
 input's wider type.
@@ -32,7 +32,7 @@ from .walsh import Buckets, Walsh
 ProjectionKind = Literal["gaussian", "rademacher", "orthonormal", "sparse"]
 KINDS: tuple[ProjectionKind, ...] = get_args(ProjectionKind)
 
-# Elements of a block of columns: on a CPU it and its double fit the caches; elsewhere it only bounds scratch memory.
+# Elements per block of columns. On a CPU a block and its copy fit the caches; elsewhere it only bounds scratch memory.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 26
 
@@ -42,18 +42,18 @@ class RankError(CodecError):
 
 
 def check_rank(rank: int, width: int, what: str) -> None:
-    """Raise RankError unless 1 <= rank <= width. `what` says whose rank it is."""
+    """Raise RankError unless 1 <= rank <= width. `what` names the owner of the rank."""
     if not 1 <= rank <= width:
         raise RankError(f"{what} was given rank {rank}, but its width is {width}: choose a rank from 1 to {width}")
 
 
 @dataclass(frozen=True)
 class Projection:
-    """The random matrix of a key. Holds no memory; nothing here is differentiable.
+    """Random matrix of a key. Holds no memory, and is not differentiable.
 
     Args:
         kind: "gaussian", "rademacher", "orthonormal" or "sparse".
-        width: n, features.
+        width: n, the number of features.
         rank: r, 1 to n.
         key: 64 bits (`compact.key`). Equal keys, kinds and sizes give equal matrices, on every device.
 
@@ -73,7 +73,7 @@ class Projection:
         check_rank(self.rank, self.width, f"a {self.kind} projection")
 
     def matrix(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """P itself, [n, r], made in fp32 (fp64 for fp64) and rounded to `dtype`."""
+        """Make P itself, [n, r], in fp32 (fp64 for fp64), rounded to `dtype`."""
         wide = _wide(dtype)
         if self._is_dense():
             unit, rest = self._unit(wide, device)
@@ -82,16 +82,16 @@ class Projection:
 
     @torch.no_grad()
     def project(self, x: Tensor) -> Tensor:
-        """x P: floating-point [..., n] to [..., r], contiguous, of x's dtype and device.
+        """Compute x P: floating-point [..., n] to contiguous [..., r] of x's dtype and device.
 
         Raises:
-            ValueError: another size or dtype.
+            ValueError: a last dimension of another size, or another dtype.
         """
         return self._apply(x, down=True)
 
     @torch.no_grad()
     def back(self, z: Tensor) -> Tensor:
-        """z P^T: [..., r] to [..., n], with the errors of `project`. The mean of `back(project(x))` is x."""
+        """Compute z P^T: [..., r] to [..., n]. Raises as `project` does. The mean of `back(project(x))` is x."""
         return self._apply(z, down=False)
 
     def _apply(self, x: Tensor, *, down: bool) -> Tensor:
@@ -121,10 +121,10 @@ class Projection:
             new_rows[start : start + step].copy_(product(rows[start : start + step].to(dtype), factor).mul_(rest))
 
     def _unit(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, float]:
-        """P as a matrix of exact entries and a factor in (0.5, 1] for the product.
+        """Make P as a matrix of exact entries and a factor in (0.5, 1] to apply to the product.
 
-        A factor rounded into bf16 entries would bias every product by up to 0.4%. Integers times a power of two are
-        not rounded at all (bells in bf16 are, to nearest, which adds less than 1e-5 to their variance).
+        A factor rounded into bf16 entries would bias every product by up to 0.4%. Integers times a power of two are not
+        rounded (except for bells in bf16: to nearest, which adds less than 1e-5 to their variance).
         """
         count, wide = self.width * self.rank, _wide(dtype)
         if self.kind == "gaussian":
@@ -155,17 +155,17 @@ class Projection:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b for two matrices of one dtype, contiguous, outside autocast, not differentiable.
+    """Compute a @ b for two matrices of one dtype: contiguous, unaffected by autocast, not differentiable.
 
     A CPU without 16-bit instructions multiplies bf16 matrices a hundred times slower than fp32 ones (measured: 3 s
     against 30 ms), so 16-bit matrices on a CPU go through fp32.
     """
     wide = torch.float32 if a.device.type == "cpu" and a.dtype.itemsize == 2 else a.dtype
-    # Autocast leaves the variants with `out` alone.
+    # Autocast ignores the variants with `out`.
     out = torch.empty(len(a), b.shape[1], dtype=wide, device=a.device)
     return torch.mm(a.detach().to(wide), b.detach().to(wide), out=out).to(a.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are kept in."""
+    """Return the dtype to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

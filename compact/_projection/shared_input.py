@@ -1,11 +1,11 @@
-"""SharedInput: one projected input for the layers that read one tensor (q, k and v; gate and up).
+"""SharedInput: one projected input z for all layers that read one tensor (q, k and v; gate and up).
 
 Guarantees:
 
-1. It is reused only for the very tensor object it was made of, unchanged since (by its version counter), and only by a
-   layer that would make an equal one: same projection, same key, same dtype.
-2. At most one is held, and none once the tensor has died.
-3. Any thread may call; one that comes in between makes one of its own, equal to the last bit.
+1. z is reused only for the tensor object it was made from, unchanged since by its version counter, and only by a layer
+   that would make an equal one: with an equal projection (kind, size and key) and dtype.
+2. At most one z is held, and none once the tensor is dead.
+3. Any thread may call. Two threads that call at a time may each make z, equal to the last bit; the later one is held.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .projection import Projection
 
 
 class SharedInput:
-    """Remembers the last projected input. Copies and pickles are empty."""
+    """Cache of the last projected input. Copies and pickles are empty."""
 
     __slots__ = ("__weakref__", "_last")
 
@@ -29,14 +29,14 @@ class SharedInput:
         self._last = WeakIdKeyDictionary()  # input -> (its version, projection, dtype, z)
 
     def projected(self, x: Tensor, projection: Projection, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """z = x P, x cast to `dtype`: remembered, or made by `make` and remembered."""
+        """Return z = x P for x cast to `dtype`: the one that is held, or a new one from `make`."""
         if x.is_inference():  # has no version counter
             return make()
         version, *which, z = self._last.get(x, (None, None))
         if version == x._version and which == [projection, dtype]:
             return z  # type: ignore[no-any-return]
         z = make()
-        # A dictionary of its own, set at once: it holds one entry whatever other threads do meanwhile.
+        # Replaced as a whole: a dictionary has one entry, and other threads see the old or the new one.
         last = WeakIdKeyDictionary()
         last[x] = x._version, projection, dtype, z
         self._last = last

@@ -1,10 +1,10 @@
-"""Subspace: the small space of one weight: which projection it uses now, and the gradient gathered in it.
+"""Subspace: the small space of one weight, that is its current projection and the gradient accumulated in it.
 
 A compact layer owns its Subspace, and its weight carries it as `weight.subspace`, where `CompActAdamW` finds it. The
 layer's backward adds d^T z to `grad`; `weight.grad` stays None.
 
-The projection changes at a refresh, which the optimizer does after a step. A gradient belongs to the projection of its
-forward: one that arrives after a refresh is an error, not a sum of two bases.
+The optimizer changes the projection at a refresh, after a step. A gradient belongs to the projection of its forward: one
+that arrives after a refresh is an error, since gradients in two bases cannot be added.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .projection import Projection, ProjectionKind
 
 @dataclass(eq=False)
 class Subspace:
-    """The small space of a weight of `out` x `width` (or its transpose, `transposed`).
+    """Small space of a weight of `out` x `width` (or its transpose, `transposed`).
 
     Attributes:
         name: of the layer, for messages.
-        kind: of projection.
-        width: n, input features.
+        kind: kind of projection.
+        width: n, the number of input features.
         rank: r.
         alpha: factor of the update P N (CompAct, section 3; 0.25 there for pretraining, 2 to 4 for fine-tuning).
         period: T, steps between refreshes; None for never.
-        base_key: 64 bits; with `refreshes` it gives the projection.
+        base_key: 64 bits; with `refreshes` it determines the projection.
         transposed: the weight is [width, out], as in transformers' Conv1D.
-        refreshes: s, how often the projection was changed.
-        grad: [out, r], the sum of the gradients since the last step; None if there was none.
+        refreshes: s, how often the projection has changed.
+        grad: [out, r], the sum of gradients since the last step; None if there was none.
     """
 
     name: str
@@ -48,15 +48,15 @@ class Subspace:
     grad: Tensor | None = field(default=None, repr=False)
 
     def projection(self) -> Projection:
-        """P, [n, r], of now."""
+        """Return the current P, [n, r]."""
         return Projection(self.kind, self.width, self.rank, _seeds.key(self.base_key, self.refreshes))
 
     @torch.no_grad()
     def add(self, projection: Projection, grad: Tensor) -> None:
-        """Add a gradient [out, r] made with the projection of its forward.
+        """Add a gradient [out, r], given the projection of its forward.
 
         Raises:
-            RuntimeError: the projection was refreshed between that forward and now.
+            RuntimeError: the projection has been refreshed since that forward.
         """
         if projection != self.projection():
             raise RuntimeError(
@@ -69,19 +69,19 @@ class Subspace:
             self.grad += grad
 
     def refresh(self) -> None:
-        """Change to the next projection. The gradient of the old one is dropped."""
+        """Change to the next projection, dropping the gradient of the old one."""
         self.refreshes += 1
         self.grad = None
 
 
 def subspace_of(parameter: Tensor) -> Subspace | None:
-    """The subspace of a compact layer's weight; None for any other tensor."""
+    """Return the subspace of a compact layer's weight; None for any other tensor."""
     found = getattr(parameter, "subspace", None)
     return found if isinstance(found, Subspace) else None
 
 
 def subspaces_of(parameters: Iterable[Tensor]) -> Iterator[Subspace]:
-    """The subspaces among these parameters, in their order."""
+    """Iterate over the subspaces of these parameters, in their order."""
     for parameter in parameters:
         subspace = subspace_of(parameter)
         if subspace is not None:

@@ -1,4 +1,4 @@
-"""Fast transforms of columns: orthogonal mixing by sums and differences, and sums of buckets, in one fixed order.
+"""Walsh and Buckets: transforms of columns by sums and differences in one fixed order.
 
 Shapes: a block is [width n, columns c], so that every loop runs along contiguous columns.
 
@@ -6,13 +6,13 @@ Mixing multiplies by Q * sqrt(L), where n = m * L, L the largest power of two th
 
     Q = (R kron H / sqrt(L)) diag(s),    R = I - (2 / m) J  (identity for m = 1),    H Sylvester's Hadamard matrix
 
-with signs s. A width that is not a power of two is thus cut into m blocks which a Householder reflection ties
-together: Q stays exactly n x n and orthogonal, where padding to the next power of two would raise the variance of a
-sample of its rows. (An odd width has L = 1, and Q is close to a diagonal matrix: a sample of its rows is still
-unbiased and has the same mean error, but for a vector with one large element that error varies more.)
+with signs s. A width that is not a power of two is thus split into m blocks that a Householder reflection combines: Q
+stays exactly n x n and orthogonal, where padding to the next power of two would raise the variance of a sample of its
+rows. (An odd width has L = 1, and Q is close to a diagonal matrix: a sample of its rows is still unbiased with the same
+mean error, but for a vector with one large element that error varies more.)
 
-Every element is made by the same sums, differences and products in the same order, whatever the number of columns,
-threads or the device; a product and a difference are two kernels, so that nothing is fused.
+The sums, differences and products behind each element, and their order, depend neither on the number of columns or
+threads nor on the device; a product and a difference are two kernels, so that nothing is fused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 class Walsh:
-    """Columns [n, c] -> a sample of `rank` rows of the mixed columns, times sqrt(m / rank), and its transpose.
+    """Maps columns [n, c] to a sample of `rank` rows of the mixed columns, times sqrt(m / rank); and its transpose.
 
     Args:
         signs: [n] of -1 and 1, in the columns' dtype.
@@ -40,18 +40,18 @@ class Walsh:
         self._scale = math.sqrt(self._blocks / max(len(selected), 1))
 
     def down(self, columns: Tensor) -> Tensor:
-        """[n, c] -> [rank, c]. Overwrites its argument."""
+        """Map [n, c] to [rank, c]. Overwrites its argument."""
         columns.mul_(self._signs)
         return self._mix(columns).index_select(0, self._selected).mul_(self._scale)
 
     def up(self, small: Tensor) -> Tensor:
-        """[rank, c] -> [n, c]."""
+        """Map [rank, c] to [n, c]."""
         columns = small.new_zeros(self.width, small.shape[1])
         columns.index_copy_(0, self._selected, small * self._scale)
         return self._mix(columns).mul_(self._signs)
 
     def _mix(self, a: Tensor) -> Tensor:
-        """(R kron H) a, in a's memory or in its like: R and H are symmetric, so this is also the transpose."""
+        """Compute (R kron H) a, overwriting a. R and H are symmetric, so this is also the transpose."""
         columns, b, step = a.shape[1], torch.empty_like(a), 1
         while step < self._length:
             shape = (self.width // (2 * step), 2, step * columns)
@@ -66,7 +66,7 @@ class Walsh:
 
 
 class Buckets:
-    """Columns [n, c] -> sums of `rank` buckets of signed rows, of n // rank or one more rows each; and its transpose.
+    """Maps columns [n, c] to sums of `rank` buckets of n // rank or one more signed rows each; and its transpose.
 
     Args:
         signs: [n] of -1 and 1, in the columns' dtype, for rows in the order below.
@@ -81,7 +81,7 @@ class Buckets:
         self.width = len(order)
 
     def down(self, columns: Tensor) -> Tensor:
-        """[n, c] -> [rank, c]."""
+        """Map [n, c] to [rank, c]."""
         signed = columns.index_select(0, self._order).mul_(self._signs)
         rounds, rest = divmod(self.width, self._rank)
         total = fold(signed[: rounds * self._rank].view(rounds, self._rank, -1))
@@ -89,14 +89,14 @@ class Buckets:
         return total
 
     def up(self, small: Tensor) -> Tensor:
-        """[rank, c] -> [n, c]."""
+        """Map [rank, c] to [n, c]."""
         bucket = torch.arange(self.width, device=small.device) % self._rank
         columns = small.new_empty(self.width, small.shape[1])
         return columns.index_copy_(0, self._order, small.index_select(0, bucket).mul_(self._signs))
 
 
 def fold(slices: Tensor) -> Tensor:
-    """The sum over the first dimension, in memory of its own: halves are added to each other, the odd one out last."""
+    """Sum over the first dimension, into new memory: halves are added to each other, an odd slice at the end last."""
     total = slices
     while len(total) > 1:
         half = len(total) // 2

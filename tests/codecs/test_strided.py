@@ -33,7 +33,7 @@ def test_any_strides_come_back(dims: list[tuple[int, int]]) -> None:
     assert values.shape == (spec.stored_numel,)
     target = Target(spec, tensor.device)
     target.flat.copy_(values)
-    assert_bit_equal(target.settle(), tensor)
+    assert_bit_equal(target.tensor(), tensor)
 
 
 @settings(max_examples=300, deadline=None)
@@ -59,7 +59,7 @@ def test_logical_order_keeps_strides_unless_elements_share_memory(dims: list[tup
     assert torch.equal(values, tensor.reshape(-1))
     target = Target(Spec.of(tensor), tensor.device, logical=True)
     target.flat.copy_(values)
-    back = target.settle()
+    back = target.tensor()
     assert torch.equal(back, tensor)
     assert back.stride() == (torch.empty(shape).stride() if shares_memory(shape, stride) else stride)
 
@@ -69,7 +69,7 @@ def test_a_dense_tensor_is_stored_and_restored_without_a_copy(order: tuple[int, 
     tensor = torch.arange(60).view(3, 4, 5).permute(order)
     assert flat(tensor).data_ptr() == tensor.data_ptr()
     target = Target(Spec.of(tensor), tensor.device)
-    assert target.flat.data_ptr() == target.settle().data_ptr()
+    assert target.flat.data_ptr() == target.tensor().data_ptr()
 
 
 def test_sizes_of_a_spec() -> None:
