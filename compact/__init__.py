@@ -12,16 +12,25 @@ from ._codecs.exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
 from ._codecs.projected import Projected
 from ._codecs.quantized import Quantized
 from ._codecs.strided import Spec
-from ._errors import CodecError, GroupError, PackedError, PresetError, UnsupportedTensor
+from ._errors import (
+    CheckpointError,
+    CodecError,
+    ConvertError,
+    GroupError,
+    PackedError,
+    PresetError,
+    RankError,
+    UnsupportedTensor,
+)
 from ._measures import Bias, bias, cosine, relative_error
 from ._presets import FLOORS, PRESETS, Floor, Preset, Saved, preset
-from ._projection.projection import Projection, RankError
+from ._projection.projection import Projection
 from ._projection.shared_input import SharedInput
 from ._projection.subspace import Subspace
 from ._seeds import key
-from ._training.convert import PAPER_SKIP, ConvertError, convert, revert
+from ._training.convert import PAPER_SKIP, convert, revert
 from ._training.linear import compact_linear
-from ._training.optimizer import CheckpointError, CompActAdamW, clip_grad_norm_
+from ._training.optimizer import CompActAdamW, clip_grad_norm_
 
 __all__ = [
     "FLOORS",

@@ -7,9 +7,9 @@
     ├── GroupError          a group that does not divide the dimension it runs along
     ├── PackedError         packed bytes that belong to another codec or were truncated
     ├── PresetError         an unknown preset, or a table that breaks a floor
-    ├── RankError           a rank above the width (`Projection`, `convert`)
-    ├── ConvertError        a model that cannot be converted or reverted (`convert`, `revert`)
-    └── CheckpointError     an optimizer state of another rank, kind or model (`CompActAdamW`)
+    ├── RankError           a rank that is not 1 to the width of what is projected
+    ├── ConvertError        a model that cannot be converted or reverted
+    └── CheckpointError     an optimizer state that does not fit the model's compact layers
 
 All are ValueErrors too, since each is about an argument.
 """
@@ -35,3 +35,15 @@ class PackedError(CodecError):
 
 class PresetError(CodecError):
     """An unknown preset, or a codec that is below the floor of its class of tensors."""
+
+
+class RankError(CodecError):
+    """A rank that is not 1 to the width of what is projected."""
+
+
+class ConvertError(CodecError):
+    """A model that cannot be converted or reverted."""
+
+
+class CheckpointError(CodecError):
+    """An optimizer state that does not fit the model's compact layers."""

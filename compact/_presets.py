@@ -128,43 +128,25 @@ class Preset:
         return "\n".join([f"preset {self.name}", *lines])
 
 
-def _int4() -> Quantized:
-    return Quantized("int4", rounding="stochastic", rotate=True)
-
+_LOSSY = (Saved.LINEAR_INPUT, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.ATTENTION)
+_INT8: Mapping[Saved, Codec] = dict.fromkeys(_LOSSY, Quantized("int8"))
+_INT4 = Quantized("int4", rounding="stochastic", rotate=True)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         preset.name: preset
         for preset in (
             Preset("exact"),
-            Preset(
-                "safe8",
-                {
-                    Saved.LINEAR_INPUT: Quantized("int8"),
-                    Saved.NORM_INPUT: Quantized("int8"),
-                    Saved.ACTIVATION_INPUT: Quantized("int8"),
-                    Saved.PRODUCT_FACTOR: Quantized("int8"),
-                    Saved.ATTENTION: Quantized("int8"),
-                },
-            ),
-            Preset(
-                "balanced",
-                {
-                    Saved.LINEAR_INPUT: _int4(),
-                    Saved.NORM_INPUT: Quantized("int8"),
-                    Saved.ACTIVATION_INPUT: Quantized("int8"),
-                    Saved.PRODUCT_FACTOR: _int4(),
-                    Saved.ATTENTION: Quantized("int8"),
-                },
-            ),
+            Preset("safe8", _INT8),
+            Preset("balanced", {**_INT8, Saved.LINEAR_INPUT: _INT4, Saved.PRODUCT_FACTOR: _INT4}),
             Preset(
                 "max",
                 {
+                    **_INT8,
                     Saved.LINEAR_INPUT: Quantized("int2", rounding="stochastic", rotate=True),
                     Saved.NORM_INPUT: Quantized("int4", rotate=True),
                     Saved.ACTIVATION_INPUT: Quantized("int4", rotate=True),
-                    Saved.PRODUCT_FACTOR: _int4(),
-                    Saved.ATTENTION: Quantized("int8"),
+                    Saved.PRODUCT_FACTOR: _INT4,
                 },
             ),
             # As in the paper: Gaussian projections of the inputs of linear layers, and nothing else.

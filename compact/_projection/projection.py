@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .. import _seeds
-from .._errors import CodecError
+from .._errors import CodecError, RankError
 from .walsh import Buckets, Walsh
 
 ProjectionKind = Literal["gaussian", "rademacher", "orthonormal", "sparse"]
@@ -35,10 +35,6 @@ KINDS: tuple[ProjectionKind, ...] = get_args(ProjectionKind)
 # Elements per block of columns. On a CPU a block and its copy fit the caches; elsewhere it only bounds scratch memory.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 26
-
-
-class RankError(CodecError):
-    """A rank that is not 1 to the width of what is projected."""
 
 
 def check_rank(rank: int, width: int, what: str) -> None:

@@ -3,8 +3,8 @@
 A compact layer owns its Subspace, and its weight carries it as `weight.subspace`, where `CompActAdamW` finds it. The
 layer's backward adds d^T z to `grad`; `weight.grad` stays None.
 
-The optimizer changes the projection at a refresh, after a step. A gradient belongs to the projection of its forward: one
-that arrives after a refresh is an error, since gradients in two bases cannot be added.
+The optimizer changes the projection at a refresh, after a step. A gradient belongs to the projection of its forward, so
+one that arrives after a refresh is an error: gradients in two bases cannot be added.
 """
 
 from __future__ import annotations
@@ -82,7 +82,4 @@ def subspace_of(parameter: Tensor) -> Subspace | None:
 
 def subspaces_of(parameters: Iterable[Tensor]) -> Iterator[Subspace]:
     """Iterate over the subspaces of these parameters, in their order."""
-    for parameter in parameters:
-        subspace = subspace_of(parameter)
-        if subspace is not None:
-            yield subspace
+    return filter(None, map(subspace_of, parameters))

@@ -1,12 +1,12 @@
-"""Convert: linear layers of a model become compact ones in place, and back.
+"""Convert: change linear layers of a model into compact ones in place, and back.
 
-A converted layer is the same module object with the same parameters, buffers, hooks and state-dict names; its class
-and one attribute, `subspace`, are new. So a model may be converted before or after loading weights, and a state dict
-of one serves the other.
+A converted layer stays the same module object with its parameters, buffers, hooks and state-dict names; its class and a
+few attributes (`subspace` among them) change. So a model may be converted before or after its weights are loaded, and
+state dicts fit both forms.
 
 Eligible are modules that are exactly `torch.nn.Linear`, or named Conv1D with a two-dimensional weight [in, out] and
-`nf` outputs (transformers), whose weight needs a gradient and belongs to no other module. Subclasses are left alone:
-their forward may be another, or never be called.
+`nf` outputs (transformers), whose weight needs a gradient and belongs to no other module. Subclasses are left alone,
+since their forward may differ or never be called.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import _seeds
-from .._errors import CodecError
+from .._errors import ConvertError
 from .._projection.projection import KINDS, ProjectionKind, check_rank
 from .._projection.shared_input import SharedInput
 from .._projection.subspace import Subspace
 from .linear import linear_into
 
-# What CompAct leaves alone (section 3 and 4.1): the attention output, whose input attention keeps anyway, and
-# everything outside of the blocks, by the names common models give them.
+# Layers that CompAct leaves alone (sections 3 and 4.1), by their names in common models: the attention output, whose
+# input attention keeps anyway, and everything outside the blocks.
 PAPER_SKIP = (
     *("*.o_proj", "*.out_proj", "*.attention.output.dense", "*.attn.c_proj", "*.attention.dense"),
     *("*.self_attention.dense", "*.SelfAttention.o", "*.EncDecAttention.o", "*.out_lin"),
@@ -37,12 +37,8 @@ PAPER_SKIP = (
 Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
 
-class ConvertError(CodecError):
-    """A model that cannot be converted, or was not."""
-
-
 class _Compact:
-    """What converted layers have in common. They are never constructed: `convert` gives this class to a module."""
+    """Base of converted layers. They are never constructed: `convert` changes the class of a module."""
 
     weight: Any
     bias: Any
@@ -52,14 +48,14 @@ class _Compact:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # a mixin: `nn.Module` has it
-        self._link()  # a copied parameter has lost its attributes
+        self._link()  # a copied parameter loses its attributes
 
     def _link(self) -> None:
         if getattr(self.weight, "subspace", None) is not self.subspace:
             self.weight.subspace = self.subspace
 
     def _compact(self, x: Tensor, weight: Tensor) -> Tensor:
-        self._link()  # lost when weights are loaded by assignment
+        self._link()  # loading weights by assignment replaces the parameter
         return linear_into(x, weight, self.bias, self.subspace, self.shared)
 
     def extra_repr(self) -> str:
@@ -97,31 +93,31 @@ def convert(
 ) -> list[str]:
     """Make linear layers compact, in place. Train with `CompActAdamW`: no other optimizer sees their gradients.
 
-    Defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it has rank 4
+    The defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it has rank 4
     or 8, refresh 500 and alpha 4 or 2. It also scales the step of the attention output, which stays plain, by
-    alpha / 2: for that, give those weights a parameter group with that share of the learning rate.
+    alpha / 2: to do so, give those weights a parameter group with that share of the learning rate.
 
-    Under DistributedDataParallel convert before wrapping, on every rank, from equal weights: the converted weights are
-    left out of its buckets and of its first broadcast. Then call `CompActAdamW.reduce_gradients` before each step.
+    Under DistributedDataParallel, convert before wrapping, on every rank, from equal weights: converted weights are not
+    in its buckets nor in its initial broadcast. Then call `CompActAdamW.reduce_gradients` before each step.
 
     Args:
-        model: any module; its own class, if it is itself a linear layer.
+        model: any module; if it is itself a linear layer, its own class changes.
         rank: r, 1 to the width of every converted layer; or a share of the width, a float in (0, 1].
-        kind: of projection: "gaussian" (the paper), "rademacher", "orthonormal", "sparse".
+        kind: kind of projection: "gaussian" (the paper), "rademacher", "orthonormal", "sparse".
         refresh: T, steps between refreshes of the projection; None for never.
         alpha: factor of the update.
-        skip: names of layers to leave alone, with wildcards as in `fnmatch`; or a function of a name and module.
-        share: one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and up).
-            The paper draws one for each.
-        seed: of the run. Equal seeds and names give equal projections.
+        skip: names of layers to leave alone, with wildcards as in `fnmatch`, or a function of name and module.
+        share: use one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and
+            up). The paper draws one for each.
+        seed: seed of the run. Equal seeds and names give equal projections.
 
     Returns:
         The names of the converted layers.
 
     Raises:
         RankError: a rank above a layer's width, naming the layer.
-        ConvertError: no layer to convert, one that is converted already, a pattern of your own that fits no layer, or
-            a number out of range. The model is as it was.
+        ConvertError: no layer to convert, a layer that is compact already, a pattern of yours that matches no layer,
+            or a number out of range. The model is unchanged.
     """
     _check(kind, refresh, alpha, rank)
     layers = _eligible(model, skip)
@@ -145,7 +141,7 @@ def convert(
 
 
 def revert(model: nn.Module) -> list[str]:
-    """Undo `convert`: layers are plain again, with the weights as trained. Gradients in the small space are dropped.
+    """Undo `convert`, keeping the trained weights. Gradients in the small space are dropped.
 
     Returns:
         The names of the reverted layers.
@@ -259,7 +255,7 @@ def _check(kind: str, refresh: int | None, alpha: float, rank: int | float) -> N
 
 
 def _ignored_by_ddp(model: nn.Module) -> list[str]:
-    """The list in which DistributedDataParallel looks for names to leave out."""
+    """Return the list of names that DistributedDataParallel leaves out."""
     holder: Any = model
     if not hasattr(holder, "_ddp_params_and_buffers_to_ignore"):
         holder._ddp_params_and_buffers_to_ignore = []

@@ -1,11 +1,11 @@
 """Compact linear: a linear layer that saves a projection of its input instead of the input.
 
-What holds, with x [..., n], weight [out, n], output gradient d [..., out], projection P [n, r], z = x P [..., r]:
+Guarantees, with x [..., n], weight [out, n], output gradient d [..., out], projection P [n, r], z = x P [..., r]:
 
-1. The output, the input gradient d W and the bias gradient are those of `torch.nn.functional.linear`, bit for bit:
-   the same calls on the same shapes and strides. So no error travels through the layers.
+1. The output, the input gradient d W and the bias gradient are those of `torch.nn.functional.linear`, bit for bit,
+   from the same calls on the same shapes and strides. So no error travels through the layers.
 2. The weight gradient is (d^T z) P^T and has the exact one, G = d^T x, as its mean. Its error is (P P^T - I) applied
-   to G, whatever the number of tokens: larger batches do not average it out.
+   to G for any number of tokens: larger batches do not average it out.
 3. Saved for backward: the weight (if x needs a gradient) and z (if the weight does), both as saved tensors, so that
    hooks see them. Never x.
 4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
@@ -26,7 +26,7 @@ from .._projection.projection import Projection, ProjectionKind, product
 from .._projection.shared_input import SharedInput
 from .._projection.subspace import Subspace
 
-# As it is at import: whoever intercepts `torch.nn.functional.linear` may call this module without meeting himself.
+# Bound at import, so that code which replaces `torch.nn.functional.linear` can call this module without recursion.
 _linear = torch.nn.functional.linear
 
 
@@ -43,7 +43,7 @@ def compact_linear(
     """`linear(x, weight, bias)` that saves z = x P: an exact input gradient, an unbiased weight gradient.
 
     The weight gradient is full-size, for any optimizer. Give every layer and every step a key of its own
-    (`compact.key(seed, name, step)`), and the same one to a forward that is repeated by checkpointing.
+    (`compact.key(seed, name, step)`), and use it again when checkpointing repeats a forward.
 
     Args:
         x: [..., n].
@@ -51,8 +51,8 @@ def compact_linear(
         bias: [out] or None.
         rank: r, 1 to n.
         key: 64 bits that P is made from.
-        kind: of projection: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse".
-        shared: remembers z for the next layer that reads the same x with the same key, kind and rank.
+        kind: kind of projection: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse".
+        shared: keeps z for the next layer that reads this x with this key, kind and rank.
 
     Returns:
         [..., out].
@@ -60,7 +60,7 @@ def compact_linear(
     Raises:
         RankError: a rank below 1 or above n.
         CodecError: an unknown kind.
-        RuntimeError: from a second derivative; shapes that do not fit.
+        RuntimeError: a second derivative, or shapes that do not fit.
     """
     return _apply(x, weight, bias, Projection(kind, x.shape[-1], rank, key), None, shared)
 
@@ -68,7 +68,7 @@ def compact_linear(
 def linear_into(
     x: Tensor, weight: Tensor, bias: Tensor | None, subspace: Subspace, shared: SharedInput | None
 ) -> Tensor:
-    """As `compact_linear`, but d^T z goes to `subspace` and the weight gets no gradient from autograd."""
+    """Compute `compact_linear` with the projection of `subspace`, which gets d^T z; the weight gets no gradient."""
     return _apply(x, weight, bias, subspace.projection(), subspace, shared)
 
 
@@ -82,16 +82,16 @@ def _apply(
 ) -> Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return _linear(x, weight, bias)  # saves no input anyway
-    # Casts of x and bias are autograd's own; the weight's is made again in backward, not kept.
+    # Autograd records the casts of x and bias; the weight's cast is made again in backward rather than kept.
     cast = _autocast(x)
     flat = cast.reshape(-1, cast.shape[-1])
 
     def project() -> Tensor:
         return projection.project(flat.detach())
 
-    # Looked up by x, as every layer is given it: under autocast each layer has a cast copy of its own.
+    # Looked up by the original x: under autocast each layer has a cast copy of its own.
     z = project() if shared is None else shared.projected(x, projection, cast.dtype, project)
-    # `linear` adds the bias within the product for these layouts, and after it for others; the last bit differs.
+    # For these layouts `linear` adds the bias within the product, for others after it; the last bit differs.
     inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
     out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
         flat,
@@ -107,7 +107,7 @@ def _apply(
 
 
 class _CompactLinear(Function):
-    """Of matrices, so that what it returns is no view: those must not be changed in place."""
+    """The layer for matrices: the output must not be a view, which users could not change in place."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _CompactLinear(Function):
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
                 w = weight.to(ctx.dtype)
-                # As the derivative of `mm`: by columns where x was stored by columns.
+                # Like the derivative of `mm`: by columns where x was stored by columns.
                 grad_x = w.t().mm(grad.t()).t() if ctx.by_columns else grad.mm(w)
             if ctx.needs_input_grad[1]:
                 # d^T z, [out, r]: CompAct's compressed gradient, transposed as torch's weights are.
@@ -152,7 +152,7 @@ class _CompactLinear(Function):
 
 
 class _FirstDerivativeOnly(Function):
-    """Hands on the gradients of a backward with `create_graph`, and explains itself when they are derived again."""
+    """Passes on the gradients of a backward with `create_graph`, and raises with the reason when they are derived."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grad: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -167,7 +167,7 @@ class _FirstDerivativeOnly(Function):
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """The dtype autocast would give `linear` this tensor in."""
+    """Return the dtype that autocast would cast an argument of `linear` to."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

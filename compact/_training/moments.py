@@ -1,4 +1,4 @@
-"""Moments: Adam's two running means of a gradient in a small space, one step of them, and their change of basis.
+"""Moments: Adam's two running means of a gradient in a small space, their update and their change of basis.
 
 Shapes: gradient, moments and update [out, r].
 """
@@ -16,13 +16,13 @@ from .._projection.projection import Projection, product
 def advance(
     first: Tensor, second: Tensor, gradient: Tensor, steps: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Move the moments by one gradient and return Adam's direction N (Kingma and Ba 2015, algorithm 1).
+    """Update the moments with one gradient and return Adam's direction N (Kingma and Ba 2015, algorithm 1).
 
     Args:
         first: M, changed in place.
         second: V, changed in place.
         gradient: G.
-        steps: t, from 1, this one included.
+        steps: t, counted from 1, including this step.
         betas: decay of M and V.
         eps: added to the root of V.
     """
@@ -34,16 +34,16 @@ def advance(
 
 
 def carry(first: Tensor, second: Tensor, old: Projection, new: Projection) -> None:
-    """Change the basis of the moments, in place: guess what they would be, had `new` been used all along.
+    """Change the basis of the moments, in place, to an estimate of what they would be if `new` had been used all along.
 
     With C = P_old^T P_new, [r, r], and W = (r / n)^2 C * C:
 
-        M = (r / n) M C                      least squares: what of the mean gradient lies in both spaces (as LDAdam,
-                                             arXiv 2410.16103, carries its first moment)
-        V = V W + (1 - sum(W)) mean(V)       variances of a sum add up; directions the old basis did not see get the
-                                             mean of those it did
+        M = (r / n) M C                      least squares: the part of the mean gradient that lies in both spaces (as
+                                             LDAdam, arXiv 2410.16103, carries its first moment)
+        V = V W + (1 - sum(W)) mean(V)       variances of a sum add up; directions outside the old basis get the mean of
+                                             those inside
 
-    Exact for a full basis (r = n, orthonormal) as far as V's off-diagonal part, which Adam does not keep, is none.
+    Exact for a full basis (r = n, orthonormal) if the covariance, of which Adam keeps the diagonal V, is diagonal.
     """
     wide = torch.float64 if first.dtype == torch.float64 else torch.float32
     shrink = old.rank / old.width

@@ -1,25 +1,25 @@
 """CompActAdamW: Adam whose gradients and moments live in the small space of each compact layer (arXiv 2410.15352).
 
-Step t of a compact weight W, [out, n], with P, [n, r], the same as in its forward (section 3, transposed as torch's
-weights are):
+Step t of a compact weight W, [out, n], with the P, [n, r], of its forward (section 3, transposed as torch's weights
+are):
 
-    G = d^T x P                              [out, r], gathered by backward
+    G = d^T x P                              [out, r], accumulated by backward
     M = beta1 M + (1 - beta1) G              V = beta2 V + (1 - beta2) G * G
     N = (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
     W = W - lr * weight_decay * W - lr * alpha * N P^T
     every T steps P is drawn anew
 
-All other parameters get AdamW, by torch's own function, to the same last bit.
+All other parameters get AdamW by torch's own function, equal to the last bit.
 
-In the paper M and V stay as they are at a refresh although they were gathered in another basis. `at_refresh` mends it:
+In the paper M and V stay as they are at a refresh, although they belong to another basis. `at_refresh` chooses:
 
-"keep"    the paper
-"carry"   they are changed to the new basis by least squares: `_moments.carry`
-"reset"   both begin at zero again, bias correction included
+"keep"    as in the paper
+"carry"   change them to the new basis by least squares: `moments.carry`
+"reset"   start both at zero again, bias correction included
 
-Gradients in the small space are not in `weight.grad`: use `clip_grad_norm_` of this module, not torch's; clear with
-`zero_grad` of the optimizer (a step also clears them, so that `model.zero_grad()` after it is enough); and with
-DistributedDataParallel call `reduce_gradients` before `step` (`convert` tells it to leave those weights alone).
+Gradients in the small space are not in `weight.grad`: clip with `compact.clip_grad_norm_` instead of torch's, clear
+with the optimizer's `zero_grad` (a step clears them too, so `model.zero_grad()` after it is enough), and under
+DistributedDataParallel, which `convert` tells to leave those weights alone, call `reduce_gradients` before `step`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from .._errors import CodecError
+from .._errors import CheckpointError
 from .._projection.projection import KINDS
 from .._projection.subspace import Subspace, subspace_of, subspaces_of
 from .moments import advance, carry
@@ -41,16 +41,12 @@ from .moments import advance, carry
 AtRefresh = Literal["keep", "carry", "reset"]
 
 
-class CheckpointError(CodecError):
-    """An optimizer state that does not fit the model's compact layers."""
-
-
 class CompActAdamW(Optimizer):
     """Adam in the small space for compact weights, AdamW for all others.
 
-    The rank, alpha and period T of a layer were given to `convert`. State of a compact weight: `exp_avg` and
-    `exp_avg_sq`, [out, r], in the weight's dtype, `step`, and which projection they belong to, so that a run resumes
-    to the same last bit even if `convert` is called with another seed.
+    `convert` sets the rank, alpha and period T of a layer. State of a compact weight: `exp_avg` and `exp_avg_sq`,
+    [out, r], in the weight's dtype, `step`, and the projection they belong to, so that a run resumes to the last bit
+    even if `convert` is called with another seed.
 
     Args:
         params: parameters or groups of them, as for any optimizer.
@@ -58,13 +54,13 @@ class CompActAdamW(Optimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled (the paper: none).
-        at_refresh: "keep", "carry" or "reset", see above.
+        at_refresh: "keep", "carry" or "reset"; see the head of this module.
 
     Raises:
         ValueError: a number out of range, or an unknown `at_refresh`.
     """
 
-    # GradScaler hands its scale to optimizers that say so; `step` refuses it, since `unscale_` sees `.grad` only.
+    # Has GradScaler pass its scale, for `step` to refuse: `unscale_` sees `.grad` only.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -98,10 +94,10 @@ class CompActAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step. Small gradients are cleared by it.
+        """Take one step, which also clears gradients in the small space.
 
         Raises:
-            RuntimeError: a compact weight with a full gradient too (it is used outside its layer); a GradScaler.
+            RuntimeError: a compact weight that has a full gradient too (it is used outside its layer); a GradScaler.
         """
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
@@ -135,7 +131,7 @@ class CompActAdamW(Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            # Plain numbers, which `load_state_dict` leaves as they are.
+            # Plain numbers, which `load_state_dict` does not cast.
             state["base_key"], state["refreshes"] = subspace.base_key, subspace.refreshes
             state["kind"] = KINDS.index(subspace.kind)
         state["step"] += 1
@@ -185,18 +181,18 @@ class CompActAdamW(Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, those in the small space too (these are always dropped, never filled with zeros)."""
+        """Clear all gradients, including those in the small space (which are dropped, never filled with zeros)."""
         super().zero_grad(set_to_none)
         for subspace in subspaces_of(self._parameters()):
             subspace.grad = None
 
     @torch.no_grad()
     def reduce_gradients(self, process_group: dist.ProcessGroup | None = None) -> None:
-        """Average the small gradients over the ranks: out x r numbers a layer, in one all-reduce per dtype and device.
+        """Average the small gradients over ranks: out x r numbers per layer, one all-reduce per dtype and device.
 
         Call it on every rank, after backward and before `step`. Ranks must have converted alike (same rank, kind and
-        seed, so the same projections). A layer that only some ranks used counts as zero on the others; one that
-        none used stays without a gradient. Gradients of other parameters are left to DistributedDataParallel.
+        seed, hence the same projections). A layer that only some ranks used counts as zero on the others; one that no
+        rank used stays without a gradient. Gradients of other parameters are left to DistributedDataParallel.
         """
         buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Subspace]]] = {}
         for parameter in self._parameters():
@@ -205,7 +201,7 @@ class CompActAdamW(Optimizer):
                 buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, subspace))
         world = dist.get_world_size(process_group)
         for members in buckets.values():
-            # Each gradient, and behind them all one number a layer: is there one?
+            # All gradients, then one number per layer: whether this rank has its gradient.
             shapes = [(w.shape[s.transposed], s.rank) for w, s in members]
             parts = [
                 w.new_zeros(shape) if s.grad is None else s.grad for (w, s), shape in zip(members, shapes, strict=True)
@@ -219,14 +215,14 @@ class CompActAdamW(Optimizer):
                 subspace.grad = total.view(shape) if ranks else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, the projections of the compact layers included; their gradients are dropped.
+        """Load a state, including the projections of compact layers. Their gradients are dropped.
 
         Raises:
             CheckpointError: a layer of another rank, size or kind, or compact on one side only.
         """
         parameters = list(self._parameters())
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        if len(indices) == len(parameters):  # otherwise torch says what does not fit
+        if len(indices) == len(parameters):  # otherwise torch reports the mismatch
             for position, (parameter, index) in enumerate(zip(parameters, indices, strict=True)):
                 _check_state(position, parameter, state_dict["state"].get(index, {}))
         super().load_state_dict(state_dict)
@@ -246,11 +242,10 @@ class CompActAdamW(Optimizer):
 def clip_grad_norm_(
     parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, with the gradients in the small space among the others.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, including those in the small space.
 
-    The squared 2-norm of a small gradient has that of the full one as its mean, so one bound serves both.
-
-    Args and errors as torch's.
+    The mean of a small gradient's squared 2-norm is that of the full gradient, so one bound serves both. Arguments and
+    errors are torch's.
 
     Returns:
         The norm of all gradients before clipping.

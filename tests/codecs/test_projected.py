@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from compact import CodecError, Projected, Spec, UnsupportedTensor, key
-from compact._projection.projection import Projection, RankError
+from compact import CodecError, Projected, Projection, RankError, Spec, UnsupportedTensor, key
 
 KINDS = ("gaussian", "rademacher", "orthonormal", "sparse")
 
