@@ -46,7 +46,6 @@ def cases() -> list[Case]:
     quantized = [
         compact.Quantized("int8"),
         compact.Quantized("int8", rounding="stochastic"),
-        compact.Quantized("int8", along="channels"),
         compact.Quantized("int8", along="tokens"),
         compact.Quantized("int8", rotate=True),
         compact.Quantized("int4"),

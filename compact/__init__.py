@@ -1,28 +1,36 @@
-"""Smaller saved tensors, exact ones for free and lossy ones for a known price: codecs, projections, their error.
+"""Codecs and projections that make saved tensors smaller, exactly or with a stated error.
 
     codec = Quantized("int4", rounding="stochastic", rotate=True)
     packed = codec.encode(tensor, key(run_seed, layer, step))       # packed.buffers, packed.nbytes
     codec.decode(packed)
 
-Whoever writes a codec reads `Codec`'s contract; `compact.testing.check_codec` holds it to it.
+To write a codec of your own, follow the contract of `Codec` and test it with `compact.testing.check_codec`.
 """
 
-from ._codec import Codec, Packed, Pending, Properties, WeightGradCodec
-from ._convert import PAPER_SKIP, ConvertError, convert, revert
-from ._errors import CodecError, GroupError, PackedError, PresetError, UnsupportedTensor
-from ._exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
-from ._layout import Spec
-from ._linear import compact_linear
-from ._measures import Bias, bias, cosine, relative_error, sqnr_db
-from ._optimizer import CheckpointError, CompActAdamW, clip_grad_norm_
+from ._codecs.codec import Codec, Packed, Pending, Properties
+from ._codecs.exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
+from ._codecs.projected import Projected
+from ._codecs.quantized import Quantized
+from ._codecs.strided import Spec
+from ._errors import (
+    CheckpointError,
+    CodecError,
+    ConvertError,
+    GroupError,
+    PackedError,
+    PresetError,
+    RankError,
+    UnsupportedTensor,
+)
+from ._measures import Bias, bias, cosine, relative_error
 from ._presets import FLOORS, PRESETS, Floor, Preset, Saved, preset
-from ._projected import Projected
-from ._projection import Projection, RankError
-from ._quantize import Quantized
-from ._sampling import RowSample, sample_rows
+from ._projection.projection import Projection
+from ._projection.shared_input import SharedInput
+from ._projection.subspace import Subspace
 from ._seeds import key
-from ._shared import SharedInput
-from ._subspace import Subspace
+from ._training.convert import PAPER_SKIP, convert, revert
+from ._training.linear import compact_linear
+from ._training.optimizer import CompActAdamW, clip_grad_norm_
 
 __all__ = [
     "FLOORS",
@@ -50,14 +58,12 @@ __all__ = [
     "Properties",
     "Quantized",
     "RankError",
-    "RowSample",
     "Saved",
     "SharedInput",
     "Spec",
     "Subspace",
     "UnsupportedTensor",
     "Verbatim",
-    "WeightGradCodec",
     "bias",
     "clip_grad_norm_",
     "compact_linear",
@@ -67,6 +73,4 @@ __all__ = [
     "preset",
     "relative_error",
     "revert",
-    "sample_rows",
-    "sqnr_db",
 ]

@@ -2,16 +2,16 @@
 
 ::
 
-    CodecError              root: a codec was asked for what it cannot do
-    ├── UnsupportedTensor   this tensor's dtype or layout: use another codec (`Exact` takes every plain tensor)
+    CodecError              root: a codec was asked for something it cannot do
+    ├── UnsupportedTensor   a dtype or layout that the codec does not take (`Exact` takes every plain tensor)
     ├── GroupError          a group that does not divide the dimension it runs along
-    ├── PackedError         packed bytes that do not belong to this codec, or were cut
-    ├── PresetError         a preset that does not exist, or a table that breaks a floor
-    ├── RankError           a rank above the width (`_projection`)
-    ├── ConvertError        a model that cannot be converted, or back (`_convert`)
-    └── CheckpointError     a state of another rank, kind or model (`_optimizer`)
+    ├── PackedError         packed bytes that belong to another codec or were truncated
+    ├── PresetError         an unknown preset, or a table that breaks a floor
+    ├── RankError           a rank that is not 1 to the width of what is projected
+    ├── ConvertError        a model that cannot be converted or reverted
+    └── CheckpointError     an optimizer state that does not fit the model's compact layers
 
-All are ValueErrors too: each is about an argument.
+All are ValueErrors too, since each is about an argument.
 """
 
 from __future__ import annotations
@@ -22,16 +22,28 @@ class CodecError(ValueError):
 
 
 class UnsupportedTensor(CodecError):
-    """The codec does not take tensors of this dtype or layout."""
+    """A tensor whose dtype or layout the codec does not take."""
 
 
 class GroupError(CodecError):
-    """A group does not divide the dimension it runs along."""
+    """A group that does not divide the dimension it runs along."""
 
 
 class PackedError(CodecError):
-    """Packed bytes that are not what this codec made."""
+    """Packed bytes that this codec did not make."""
 
 
 class PresetError(CodecError):
-    """An unknown preset, or a table with a codec that its class of tensors must not have."""
+    """An unknown preset, or a codec that is below the floor of its class of tensors."""
+
+
+class RankError(CodecError):
+    """A rank that is not 1 to the width of what is projected."""
+
+
+class ConvertError(CodecError):
+    """A model that cannot be converted or reverted."""
+
+
+class CheckpointError(CodecError):
+    """An optimizer state that does not fit the model's compact layers."""

@@ -1,6 +1,6 @@
-"""Measures: how far a decoded tensor, or a gradient made from it, is from the exact one. The only definitions here.
+"""Measures: the distance of a decoded tensor, or of a gradient made from it, from the exact one.
 
-All in fp64, over all elements, as plain numbers.
+All are computed in fp64 over all elements and returned as Python floats.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def relative_error(found: Tensor, exact: Tensor) -> float:
-    """|found - exact| / |exact|, Frobenius norms. 0.0 where both are zero, infinite where only `exact` is."""
+    """|found - exact| / |exact| in Frobenius norms; 0.0 if both are zero, infinite if only `exact` is."""
     error, size = _norm(_minus(found, exact)), _norm(exact.detach().double())
     if size == 0.0:
         return 0.0 if error == 0.0 else math.inf
@@ -22,7 +22,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def cosine(found: Tensor, exact: Tensor) -> float:
-    """The cosine of the angle between both as vectors. 1.0 where both are zero, 0.0 where one is."""
+    """Cosine of the angle between the two as vectors; 1.0 if both are zero, 0.0 if one is."""
     _same_shape(found, exact)
     a, b = found.detach().double().flatten(), exact.detach().double().flatten()
     sizes = _norm(a), _norm(b)
@@ -31,20 +31,15 @@ def cosine(found: Tensor, exact: Tensor) -> float:
     return float(torch.dot(a / sizes[0], b / sizes[1]))
 
 
-def sqnr_db(found: Tensor, exact: Tensor) -> float:
-    """Signal to quantisation noise in decibels: -20 log10 of the relative error; infinite where there is none."""
-    error = relative_error(found, exact)
-    return math.inf if error == 0.0 else -20.0 * math.log10(error)
-
-
 class Bias(NamedTuple):
-    """What the mean of many draws says.
+    """Statistics of many draws of an estimate.
 
     Attributes:
-        draws: how many.
+        draws: their number.
         error: relative error of one draw, root mean square over the draws.
         mean_error: relative error of the mean of all draws. Without a bias it falls as 1 / sqrt(draws).
-        ratio: (mean_error / (error / sqrt(draws)))**2. Without a bias 1 on average; with one it grows as the draws do.
+        ratio: (mean_error / (error / sqrt(draws)))**2. It is 1 on average without a bias, and grows with the number of
+            draws otherwise.
     """
 
     draws: int
@@ -54,7 +49,7 @@ class Bias(NamedTuple):
 
 
 def bias(draws: Iterable[Tensor], exact: Tensor) -> Bias:
-    """Compare the mean of independent draws with the exact tensor. Takes one draw at a time, so draws may be made late.
+    """Compare the mean of independent draws with the exact tensor. Draws are taken one at a time, so they may be lazy.
 
     Raises:
         ValueError: fewer than two draws.

@@ -1,30 +1,29 @@
-"""Seeds: random integers from a key and a counter, the same bits on every device, in any order, in any chunks.
+"""Seeds: random integers from a key and a counter, with the same bits on every device.
 
 Guarantees:
 
 1. Word i of a key depends on (key, i) alone. Only 32-bit integer sums, products modulo 2**32, shifts and xors are
-   used, which every device computes exactly; no state exists and torch's generators are neither read nor moved.
-2. For one key the first 2**32 words are a permutation: none occurs twice, so sorting them has no ties. (The price: a
-   true random sequence of 2**17 words would hold two repeats. Sums of words do not feel it.)
-3. Everything else here (signs, indices, permutations, bells) is made of these words by integer arithmetic.
+   used, which every device computes exactly. There is no state, and torch's generators are neither read nor advanced.
+2. The 2**32 words of a key are a permutation: none occurs twice, so sorting them has no ties. (A truly random sequence
+   of 2**17 words would hold two repeats. Sums of words do not show the difference.)
+3. Everything else here (signs, permutations, bells) is made from these words by integer arithmetic.
 
 The mixer is two rounds of the finaliser `lowbias32` (https://github.com/skeeto/hash-prospector: bias 0.17 on the scale
-on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not for secrets.
+on which MurmurHash3's finaliser has 0.26), with half of the mixed key added before each. It is not cryptographic.
 
-Why not Philox: it needs 32 x 32 -> 64 bit products, ten rounds of them, about 120 tensor operations on int64 where this
-takes 25 on int32.
+Philox would need ten rounds of 32 x 32 -> 64 bit products: about 120 tensor operations on int64, where this takes 25
+on int32.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 WORD_COUNT = 1 << 32
-# Half of the words and their scratch memory stay in the second-level cache of one core.
+# Words at a time on a CPU: with their scratch memory 512 KiB, which fit the second-level cache of one core.
 _CHUNK = 1 << 16
 _MASK = (1 << 32) - 1
 # Variance of the sum of twelve uniform bytes, 12 * (2**16 - 1) / 12: a hair below 2**16.
@@ -33,7 +32,7 @@ BELL_LARGEST = 1530
 
 
 def key(seed: int, *parts: int | str) -> int:
-    """A key for the stream named by `parts`, for example (run seed, layer name, refresh).
+    """Derive the key of the stream named by `parts`, for example (run seed, layer name, refresh).
 
     Equal arguments give equal keys in every process; different ones give unrelated keys (BLAKE2b, 63 bits). 3 is not
     "3", and ("a", "b") is not ("ab",).
@@ -43,7 +42,7 @@ def key(seed: int, *parts: int | str) -> int:
         parts: integers and strings.
 
     Returns:
-        0 <= key < 2**63, so that it fits a signed 64-bit integer.
+        0 <= key < 2**63, which fits a signed 64-bit integer.
 
     Raises:
         TypeError: a part that is neither.
@@ -60,74 +59,49 @@ def key(seed: int, *parts: int | str) -> int:
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def uniform_bits(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Words `start ... start + count - 1` of a key: int32 [count], all 32 bits uniform.
+def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Make the first words of a key: int32 [count], all 32 bits uniform.
 
     Args:
         key: 64 bits.
-        count: words; start + count is at most 2**32.
+        count: words, at most 2**32.
         device: where to make them.
-        start: index of the first word.
 
     Raises:
-        ValueError: a negative count or start, or words beyond the last.
+        ValueError: a negative count, or one beyond 2**32.
     """
-    if count < 0 or start < 0 or start + count > WORD_COUNT:
-        raise ValueError(
-            f"words {start} to {start + count - 1} were asked of a key that has words 0 to {WORD_COUNT - 1}: "
-            "use another key for more"
-        )
+    if not 0 <= count <= WORD_COUNT:
+        raise ValueError(f"{count} words were asked of a key, which has {WORD_COUNT}: use another key for more")
     mixed = _child(key, 0)  # neighbouring keys would otherwise give one stream, shifted
     low, high = _signed(mixed), _signed(mixed >> 32)
     words = torch.empty(count, dtype=torch.int32, device=device)
     chunk = _CHUNK if words.device.type == "cpu" else max(count, 1)
     scratch = torch.empty(min(chunk, count), dtype=torch.int32, device=device)
-    for offset, length in _chunks(count, chunk):
-        x, t = words[offset : offset + length], scratch[:length]
-        # The counter may pass 2**31: add it as a wrapped scalar, not as the end of the range.
+    for offset in range(0, count, chunk):
+        x = words[offset : offset + chunk]
+        t, length = scratch[: len(x)], len(x)
+        # The counter may pass 2**31: its offset is added as a wrapped scalar, not as the end of the range.
         torch.arange(length, dtype=torch.int32, device=device, out=x)
-        x.add_(_signed(start + offset + low))
+        x.add_(_signed(offset + low))
         _mix(x, t)
         x.add_(high)
         _mix(x, t)
     return words
 
 
-def signs(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Random signs `start ...`: int8 [count] of -1 and 1, one bit of the stream each.
+def signs(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Make random signs: int8 [count] of -1 and 1, one bit of the stream each.
 
     Raises:
         ValueError: as `uniform_bits`.
     """
-    first, end = start // 32, -(-(start + count) // 32)
-    words = uniform_bits(key, max(end - first, 0), device, first)
+    words = uniform_bits(key, -(-count // 32), device)
     bits = (words.unsqueeze(1) >> torch.arange(32, dtype=torch.int32, device=device)).to(torch.int8).bitwise_and_(1)
-    return bits.view(-1)[start - 32 * first :][:count].mul_(-2).add_(1)
-
-
-def indices(key: int, count: int, below: int | Tensor, device: torch.device | str) -> Tensor:
-    """Independent uniform integers: int64 [count], 0 <= each < below.
-
-    The high half of a 64-bit word times `below`, so each value's probability is off by less than 2**-64.
-
-    Args:
-        key: 64 bits.
-        count: how many.
-        below: 1 ... 2**31 - 1, a number or an int64 tensor that broadcasts to [count] (its values are not checked).
-        device: where.
-
-    Raises:
-        ValueError: `below` out of range, or a count beyond 2**32.
-    """
-    if isinstance(below, int) and not 0 < below < 1 << 31:
-        raise ValueError(f"indices below {below} were asked for: the bound must be 1 to {(1 << 31) - 1}")
-    high = uniform_bits(_child(key, 1), count, device).to(torch.int64).bitwise_and_(_MASK)
-    low = uniform_bits(_child(key, 2), count, device).to(torch.int64).bitwise_and_(_MASK)
-    return ((low * below) >> 32).add_(high * below) >> 32
+    return bits.view(-1)[:count].mul_(-2).add_(1)
 
 
 def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
-    """A random order of 0 ... count - 1: int64 [count]. It sorts words, of which no two are equal.
+    """Make a random order of 0 ... count - 1, int64 [count], by sorting words, no two of which are equal.
 
     Raises:
         ValueError: as `uniform_bits`.
@@ -135,13 +109,13 @@ def permutation(key: int, count: int, device: torch.device | str) -> Tensor:
     return uniform_bits(key, count, device).argsort()
 
 
-def bells(key: int, count: int, device: torch.device | str, start: int = 0) -> Tensor:
-    """Nearly Gaussian integers `start ...`: int32 [count], sums of twelve uniform bytes less their mean.
+def bells(key: int, count: int, device: torch.device | str) -> Tensor:
+    """Make nearly Gaussian integers: int32 [count], sums of twelve uniform bytes less their mean.
 
     Mean 0 and variance 65535 (`BELL_VARIANCE`) exactly, symmetric, between -1530 and 1530. Divided by 256 they are
     standard Gaussian but for the excess kurtosis, -0.1000 instead of 0, and the tails, which end at 5.98 (the two
-    distribution functions differ by less than 0.0024). Only integers are added, so the bits are those of every other
-    device; logarithms and cosines would differ.
+    distribution functions differ by less than 0.0024). Only integers are added, so every device gives the same bits;
+    logarithms and cosines would differ.
 
     Raises:
         ValueError: as `uniform_bits`.
@@ -149,14 +123,14 @@ def bells(key: int, count: int, device: torch.device | str, start: int = 0) -> T
     total = torch.zeros(count, dtype=torch.int32, device=device)
     bytes_of_pairs = 0x00FF00FF
     for part in range(3):
-        words = uniform_bits(_child(key, part + 1), count, device, start)
+        words = uniform_bits(_child(key, part + 1), count, device)
         total += words & bytes_of_pairs  # bytes 0 and 2, in halves of a word that six bytes cannot overflow
         total += (words >> 8) & bytes_of_pairs  # bytes 1 and 3
     return (total & 0xFFFF).add_(total >> 16).sub_(BELL_LARGEST)
 
 
 def _child(key: int, part: int) -> int:
-    """A key derived from a key: SplitMix64's step and finaliser (Steele et al. 2014)."""
+    """Derive a key from a key by SplitMix64's step and finaliser (Steele et al. 2014)."""
     mask = (1 << 64) - 1
     x = (key + (part + 1) * 0x9E3779B97F4A7C15) & mask
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -165,7 +139,7 @@ def _child(key: int, part: int) -> int:
 
 
 def _mix(x: Tensor, scratch: Tensor) -> None:
-    """`lowbias32` in place; right shifts are made logical by a mask."""
+    """Apply `lowbias32` in place; a mask makes right shifts logical."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None)):
         torch.bitwise_right_shift(x, shift, out=scratch)
         x.bitwise_xor_(scratch.bitwise_and_(_MASK >> shift))
@@ -174,11 +148,6 @@ def _mix(x: Tensor, scratch: Tensor) -> None:
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as int32 holds them."""
+    """Return the low 32 bits as a signed integer."""
     word &= _MASK
     return word - (word >> 31 << 32)
-
-
-def _chunks(count: int, chunk: int) -> Iterator[tuple[int, int]]:
-    for offset in range(0, count, chunk):
-        yield offset, min(chunk, count - offset)

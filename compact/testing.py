@@ -1,30 +1,31 @@
-"""check_codec: the contract of `Codec` as a test, for whoever writes one. Public and pytest-free.
+"""check_codec: the contract of `Codec` as a test for authors of codecs. Public; does not need pytest.
 
     check_codec(lambda: Quantized("int4", rounding="stochastic"))
 
-Raises ContractError at the first thing that does not hold. Deterministic: inputs come from generators of its own.
+Raises ContractError at the first violation. Deterministic: its inputs come from generators of its own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from ._codec import Codec, Packed, WeightGradCodec
+from ._codecs.codec import Codec, Packed
+from ._codecs.strided import Spec, shares_memory
 from ._errors import CodecError
-from ._layout import Spec, shares_memory
-from ._measures import bias, relative_error
+from ._measures import bias
 
 __all__ = ["ContractError", "check_codec", "edge_tensors"]
 
 Result = TypeVar("Result")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Errors below are never counted: the codecs' own floor (`Properties`).
+# Errors below this are never counted: see `Properties`.
 _FLOOR = 2.0**-100
 # With 256 draws an unbiased codec's ratio (`compact.Bias`) is 1 to a few per cent; a bias of 5 % of one draw's error
 # gives 1.6.
@@ -33,7 +34,7 @@ _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ContractError(AssertionError):
-    """A codec does not keep to its contract, or not to its own statements."""
+    """A codec that violates its contract or its own `properties`."""
 
 
 def check_codec(
@@ -43,18 +44,18 @@ def check_codec(
     device: str = "cpu",
     draws: int = 256,
 ) -> None:
-    """Hold a codec to the contract: shapes, strides, dtypes, bytes, error, bias, non-finite values, keys, generators.
+    """Check a codec's shapes, strides, dtypes, bytes, errors, bias, non-finite values, keys and use of generators.
 
-    A tensor may be refused with a CodecError, if `packed_nbytes` refuses it too; of each dtype some must be taken.
+    A codec may refuse a tensor with a CodecError if its `packed_nbytes` does too, but not all tensors of a dtype.
 
     Args:
         make: makes the codec; called more than once, since equal codecs must decode each other's bytes.
-        dtypes: those the codec takes.
+        dtypes: the dtypes that the codec takes.
         device: where to run.
-        draws: for the bias; the smallest bias found falls as its root.
+        draws: for the bias; the smallest bias that is found falls as 1 / sqrt(draws).
 
     Raises:
-        ContractError: something does not hold.
+        ContractError: the codec violates the contract.
     """
     codec, other = make(), make()
     states = _generator_states(device)
@@ -69,16 +70,14 @@ def check_codec(
         _check_keys(codec, dtype, device)
     if codec.properties.unbiased and not codec.properties.exact:
         _check_bias(codec, device, draws)
-    if isinstance(codec, WeightGradCodec):
-        _check_weight_grad(codec, device)
     same = all(torch.equal(a, b) for a, b in zip(states, _generator_states(device), strict=True))
     _require(same, f"{codec.name} drew from torch's default generator")
 
 
 def edge_tensors(dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
-    """Odd and ordinary tensors by name: empty, scalar, dense in another order, with gaps, expanded, overlapping.
+    """Make ordinary and unusual tensors by name: empty, scalar, permuted, with gaps, expanded, overlapping.
 
-    None has a last dimension of over 256: a codec may do work that grows with its square.
+    None has a last dimension above 256, since a codec's work may grow with its square.
     """
     square, cube = _values((256, 256), dtype, device, 1), _values((4, 64, 192), dtype, device, 2)
     few = _values((7,), dtype, device, 3)
@@ -119,7 +118,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) 
 
 
 def _check_tensor(codec: Codec, other: Codec, tensor: Tensor, what: str) -> bool:
-    """Everything that holds for any one tensor. False if it was refused, rightly."""
+    """Check everything that holds for any single tensor. False if the codec refused it consistently."""
     spec = Spec.of(tensor)
     promised = _or_refused(lambda: codec.packed_nbytes(spec))
     before = tensor.clone()
@@ -135,8 +134,8 @@ def _check_tensor(codec: Codec, other: Codec, tensor: Tensor, what: str) -> bool
     decoded = codec.decode(packed)
     _check_form(decoded, tensor, codec, what)
     _check_close(decoded, tensor, codec, what)
-    # Bytes that went elsewhere and came back behind other bytes, to another codec of the same settings.
-    away = packed.moved(tuple(torch.cat((b[:1], b))[1:] if b.numel() else b for b in packed.buffers))
+    # Bytes copied elsewhere, at an odd offset, and decoded by another codec with equal settings.
+    away = replace(packed, buffers=tuple(torch.cat((b[:1], b))[1:] if b.numel() else b for b in packed.buffers))
     _require(_bit_equal(other.decode(away), decoded), f"{what}: bytes that were moved decode to something else")
     pending = codec.begin(tensor, 11)
     flag = None if pending.flag is None else pending.flag.cpu()
@@ -161,7 +160,7 @@ def _check_form(decoded: Tensor, tensor: Tensor, codec: Codec, what: str) -> Non
         (decoded.shape, decoded.dtype, decoded.device) == (tensor.shape, tensor.dtype, tensor.device),
         f"{what}: came back as {decoded.dtype}{list(decoded.shape)} on {decoded.device}",
     )
-    # A lossy codec may give elements that shared memory memory of their own.
+    # A lossy codec may return elements that shared memory as separate ones.
     shared = shares_memory(tuple(tensor.shape), tensor.stride())
     if codec.properties.exact or not (shared and decoded.is_contiguous()):
         _require(
@@ -171,7 +170,7 @@ def _check_form(decoded: Tensor, tensor: Tensor, codec: Codec, what: str) -> Non
 
 
 def _check_close(decoded: Tensor, exact: Tensor, codec: Codec, what: str) -> None:
-    """The stated errors, on finite values; groups are unknown here, so the largest magnitude is the tensor's."""
+    """Check the stated errors on finite values. Groups are unknown here, so the largest magnitude is the tensor's."""
     if codec.properties.exact or not exact.numel():
         _require(not codec.properties.exact or _bit_equal(decoded, exact), f"{what}: not bit for bit")
         return
@@ -182,7 +181,7 @@ def _check_close(decoded: Tensor, exact: Tensor, codec: Codec, what: str) -> Non
         excess = float((error - rounding).max() / size.max().clamp(min=_FLOOR))
         _require(excess <= share, f"{what}: an element is off by {excess:g} of the largest, stated is {share:g}")
     if math.isinf(relative):
-        return  # nothing is stated of a single draw; its mean over draws is in `_check_bias`
+        return  # nothing is stated about a single draw; `_check_bias` checks their mean
     worst = relative * float(size.norm()) + float(rounding.norm())
     _require(
         float(error.norm()) <= worst,
@@ -191,7 +190,7 @@ def _check_close(decoded: Tensor, exact: Tensor, codec: Codec, what: str) -> Non
 
 
 def _check_error(codec: Codec, dtype: torch.dtype, device: str) -> None:
-    """The stated errors on inputs chosen against them."""
+    """Check the stated errors on adversarial inputs."""
     for what, values in _hard_values(dtype, device):
         packed = _or_refused(lambda values=values: codec.encode(values, 3))  # type: ignore[misc]
         if packed is not None:
@@ -256,13 +255,6 @@ def _check_bias(codec: Codec, device: str, draws: int) -> None:
         f"{codec.name} says it is unbiased, but the mean of {draws} draws is off by {found.mean_error:g}, where one "
         f"draw is by {found.error:g}: (mean / (one / sqrt(draws)))**2 is {found.ratio:g}, not 1",
     )
-
-
-def _check_weight_grad(codec: WeightGradCodec, device: str) -> None:
-    values, grads = _values((256, 256), torch.float32, device, 9), _values((256, 64), torch.float32, device, 10)
-    packed = codec.encode(values, 1)
-    error = relative_error(codec.weight_grad(packed, grads), grads.t() @ codec.decode(packed))
-    _require(error < 1e-4, f"{codec.name}: weight_grad is off by {error:g} from the gradient of the decoded input")
 
 
 def _or_refused(call: Callable[[], Result]) -> Result | None:

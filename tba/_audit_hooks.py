@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from compact import CodecError, Preset, Saved
 from io_backends import Store
 
+from ._compress.calls import Linear, SavedBy, kind_of
 from ._config import OffloadConfig
 from ._derive import recipe
 from ._engine.packing import Packed
 from ._engine.saver import Saver
 from ._errors import ConfigError
 from ._record.record import DERIVED, Record
-from ._saved_by import Linear, SavedBy, kind_of
 from ._torch.hook_stack import Pair
 from ._torch.modes import quiet
 from ._torch.private import current_node

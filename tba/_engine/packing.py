@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from compact import Saved
 
 from .. import _policy
-from .._compress import Compressor
+from .._compress.compressor import Compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations
 from .._memory import streams

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import deque
 
-from .._compress import Compressor
+from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
 from .._policy import DERIVED
 from .._record.record import PENDING, Record

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from io_backends import Store, interrupts
 
-from .._compress import compressor
+from .._compress.calls import SavedBy
+from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations, again
 from .._endurance import projected_bytes_per_day
@@ -36,7 +37,6 @@ from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from .._record.view import View, is_edited
-from .._saved_by import SavedBy
 from .._stats import Counters, OffloadStats, TraceEvent
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count

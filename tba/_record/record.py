@@ -87,7 +87,7 @@ class Record(Source):
         number: position in the engine's pack sequence.
         stream: the producer's, on a device; None on a CPU.
         codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
-            further saved tensors of this record are still to be asked for (`_compress`). Once encoded, all fields
+            further saved tensors of this record are still to be asked for (`compressor`). Once encoded, all fields
             about memory are those of the packed bytes.
         write, read: the transfer that took, or is to take, the bytes to the store; the one that brings them back.
         view: the lease, or device memory, that is being read into.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from .nodes import maker
 from .private import is_operator
 
 # The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
@@ -71,6 +72,20 @@ def leads_to_parameter(node: Any) -> bool:
             return variable is not None and is_parameter(variable)
         node = node.next_functions[0][0]
     return False
+
+
+def is_weight(tensor: Any) -> bool:
+    """Whether it is a parameter, or a view or cast of one that autograd or a mark on its storage links to it."""
+    if isinstance(tensor, nn.Parameter):
+        return True
+    if type(tensor) is not Tensor:
+        return False
+    if isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor)):
+        return True
+    try:
+        return getattr(tensor.untyped_storage(), MARK, None) is WEIGHT
+    except (RuntimeError, NotImplementedError):  # functorch wrappers have no storage
+        return False
 
 
 class Chains:

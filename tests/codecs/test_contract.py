@@ -17,12 +17,9 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 QUANTIZED = [
     *(Quantized(kind) for kind in ("int8", "int4", "int2", "e4m3", "e5m2")),
     *(Quantized(kind, rounding="stochastic") for kind in ("int8", "int4", "int2")),
-    *(Quantized(kind, along="channels") for kind in ("int8", "int4", "int2", "e4m3")),
     *(Quantized(kind, rounding="stochastic", along="tokens") for kind in ("int8", "int4", "int2")),
     *(Quantized(kind, rounding="stochastic", rotate=True) for kind in ("int8", "int4", "int2")),
     *(Quantized(kind, rotate=True) for kind in ("int8", "int4", "int2", "e4m3")),
-    Quantized("int8", rounding="stochastic", along="channels"),
-    Quantized("int4", rounding="stochastic", rotate=True, along="channels"),
     Quantized("e4m3", along="tokens"),
     # Other groups: odd multiples of 8, which share no period with blocks or noise, and large ones.
     Quantized("int8", 128),

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from compact import bias, cosine, relative_error, sqnr_db
+from compact import bias, cosine, relative_error
 
 EXACT = torch.tensor([3.0, 4.0])
 
@@ -40,11 +40,6 @@ def test_bf16_is_measured_in_fp64() -> None:
     found = exact.clone()
     found[0] = 2.0
     assert relative_error(found, exact) == 2.0**-8
-
-
-def test_decibels() -> None:
-    assert sqnr_db(EXACT * 1.1, EXACT) == pytest.approx(20, abs=1e-4)
-    assert sqnr_db(EXACT, EXACT) == math.inf
 
 
 def test_shapes_must_agree() -> None:

@@ -1,4 +1,4 @@
-"""Projected: the bytes of the rank, the weight gradient without the input, and errors with the numbers."""
+"""Projected: the bytes of the rank, and errors with the numbers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from compact import CodecError, Projected, Spec, UnsupportedTensor, WeightGradCodec, key, relative_error
-from compact._projection import Projection, RankError
+from compact import CodecError, Projected, Projection, RankError, Spec, UnsupportedTensor, key
 
 KINDS = ("gaussian", "rademacher", "orthonormal", "sparse")
 
@@ -36,35 +35,6 @@ def test_what_is_packed_and_decoded_is_the_projection_of_the_key(kind) -> None: 
     assert torch.equal(codec.decode(packed), projection.back(z))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_weight_gradient_is_unbiased_and_as_far_off_as_theory_says(kind) -> None:  # type: ignore[no-untyped-def]
-    x, grads = normal(3, 50, 64), normal(3, 50, 24, seed=1)
-    exact = (grads.reshape(-1, 24).t() @ x.reshape(-1, 64)).double()
-    codec = Projected(16, kind)
-    assert isinstance(codec, WeightGradCodec)
-    draws = torch.stack([codec.weight_grad(codec.encode(x, draw), grads) for draw in range(400)]).double()
-    error = float((draws - exact).square().sum((1, 2)).mean() / exact.square().sum())
-    assert error == pytest.approx(Projection(kind, 64, 16, 0).relative_variance, rel=0.1)
-    assert relative_error(draws.mean(0), exact) == pytest.approx(math.sqrt(error / 400), rel=0.2)
-
-
-def test_a_verbatim_input_has_its_exact_weight_gradient() -> None:
-    x, grads = normal(40, 64), normal(40, 8, seed=1)
-    x[3, 5] = math.inf
-    codec = Projected(16)
-    packed = codec.encode(x, 1)
-    assert packed.form == "verbatim"
-    assert torch.equal(codec.weight_grad(packed, grads).isfinite().all(0), x.isfinite().all(0))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_token_means_no_gradient(kind) -> None:  # type: ignore[no-untyped-def]
-    codec = Projected(16, kind)
-    packed = codec.encode(torch.zeros(0, 64))
-    assert packed.nbytes == 0
-    assert torch.equal(codec.weight_grad(packed, torch.zeros(0, 8)), torch.zeros(8, 64))
-
-
 def test_a_rank_above_the_width_is_an_error_with_both() -> None:
     for call in (Projected(65).encode, lambda tensor: Projected(65).packed_nbytes(Spec.of(tensor))):
         with pytest.raises(RankError, match="rank 65, but its width is 64"):
@@ -83,6 +53,3 @@ def test_other_wrong_arguments() -> None:
     for tensor in (torch.zeros(4, dtype=torch.int64), torch.tensor(1.0)):
         with pytest.raises(UnsupportedTensor, match="of at least one dimension; use Exact"):
             Projected(1).encode(tensor)
-    codec = Projected(8)
-    with pytest.raises(CodecError, match=r"needs an output gradient of shape \[5, 6, 'out'\], but got \[30, 2\]"):
-        codec.weight_grad(codec.encode(normal(5, 6, 64)), normal(30, 2))

@@ -211,11 +211,6 @@ class Remembers(Wrapped):
         return torch.zeros(packed.spec.shape, dtype=packed.spec.dtype) if self.last is None else self.last
 
 
-class WrongWeightGrad(Wrapped):
-    def weight_grad(self, packed: Packed, grad_output: Tensor) -> Tensor:
-        return 1.001 * grad_output.t() @ self.codec.decode(packed)
-
-
 DEFECTS = {
     SaysUnbiased: "says it is unbiased",
     Shrinks: "says it is unbiased",
@@ -240,7 +235,6 @@ DEFECTS = {
     SpreadsNan: "spread to",
     Flushes: "not bit for bit|did not come back",
     Remembers: "decode to something else",
-    WrongWeightGrad: "weight_grad is off",
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from compact import PRESETS, Preset, Quantized
+from compact import PRESETS, Preset, Quantized, Spec
 from support.engine import ALL_INT8, Gate, activation, engine, save
 from support.exactness import equal, gradients_of
 from tba import ConfigError, OffloadConfig, Offloader, offload_context
@@ -95,6 +95,19 @@ def test_what_a_codec_makes_does_not_depend_on_tier_or_timing() -> None:
     for tier in ("keep", "cpu", "auto"):
         assert equal(train(tier, ALL_INT8)[0], first)
     assert equal(train("nvme", ALL_INT8, prefetch_bytes=0, staging_bytes=1 << 20)[0], first)
+
+
+@pytest.mark.parametrize("codec", [Quantized("e4m3"), Quantized("e5m2"), Quantized("int8", along="tokens")], ids=str)
+def test_a_class_may_be_given_any_codec(codec: Quantized) -> None:
+    plain, _ = train(None)
+    ours, stats = train("nvme", Preset("mine").override({"activation_input": codec}), flush=True)
+    _, exact = train("nvme", "exact", flush=True)
+    nbytes = 8 * 32 * 128 * 4  # of what GELU saves, in each of two steps
+    packed = 2 * codec.packed_nbytes(Spec.of(torch.empty(8, 32, 128)))
+    assert (stats.encoded_bytes - exact.encoded_bytes, stats.packed_bytes - exact.packed_bytes) == (2 * nbytes, packed)
+    assert not equal(ours, plain)
+    for a, b in zip(ours, plain, strict=True):
+        assert functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.99
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")

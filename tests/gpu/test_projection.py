@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from compact import Projection, compact_linear, key, sample_rows
+from compact import Projection, compact_linear, key
 from support.gpu import DEVICE, deterministic, gpu_only
 
 pytestmark = gpu_only
@@ -31,15 +31,6 @@ def test_projections_are_those_of_the_cpu(kind: Kind, width: int, rank: int) -> 
             assert torch.equal(projection.back(on_device).cpu(), projection.back(z))
         else:
             torch.testing.assert_close(on_device.cpu(), z, rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 0.02)
-
-
-@pytest.mark.parametrize("kind", ["uniform", "crs", "wta-crs"])
-def test_samples_are_those_of_the_cpu(kind: str) -> None:
-    importance = None if kind == "uniform" else torch.rand(500)
-    here = sample_rows(kind, 500, 100, 5, "cpu", importance)  # type: ignore[arg-type]
-    there = sample_rows(kind, 500, 100, 5, DEVICE, None if importance is None else importance.to(DEVICE))  # type: ignore[arg-type]
-    assert torch.equal(there.indices.cpu(), here.indices)
-    assert torch.equal(there.scales.cpu(), here.scales)
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (4, 16, 256), (2, 2, 16, 256), (256,)])

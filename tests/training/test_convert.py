@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, convert, revert
-from compact._convert import CompactConv1D, CompactLinear
+from compact._training.convert import CompactConv1D, CompactLinear
 
 
 class _Block(nn.Module):
@@ -155,9 +155,9 @@ def test_shared_projection_is_saved_once() -> None:
         x = torch.randn(7, 16, requires_grad=True)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model.blocks[0](x).sum().backward()
-        sketches = {tensor.data_ptr() for tensor in saved if tensor.shape == (7, 4)}
+        projected = {tensor.data_ptr() for tensor in saved if tensor.shape == (7, 4)}
         # q, k and v read one tensor, up another, down a third.
-        assert len(sketches) == wanted + 1
+        assert len(projected) == wanted + 1
 
 
 def test_rank_may_be_a_share_of_each_width() -> None:

@@ -1,4 +1,4 @@
-"""compact.compact_linear: a linear layer to the last bit, but for a weight gradient made from a sketch of its input."""
+"""compact.compact_linear: a linear layer to the last bit, but for a weight gradient made of a projected input."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -13,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from compact import CodecError, Projection, RankError, SharedInput, compact_linear, key
-from compact._sketch import make_sketch
+from compact import Projection, RankError, SharedInput, compact_linear, key
+from compact._projection.projection import ProjectionKind
 
 WIDTH, OUT = 48, 40
 
@@ -98,17 +100,13 @@ def test_all_but_the_weight_gradient_is_bit_equal(layout: str, bias: bool, dtype
         assert (found[3].shape, found[3].dtype) == (exact[3].shape, exact[3].dtype)
 
 
-FULL = [("orthonormal", None), ("sparse", None), ("orthonormal", "tokens"), ("sparse", "tokens"), ("uniform", None)]
-
-
-@pytest.mark.parametrize(("kind", "over"), FULL)
-def test_a_full_sketch_gives_the_exact_weight_gradient(kind: str, over: str | None) -> None:
+@pytest.mark.parametrize("kind", ["orthonormal", "sparse"])
+def test_a_full_projection_gives_the_exact_weight_gradient(kind: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(6, 8, WIDTH)  # 48 tokens, 48 features
+    x = torch.randn(6, 8, WIDTH)
     exact = _run(linear, x, True, torch.float64, False, _some)[3]
-    found = _run(
-        lambda *args: compact_linear(*args, rank=48, key=3, kind=kind, over=over), x, True, torch.float64, False, _some
-    )[3]
+    layer = partial(compact_linear, rank=48, key=3, kind=kind)
+    found = _run(layer, x, True, torch.float64, False, _some)[3]
     torch.testing.assert_close(found, exact)
 
 
@@ -130,7 +128,7 @@ def _gradients(draws: int, rank: int, **settings: object) -> tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "rademacher", "orthonormal", "sparse"])
-def test_relative_variance_over_features_is_that_of_the_theory(kind: str) -> None:
+def test_the_relative_variance_is_that_of_the_theory(kind: str) -> None:
     rank, draws = WIDTH // 4, 400
     found, exact = _gradients(draws, rank, kind=kind)
     error = ((found - exact).square().sum((1, 2)) / exact.square().sum()).mean().item()
@@ -139,41 +137,12 @@ def test_relative_variance_over_features_is_that_of_the_theory(kind: str) -> Non
     _bias_falls_with_the_root(found, exact)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "rademacher", "orthonormal", "sparse", "uniform", "crs", "wta-crs"])
-def test_over_tokens_unbiased_with_the_error_of_the_theory(kind: str) -> None:
-    rank, draws = 24, 400
-    found, exact = _gradients(draws, rank, kind=kind, over="tokens")
-    error = ((found - exact).square().sum((1, 2)) / exact.square().sum()).mean().item()
-    x, _, d = _problem()
-    kappa = (x.square().sum() * d.square().sum() / exact.square().sum()).item()
-    if kind == "gaussian":  # of X^T (P P^T - I) D for a Gaussian P
-        assert error == pytest.approx((kappa + 1) / rank, rel=0.1)
-    elif kind in ("orthonormal", "sparse", "rademacher"):  # the same, less what a sample of all has none of
-        assert error == pytest.approx((kappa + 1) / rank * (1 if kind == "rademacher" else 1 - rank / 96), rel=0.15)
-    _bias_falls_with_the_root(found, exact)
-
-
 def _bias_falls_with_the_root(found: Tensor, exact: Tensor) -> None:
     few = torch.stack([(part.mean(0) - exact).norm() for part in found.split(len(found) // 25)]).square().mean().sqrt()
     assert 0.5 < (few / (found.mean(0) - exact).norm() / 5).item() < 2
 
 
-def test_importance_guides_the_sample() -> None:
-    x, weight, d = _problem()
-    d = d * torch.linspace(0, 1, len(d), dtype=torch.float64).pow(6).unsqueeze(1)
-    exact = d.t() @ x
-
-    def error(importance: Tensor | None) -> float:
-        total = 0.0
-        for draw in range(200):
-            out = compact_linear(x, weight, rank=24, key=draw, kind="crs", importance=importance)
-            total += (torch.autograd.grad(out, weight, d)[0] - exact).square().sum().item()
-        return total
-
-    assert error(d.norm(dim=1)) < 0.5 * error(None)
-
-
-def test_saves_the_weight_and_the_sketch_and_nothing_else() -> None:
+def test_saves_the_weight_and_the_projected_input_and_nothing_else() -> None:
     x = torch.randn(5, 6, WIDTH, requires_grad=True)
     weight, bias = torch.randn(OUT, WIDTH, requires_grad=True), torch.randn(OUT, requires_grad=True)
     saved: list[Tensor] = []
@@ -258,7 +227,7 @@ def test_a_second_derivative_is_refused_with_the_reason() -> None:
     out = compact_linear(x, weight, rank=12, key=3)
     (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
     assert torch.equal(first.detach(), torch.autograd.grad(linear(x, weight).square().sum(), x)[0])
-    with pytest.raises(RuntimeError, match="second derivative: it keeps a sketch"):
+    with pytest.raises(RuntimeError, match="second derivative: it keeps a projection"):
         first.sum().backward()
 
 
@@ -303,7 +272,7 @@ def test_autocast_saves_in_its_own_dtype() -> None:
     assert x.grad.dtype == weight.grad.dtype == torch.float32
 
 
-def test_layers_that_share_an_input_share_its_sketch() -> None:
+def test_layers_that_share_an_input_share_its_projection() -> None:
     x, shared = torch.randn(5, WIDTH, requires_grad=True), SharedInput()
     weights = [torch.randn(OUT, WIDTH, requires_grad=True) for _ in range(3)]
     saved: list[Tensor] = []
@@ -312,36 +281,36 @@ def test_layers_that_share_an_input_share_its_sketch() -> None:
         saved.append(tensor)
         return tensor
 
-    def sketches(**settings: int) -> int:
+    def projections(**settings: int) -> int:
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             for weight in weights:
                 compact_linear(x, weight, rank=settings.get("rank", 12), key=settings.get("key", 3), shared=shared)
         return len({tensor.data_ptr() for tensor in saved if tensor.shape == (5, settings.get("rank", 12))})
 
-    assert sketches() == 1
+    assert projections() == 1
     kept = [tensor for tensor in saved if tensor.shape == (5, 12)]
-    assert sketches(key=4) == 1
+    assert projections(key=4) == 1
     assert all(not torch.equal(kept[0], tensor) for tensor in saved)
-    assert sketches(rank=13) == 1
+    assert projections(rank=13) == 1
     # And the gradient is that of a layer alone.
     alone = torch.autograd.grad(compact_linear(x, weights[0], rank=12, key=3).sum(), weights[0])
     together = torch.autograd.grad(compact_linear(x, weights[0], rank=12, key=3, shared=shared).sum(), weights[0])
     assert torch.equal(alone[0], together[0])
 
 
-def test_shared_sketch_is_dropped_when_the_input_changes_or_dies() -> None:
+def test_a_shared_projection_is_dropped_when_the_input_changes_or_dies() -> None:
     shared = SharedInput()
-    sketch = make_sketch("gaussian", None, WIDTH, 12, 3)
+    projection = Projection("gaussian", WIDTH, 12, 3)
     x = torch.randn(5, WIDTH)
     made: list[int] = []
 
     def save(tensor: Tensor) -> Tensor:
-        def make() -> tuple[Tensor, ...]:
+        def make() -> Tensor:
             made.append(1)
-            return sketch.save(tensor)
+            return projection.project(tensor)
 
-        return shared.saved(tensor, sketch, tensor.dtype, make)[0]
+        return shared.projected(tensor, projection, tensor.dtype, make)
 
     first = save(x)
     assert save(x) is first
@@ -357,31 +326,15 @@ def test_shared_sketch_is_dropped_when_the_input_changes_or_dies() -> None:
     assert copy.deepcopy([shared, shared])[0] is not shared
 
 
-@pytest.mark.parametrize(("over", "rank"), [("features", 49), ("tokens", 6)])
-def test_a_rank_above_the_size_names_both(over: str, rank: int) -> None:
+def test_a_rank_above_the_width_names_both() -> None:
     x, weight = torch.randn(5, WIDTH), torch.randn(OUT, WIDTH, requires_grad=True)
-    with pytest.raises(RankError, match=f"rank {rank}, but its width is {rank - 1}"):
-        compact_linear(x, weight, rank=rank, key=1, over=over)  # type: ignore[arg-type]
-
-
-def test_says_what_does_not_go_together() -> None:
-    x, weight = torch.randn(5, WIDTH), torch.randn(OUT, WIDTH, requires_grad=True)
-    cases = [
-        ({"kind": "crs", "over": "features"}, 'say over="tokens"'),
-        ({"kind": "pca"}, "'pca' is not known: choose one of gaussian, .*wta-crs"),
-        ({"over": "heads"}, "'heads' is not known"),
-        ({"importance": torch.ones(5)}, "only crs and wta-crs use"),
-        ({"kind": "uniform", "importance": torch.ones(5)}, "only crs and wta-crs use"),
-        ({"kind": "crs", "importance": torch.ones(4)}, r"importance of shape \[4\] was given for 5 tokens"),
-    ]
-    for settings, message in cases:
-        with pytest.raises(CodecError, match=message):
-            compact_linear(x, weight, rank=4, key=1, **settings)  # type: ignore[arg-type]
+    with pytest.raises(RankError, match="rank 49, but its width is 48"):
+        compact_linear(x, weight, rank=49, key=1)
 
 
 def test_default_generator_is_not_moved() -> None:
     x, weight = torch.randn(5, WIDTH), torch.randn(OUT, WIDTH, requires_grad=True)
     before = torch.get_rng_state()
-    for kind in ("gaussian", "orthonormal", "sparse", "crs"):
+    for kind in get_args(ProjectionKind):
         compact_linear(x, weight, rank=4, key=1, kind=kind).sum().backward()
     assert torch.equal(before, torch.get_rng_state())

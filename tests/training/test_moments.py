@@ -1,4 +1,4 @@
-"""compact._moments: Adam's step in a small space, and its moments in another basis."""
+"""Moments: Adam's step in a small space, and its moments in another basis."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from compact import Projection
-from compact._moments import advance, carry
+from compact._training.moments import advance, carry
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

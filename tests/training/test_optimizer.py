@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from compact import CheckpointError, CompActAdamW, Projection, clip_grad_norm_, convert, key
-from compact._moments import carry
+from compact._training.moments import carry
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 

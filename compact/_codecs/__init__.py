@@ -1,0 +1,1 @@
+"""Codecs: tensors made smaller and given back, exactly or with a stated error."""

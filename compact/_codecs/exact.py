@@ -1,0 +1,259 @@
+"""Exact codecs: fewer bytes for tensors that do not need all of theirs, with every bit coming back.
+
+Whether a tensor fits depends on its values, so each codec queues a small flag and decides in `Pending.finish`. A tensor
+that does not fit is kept verbatim.
+
+Values are handled as integers throughout: -0.0, NaN payloads and denormal numbers are bit patterns like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._errors import UnsupportedTensor
+from .._kernels.bits import pack, packed_count, unpack
+from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
+from .strided import Spec, Target, flat
+
+# Width in bytes -> the integer dtype for bit patterns.
+_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+# On a CPU these first elements tell most tensors that do not fit, without reading the rest.
+_LOOK = 4096
+# Elements handled at a time, so that no temporary tensor of the full size is made.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Verbatim(Codec):
+    """A `Codec` that keeps the stored bytes of any dtype as they are. Expanded elements are stored once.
+
+    Base of the other exact codecs, which do so where the values do not fit.
+    """
+
+    name = "verbatim"
+    properties = Properties(
+        exact=True, unbiased=True, keyed=False, bits_per_element=None, error_of_largest=0.0, relative_error=0.0
+    )
+    takes = "every dtype"
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """Bytes of the stored elements, the most that any form takes. Raises UnsupportedTensor."""
+        if not self._takes(spec.dtype):
+            raise UnsupportedTensor(
+                f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes {self.takes}; "
+                "use Exact"
+            )
+        return spec.stored_bytes
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue nothing: `finish` copies the bytes."""
+        spec, values = self._open(tensor)
+        return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
+
+    def decode(self, packed: Packed) -> Tensor:
+        """Unpack the tensor, bit for bit, on the buffers' device."""
+        spec = packed.spec
+        buffer = check_packed(packed, self.name, {"verbatim": spec.stored_bytes, **self._forms(packed)})
+        as_bytes = spec.dtype is torch.bool  # see `_open`
+        target = Target(spec._replace(dtype=torch.uint8) if as_bytes else spec, buffer.device)
+        if packed.form == "verbatim":
+            target.flat.copy_(view_as(buffer, target.flat.dtype))
+        else:
+            self._restore(packed, buffer, target.flat)
+        made = target.tensor()
+        return made.view(torch.bool) if as_bytes else made
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def _open(self, tensor: Tensor) -> tuple[Spec, Tensor]:
+        """Return the spec and the stored elements of a tensor that the codec takes."""
+        spec = Spec.of(tensor)
+        self.packed_nbytes(spec)
+        # PyTorch's copies make every byte of a boolean 0 or 1; memory viewed as boolean may hold others.
+        return spec, flat(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        """Bytes of the codec's own forms."""
+        return {}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        """Write the stored elements from one of the codec's own forms."""
+
+
+@dataclass(frozen=True)
+class Mask(Verbatim):
+    """A `Codec` for tensors of two values, one bit an element: booleans, and float masks such as dropout's 0 and 1/q.
+
+    Takes every dtype of 1, 2, 4 or 8 bytes that is not complex. Values are compared as bit patterns, so 0.0 and -0.0
+    are two, and memory viewed as boolean may hold bytes other than 0 and 1.
+    """
+
+    name = "mask"
+    takes = "elements of 1, 2, 4 or 8 bytes that are not complex"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the comparisons. The flag holds the two bit patterns and whether there is no third."""
+        spec, values = self._open(tensor)
+        bits = values.view(_BITS_OF[spec.dtype.itemsize])
+        if not bits.numel():
+            return super().begin(tensor)
+        low, high = torch.aminmax(bits)
+        is_high = bits == high
+        two = (is_high | (bits == low)).all()
+
+        def decide(flag: list[int]) -> Packed:
+            if not flag[2]:
+                return verbatim(values, spec)
+            return Packed(spec, "bits", (_pack_bits(is_high),), (flag[0], flag[1]))
+
+        return Pending(torch.stack((low.to(torch.int64), high.to(torch.int64), two.to(torch.int64))), decide)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype.itemsize in _BITS_OF and not dtype.is_complex
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        return {"bits": packed_count(packed.spec.stored_numel, 1)}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        is_high = unpack(buffer, 1)[: out.numel()].view(torch.bool)
+        low, high = packed.numbers
+        out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
+
+
+def _pack_bits(mask: Tensor) -> Tensor:
+    """Pack a flat boolean tensor, 8 elements a byte."""
+    count = mask.numel()
+    codes = torch.zeros(-(-count // 8) * 8, dtype=torch.uint8, device=mask.device)
+    codes[:count].copy_(mask)
+    packed = torch.empty(packed_count(count, 1), dtype=torch.uint8, device=mask.device)
+    pack(codes, 1, packed)
+    return packed
+
+
+@dataclass(frozen=True)
+class Narrow(Verbatim):
+    """A `Codec` for integers: 0, 1, 2 or 4 bytes each, as the distance from the smallest to the largest needs.
+
+    Token ids of a vocabulary of up to 65,536 take 2 bytes of int64's 8.
+    """
+
+    name = "narrow"
+    takes = "uint8 and signed integers"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the search for the smallest and the largest, which are the flag. `finish` queues the rest."""
+        spec, values = self._open(tensor)
+        if not values.numel():
+            return super().begin(tensor)
+
+        def decide(flag: list[int]) -> Packed:
+            low, high = flag
+            width = next(w for w in (0, 1, 2, 4, 8) if high - low < 1 << (8 * w))
+            if width >= spec.dtype.itemsize:
+                return verbatim(values, spec)
+            if width == 0:
+                return Packed(spec, "narrow", (values.new_empty(0, dtype=torch.uint8),), (low, 0))
+            # Relative to the middle, so that the codes fill a signed integer of that width.
+            middle = low + (1 << (8 * width - 1))
+            codes = (values.to(torch.int64) - middle).to(_BITS_OF[width])
+            return Packed(spec, "narrow", (codes.view(torch.uint8),), (middle, width))
+
+        return Pending(torch.stack(torch.aminmax(values)).to(torch.int64), decide)
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype in _INTEGERS
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        width = packed.numbers[1] if len(packed.numbers) == 2 else 0
+        return {"narrow": width * packed.spec.stored_numel}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        middle, width = packed.numbers
+        if width == 0:
+            out.fill_(middle)
+        else:
+            out.copy_(view_as(buffer, _BITS_OF[width]).to(torch.int64).add_(middle))
+
+
+@dataclass(frozen=True)
+class DisguisedBf16(Verbatim):
+    """A `Codec` for fp32 that holds bf16 values (an upcast under autocast, a norm's fp32 copy): their upper halves."""
+
+    name = "disguised-bf16"
+    takes = "float32"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the flag: the largest of the lower halves, 0 if they are all zero. `finish` queues the upper halves."""
+        spec, values = self._open(tensor)
+        bits = values.view(torch.int32)
+        if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
+            return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
+        flag = torch.stack([(block & 0xFFFF).amax() for block in bits.split(_BLOCK)]).amax()
+        return Pending(flag, lambda rest: verbatim(values, spec) if rest else Packed(spec, "upper", (_upper(bits),)))
+
+    def _takes(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.float32
+
+    def _forms(self, packed: Packed) -> dict[str, int]:
+        return {"upper": 2 * packed.spec.stored_numel}
+
+    def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
+        bits = out.view(torch.int32)
+        bits.copy_(view_as(buffer, torch.int16))
+        bits.bitwise_left_shift_(16)
+
+
+def _upper(bits: Tensor) -> Tensor:
+    """Return the upper 16 bits of each int32 as bytes."""
+    upper = bits.new_empty(bits.numel(), dtype=torch.int16)
+    for source, half in zip(bits.split(_BLOCK), upper.split(_BLOCK), strict=True):
+        half.copy_(source >> 16)
+    return upper.view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Exact(Verbatim):
+    """A `Codec` for any plain tensor, which chooses another by the dtype.
+
+    `Mask` for booleans and for floats that look like a mask (dropout's on a CPU), `Narrow` for integers,
+    `DisguisedBf16` for fp32, else `Verbatim`.
+    """
+
+    name = "exact"
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the encoding by the chosen codec."""
+        codec = Mask() if _looks_like_a_mask(tensor) else _by_dtype(tensor.dtype)
+        return codec.begin(tensor, key)
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """Bytes of the stored elements, the most that any form takes."""
+        return _by_dtype(spec.dtype).packed_nbytes(spec)
+
+    def decode(self, packed: Packed) -> Tensor:
+        """Unpack the tensor, bit for bit, on the buffers' device."""
+        return (Mask() if packed.form == "bits" else _by_dtype(packed.spec.dtype)).decode(packed)
+
+
+def _looks_like_a_mask(tensor: Tensor) -> bool:
+    """Whether the first elements of a float tensor have two values. Asked on a CPU only: it would stall a device."""
+    if not tensor.is_floating_point() or tensor.device.type != "cpu" or tensor.dtype.itemsize not in _BITS_OF:
+        return False
+    bits = flat(tensor)[:_LOOK].view(_BITS_OF[tensor.dtype.itemsize])
+    if not bits.numel():
+        return False
+    low, high = torch.aminmax(bits)
+    return bool(((bits == low) | (bits == high)).all())
+
+
+def _by_dtype(dtype: torch.dtype) -> Codec:
+    if dtype is torch.bool:
+        return Mask()
+    if dtype in _INTEGERS:
+        return Narrow()
+    return DisguisedBf16() if dtype is torch.float32 else Verbatim()

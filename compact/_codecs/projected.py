@@ -1,0 +1,124 @@
+"""Projected: the input x of a linear layer kept as z = x P, with rank r instead of width n. CompAct, arXiv 2410.15352.
+
+Shapes: x [..., n], P [n, r], z [..., r].
+
+Where the engine replaces a linear layer, `compact_linear` makes the weight gradient from z alone. The input of an
+operator that it cannot replace (a convolution) is decoded: x P P^T, whose mean is x. The relative squared error of
+either is about n / r (see `Projection`), far more than quantising to as many bytes costs. It is here to reproduce
+CompAct, and for ranks below what quantising reaches.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._errors import CodecError, UnsupportedTensor
+from .._projection.projection import KINDS, Projection, ProjectionKind, check_rank
+from .._seeds import key as derive
+from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
+from .exact import Verbatim
+from .strided import Spec, Target, flat
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Projected(Codec):
+    """A `Codec` of the inputs of linear layers: bf16, fp16, fp32, fp64, not scalars.
+
+    Strides come back exactly, except that a tensor whose elements share memory comes back contiguous.
+
+    Args:
+        rank: r as a number of columns (8), or as a share of the width (0.25), rounded down but at least 1.
+        kind: "gaussian" (the paper's), "rademacher", "orthonormal" (the least error) or "sparse".
+
+    Raises:
+        CodecError: a rank that is neither, or an unknown kind.
+    """
+
+    rank: int | float = 0.25
+    kind: ProjectionKind = "gaussian"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not (0 < self.rank < 1 or (isinstance(self.rank, int) and self.rank >= 1)):
+            raise CodecError(
+                f"a projection was given rank {self.rank!r}: give a whole number of at least 1, or a share of the "
+                "width above 0 and below 1"
+            )
+        if self.kind not in KINDS:
+            raise CodecError(f"projection kind {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
+
+    @property
+    def name(self) -> str:
+        """Such as "gaussian n*0.25" or "orthonormal 8"."""
+        return f"{self.kind} {self.rank}" if isinstance(self.rank, int) else f"{self.kind} n*{self.rank:g}"
+
+    @property
+    def properties(self) -> Properties:
+        """The codec's statements about itself: unbiased, but no draw of P has a bounded error."""
+        return Properties(
+            exact=False,
+            unbiased=True,
+            keyed=True,
+            bits_per_element=None,
+            error_of_largest=None,
+            relative_error=math.inf,
+        )
+
+    def packed_nbytes(self, spec: Spec) -> int:
+        """Bytes of z in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
+        if spec.dtype not in _FLOATS or not spec.shape:
+            raise UnsupportedTensor(
+                f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
+                "float32 and float64 of at least one dimension; use Exact"
+            )
+        if not spec.numel:
+            return 0
+        width = spec.shape[-1]
+        return spec.numel // width * self.rank_of(width, f"a {self.kind} projection") * spec.dtype.itemsize
+
+    def rank_of(self, width: int, what: str) -> int:
+        """Return r for a width. Raises RankError for a rank above it; `what` says whose rank it is."""
+        if isinstance(self.rank, float):
+            return max(1, int(width * self.rank))
+        check_rank(self.rank, width, what)
+        return self.rank
+
+    def begin(self, tensor: Tensor, key: int = 0) -> Pending:
+        """Queue the projection. The flag is False where the tensor must be kept verbatim."""
+        spec = Spec.of(tensor)
+        if not self.packed_nbytes(spec):
+            empty = Packed(spec, "projected", (torch.empty(0, dtype=torch.uint8, device=tensor.device),), (key,))
+            return Pending(None, lambda _: empty)
+        projection = self._projection(spec, key)
+        z = projection.project(flat(tensor, logical=True).view(-1, spec.shape[-1]))
+        packed = Packed(spec, "projected", (z.view(-1).view(torch.uint8),), (key,))
+        # By Cauchy-Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
+        # ends at 5.98) or sqrt(n / r). A norm that is NaN or infinite is not below the bound either.
+        row = max(6.0, math.sqrt(projection.width / projection.rank))
+        largest = torch.linalg.vector_norm(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32)).amax()
+        flag = largest < torch.finfo(spec.dtype).max / (2 * row)
+        return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
+
+    def decode(self, packed: Packed) -> Tensor:
+        """Unpack x P P^T on the buffers' device."""
+        spec = packed.spec
+        buffer = check_packed(packed, self.name, {"projected": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
+        if packed.form == "verbatim":
+            return Verbatim().decode(packed)
+        target = Target(spec, buffer.device, logical=True)
+        if spec.numel:
+            projection = self._projection(spec, packed.numbers[0])
+            z = view_as(buffer, spec.dtype).view(-1, projection.rank)
+            target.flat.copy_(projection.back(z).view(-1))
+        return target.tensor()
+
+    def _projection(self, spec: Spec, key: int) -> Projection:
+        width = spec.shape[-1]
+        rank = self.rank_of(width, f"a {self.kind} projection")
+        # Derived from the key, which itself seeds other draws for this tensor.
+        return Projection(self.kind, width, rank, derive(key, "projection"))

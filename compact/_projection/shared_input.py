@@ -1,0 +1,46 @@
+"""SharedInput: one projected input z for all layers that read one tensor (q, k and v; gate and up).
+
+Guarantees:
+
+1. z is reused only for the tensor object it was made from, unchanged since by its version counter, and only by a layer
+   that would make an equal one: with an equal projection (kind, size and key) and dtype.
+2. At most one z is held, and none once the tensor is dead.
+3. Any thread may call. Two threads that call at a time may each make z, equal to the last bit; the later one is held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .projection import Projection
+
+
+class SharedInput:
+    """Cache of the last projected input. Copies and pickles are empty."""
+
+    __slots__ = ("__weakref__", "_last")
+
+    def __init__(self) -> None:
+        self._last = WeakIdKeyDictionary()  # input -> (its version, projection, dtype, z)
+
+    def projected(self, x: Tensor, projection: Projection, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """Return z = x P for x cast to `dtype`: the one that is held, or a new one from `make`."""
+        if x.is_inference():  # has no version counter
+            return make()
+        version, *which, z = self._last.get(x, (None, None))
+        if version == x._version and which == [projection, dtype]:
+            return z  # type: ignore[no-any-return]
+        z = make()
+        # Replaced as a whole: a dictionary has one entry, and other threads see the old or the new one.
+        last = WeakIdKeyDictionary()
+        last[x] = x._version, projection, dtype, z
+        self._last = last
+        return z
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (SharedInput, ())

@@ -1,0 +1,178 @@
+"""Compact linear: a linear layer that saves a projection of its input instead of the input.
+
+Guarantees, with x [..., n], weight [out, n], output gradient d [..., out], projection P [n, r], z = x P [..., r]:
+
+1. The output, the input gradient d W and the bias gradient are those of `torch.nn.functional.linear`, bit for bit,
+   from the same calls on the same shapes and strides. So no error travels through the layers.
+2. The weight gradient is (d^T z) P^T and has the exact one, G = d^T x, as its mean. Its error is (P P^T - I) applied
+   to G for any number of tokens: larger batches do not average it out.
+3. Saved for backward: the weight (if x needs a gradient) and z (if the weight does), both as saved tensors, so that
+   hooks see them. Never x.
+4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
+
+CompAct: arXiv 2410.15352, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+
+from .._projection.projection import Projection, ProjectionKind, product
+from .._projection.shared_input import SharedInput
+from .._projection.subspace import Subspace
+
+# Bound at import, so that code which replaces `torch.nn.functional.linear` can call this module without recursion.
+_linear = torch.nn.functional.linear
+
+
+def compact_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    rank: int,
+    key: int,
+    kind: ProjectionKind = "gaussian",
+    shared: SharedInput | None = None,
+) -> Tensor:
+    """`linear(x, weight, bias)` that saves z = x P: an exact input gradient, an unbiased weight gradient.
+
+    The weight gradient is full-size, for any optimizer. Give every layer and every step a key of its own
+    (`compact.key(seed, name, step)`), and use it again when checkpointing repeats a forward.
+
+    Args:
+        x: [..., n].
+        weight: [out, n].
+        bias: [out] or None.
+        rank: r, 1 to n.
+        key: 64 bits that P is made from.
+        kind: kind of projection: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse".
+        shared: keeps z for the next layer that reads this x with this key, kind and rank.
+
+    Returns:
+        [..., out].
+
+    Raises:
+        RankError: a rank below 1 or above n.
+        CodecError: an unknown kind.
+        RuntimeError: a second derivative, or shapes that do not fit.
+    """
+    return _apply(x, weight, bias, Projection(kind, x.shape[-1], rank, key), None, shared)
+
+
+def linear_into(
+    x: Tensor, weight: Tensor, bias: Tensor | None, subspace: Subspace, shared: SharedInput | None
+) -> Tensor:
+    """Compute `compact_linear` with the projection of `subspace`, which gets d^T z; the weight gets no gradient."""
+    return _apply(x, weight, bias, subspace.projection(), subspace, shared)
+
+
+def _apply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    projection: Projection,
+    subspace: Subspace | None,
+    shared: SharedInput | None,
+) -> Tensor:
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return _linear(x, weight, bias)  # saves no input anyway
+    # Autograd records the casts of x and bias; the weight's cast is made again in backward rather than kept.
+    cast = _autocast(x)
+    flat = cast.reshape(-1, cast.shape[-1])
+
+    def project() -> Tensor:
+        return projection.project(flat.detach())
+
+    # Looked up by the original x: under autocast each layer has a cast copy of its own.
+    z = project() if shared is None else shared.projected(x, projection, cast.dtype, project)
+    # For these layouts `linear` adds the bias within the product, for others after it; the last bit differs.
+    inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
+    out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
+        flat,
+        weight,
+        _autocast(bias) if bias is not None and inside else None,
+        z,
+        _autocast_dtype(weight),
+        projection,
+        subspace,
+    )
+    out = out.view(*x.shape[:-1], out.shape[-1])
+    return out if bias is None or inside else out + _autocast(bias)
+
+
+class _CompactLinear(Function):
+    """The layer for matrices: the output must not be a view, which users could not change in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        z: Tensor,
+        dtype: torch.dtype,
+        projection: Projection,
+        subspace: Subspace | None,
+    ) -> Tensor:
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, z)
+        ctx.projection, ctx.subspace, ctx.dtype, ctx.weight_dtype = projection, subspace, dtype, weight.dtype
+        ctx.by_columns = x.stride() == (1, x.shape[0])
+        with torch.autocast(x.device.type, enabled=False):
+            return _linear(x, weight.to(dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        weight, z = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = None
+        with torch.no_grad():
+            if ctx.needs_input_grad[0]:
+                w = weight.to(ctx.dtype)
+                # Like the derivative of `mm`: by columns where x was stored by columns.
+                grad_x = w.t().mm(grad.t()).t() if ctx.by_columns else grad.mm(w)
+            if ctx.needs_input_grad[1]:
+                # d^T z, [out, r]: CompAct's compressed gradient, transposed as torch's weights are.
+                small = product(grad.t(), z)
+                if ctx.subspace is None:
+                    grad_weight = ctx.projection.back(small).to(ctx.weight_dtype)
+                else:
+                    ctx.subspace.add(ctx.projection, small.to(ctx.weight_dtype))
+            if ctx.needs_input_grad[2]:
+                grad_bias = grad.sum(0)
+        if torch.is_grad_enabled():
+            results = _FirstDerivativeOnly.apply(grad, grad_x, grad_weight, grad_bias)  # type: ignore[no-untyped-call]
+            grad_x, grad_weight, grad_bias = results
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+class _FirstDerivativeOnly(Function):
+    """Passes on the gradients of a backward with `create_graph`, and raises with the reason when they are derived."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, grad: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
+        return results
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> None:
+        raise RuntimeError(
+            "compact_linear was asked for a second derivative: it keeps a projection of its input, from which only "
+            "first ones can be made; use a plain linear layer where create_graph=True is needed"
+        )
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that autocast would cast an argument of `linear` to."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    return tensor.to(_autocast_dtype(tensor))

@@ -1,0 +1,157 @@
+"""Intercept: linear layers that save a projection of their input, for models that nobody converted.
+
+`ProjectedLinear` is a `linear` for `SavedBy`: it runs `compact.compact_linear` in the place of
+`torch.nn.functional.linear`, so that autograd saves z = x P, [..., r], instead of x [..., n]. The output, the input
+gradient and the bias gradient are those of the plain call, bit for bit; the weight gradient is full-size and has the
+plain one as its mean, so any optimizer takes it. CompAct, arXiv 2410.15352, section 3 (whose small optimizer needs
+`compact.convert`).
+
+Guarantees:
+
+1. P depends on (seed, layer, step) alone: a new one each step averages best. A layer is known by its parameter's name
+   in the model, else by the order in which parameters were first used.
+2. Layers that read the very same tensor, unchanged, share one projection (the first one's) and one z.
+3. Left alone: frozen weights and weights that are no parameter, integers and complex numbers, a rank that is the whole
+   width, `torch.func` transforms, and checkpointed regions, which keep nothing until backward and must save the same
+   tensors when they are run again, outside of any mode.
+4. Any thread may call. One lock guards the tables; products are made outside of it. Inputs are held weakly.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from compact import Projected, SharedInput, compact_linear, key
+
+from .._errors import ConfigError
+from .._torch import private
+from .classes import is_float
+
+
+class ProjectedLinear:
+    """What `SavedBy` calls instead of `linear`.
+
+    Args:
+        projected: rank, a number or a share of each width, and kind of projection.
+        seed: of the run. Equal seeds and layers give equal projections, on every rank and device.
+        model: to name layers by, and to check before anything runs. Held weakly, by its parameters.
+
+    Raises:
+        ConfigError: a model without a linear layer.
+        RankError: a rank above a layer's width, naming the layer; without a model it is raised when the layer is met.
+    """
+
+    def __init__(self, projected: Projected, *, seed: int = 0, model: nn.Module | None = None) -> None:
+        self._projected = projected
+        self._seed = seed
+        self._steps = 0
+        self._lock = threading.Lock()
+        self._names = WeakIdKeyDictionary()  # parameter -> name of its layer
+        self._met = 0
+        self._inputs = WeakIdKeyDictionary()  # tensor -> _Input
+        if model is not None:
+            self._learn(model)
+
+    def step(self) -> None:
+        """A training step is over: what follows gets new projections. Graphs made before keep theirs."""
+        with self._lock:
+            self._steps += 1
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x [..., n], weight [out, n], bias [out] or None -> [..., out]; or None where the call is left alone.
+
+        Raises:
+            RankError: a rank above n, naming the layer.
+        """
+        parameter = _trained(weight)
+        if parameter is None or not _plain(x, weight, bias) or private.transforming() or _in_checkpoint():
+            return None
+        width = weight.shape[1]
+        with self._lock:
+            rank = self._projected.rank_of(width, f"layer {self._name(parameter)!r}")
+            if rank == width:
+                return None
+            source = self._source(x, parameter)
+        return compact_linear(
+            x, weight, bias, rank=rank, key=source.key, kind=self._projected.kind, shared=source.shared
+        )
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    def _learn(self, model: nn.Module) -> None:
+        layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+        if not layers:
+            raise ConfigError(
+                f"{type(model).__name__} has no linear layer, so there is nothing whose input could be projected: "
+                "choose another preset"
+            )
+        for name, module in layers:
+            weight: Any = module.weight
+            if weight.requires_grad:
+                width = weight.shape[1 if isinstance(module, nn.Linear) else 0]
+                self._projected.rank_of(width, f"layer {name!r}")
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name.removesuffix(".weight")
+
+    def _name(self, parameter: Tensor) -> str:
+        name: str | None = self._names.get(parameter)
+        if name is None:
+            name = self._names[parameter] = f"#{self._met}"
+            self._met += 1
+        return name
+
+    def _source(self, x: Tensor, parameter: Tensor) -> _Input:
+        """The projection of this input: that of the layer which read it first, if nothing has changed since."""
+        source: _Input | None = self._inputs.get(x)
+        if source is None or (source.version, source.step) != (x._version, self._steps):
+            number = key(self._seed, self._name(parameter), self._steps)
+            source = self._inputs[x] = _Input(x._version, self._steps, number, SharedInput())
+        return source
+
+
+class _Input(NamedTuple):
+    """What is known of a tensor that layers read: its version, the step, the key of its projection, and that itself."""
+
+    version: int
+    step: int
+    key: int
+    shared: SharedInput
+
+
+def _trained(weight: Any) -> Tensor | None:
+    """The parameter that a weight [out, n] is, or is the transpose of; None if it needs no gradient or is no such."""
+    parameter = weight if type(weight) is nn.Parameter else getattr(weight, "_base", None)
+    if type(parameter) is not nn.Parameter or not parameter.requires_grad or weight.numel() != parameter.numel():
+        return None
+    return parameter
+
+
+def _plain(x: Any, weight: Tensor, bias: Any) -> bool:
+    """Whether these are tensors that fit, so that errors are torch's own."""
+    return (
+        type(x) is Tensor
+        and is_float(x)
+        and is_float(weight)
+        and not x.is_inference()
+        and weight.dim() == 2
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[1]
+        and x.numel() > 0
+        and (bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1]))
+    )
+
+
+def _in_checkpoint() -> bool:
+    hooks = private.top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        return False
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

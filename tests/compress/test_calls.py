@@ -1,0 +1,313 @@
+"""Notes of who saves a tensor: how long they hold, in which thread, in backward, in norms, in compiled code."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from compact import Saved
+from support.classes import FACTOR, LINEAR, NORM, STATISTIC, B, Found, M, N, S, Twice, X, kinds, rand, saved, weight
+from tba._compress.calls import SavedBy, kind_of
+
+x, wt = rand(*X), weight(N, M)
+
+# -- how long a note holds --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_known_without_the_mode_or_outside_of_it() -> None:
+    found: set[Saved] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.add(kind_of(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        functional.silu(x)
+        with SavedBy():
+            pass
+        functional.silu(x)
+    assert found == {Saved.UNKNOWN}
+    assert kind_of(x) is Saved.UNKNOWN
+
+
+def test_an_exception_ends_the_note() -> None:
+    def run() -> None:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            functional.linear(x, wt)
+        with pytest.raises(KeyError, match="from pack"):
+            fail()
+        Twice.apply(x)
+
+    def fail() -> None:
+        def pack(tensor: Tensor) -> Tensor:
+            raise KeyError("from pack")
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            functional.silu(x)
+
+    assert saved(run) == [LINEAR, ("unknown", X)]  # linear saves its input before it looks at the shapes
+
+
+def test_functions_within_a_pack_hook_do_not_disturb_the_note() -> None:
+    found: list[Saved] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        with SavedBy(), torch.no_grad():
+            tensor.sin()  # no rule
+            functional.softmax(tensor, -1)  # another
+        found.append(kind_of(tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), SavedBy():
+        functional.silu(x)
+        Twice.apply(x)
+    assert found == [Saved.ACTIVATION_INPUT, Saved.UNKNOWN]
+
+
+def test_arguments_are_not_held_after_the_call() -> None:
+    with SavedBy():
+        a = torch.randn(N)
+        functional.silu(a)
+        reference = weakref.ref(a)
+        del a
+        assert reference() is None
+
+
+def test_threads_do_not_see_each_other_s_notes() -> None:
+    inside, done = threading.Event(), threading.Event()
+    found: dict[str, Saved] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        inside.set()
+        assert done.wait(60)
+        found["first"] = kind_of(tensor)
+        return tensor
+
+    def first() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), SavedBy():
+            functional.silu(x)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    found["no function"] = kind_of(x)
+    assert saved(lambda: Twice.apply(x)) == [("unknown", X)]
+    assert saved(lambda: x.softmax(-1)) == [("probabilities", X)]
+    done.set()
+    thread.join()
+    assert found == {"first": Saved.ACTIVATION_INPUT, "no function": Saved.UNKNOWN}
+
+
+def test_nested_and_entered_again() -> None:
+    mode = SavedBy()
+
+    def run() -> None:
+        with mode, SavedBy():
+            functional.silu(x)
+        functional.silu(x)
+        Twice.apply(x)
+
+    assert saved(run, mode) == [("activation_input", X), ("activation_input", X), ("unknown", X)]
+    assert torch._C._len_torch_function_stack() == 0
+
+
+def test_other_modes_act_as_they_did() -> None:
+    with torch.device("meta"), SavedBy():
+        assert torch.ones(2).is_meta
+    with SavedBy(), torch.device("meta"):
+        assert torch.ones(2).is_meta
+        assert saved(lambda: functional.silu(x)) == [("activation_input", X)]
+
+
+# -- backward ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("through", ["Tensor.backward", "autograd.backward", "autograd.grad"])
+def test_what_a_backward_saves_is_unknown(through: str) -> None:
+    a, layer = rand(S, N), nn.Linear(N, N)
+    loss = functional.silu(layer(a)).square().sum()
+
+    def run() -> None:
+        if through == "Tensor.backward":
+            loss.backward(create_graph=True, inputs=[a])
+        elif through == "autograd.backward":
+            torch.autograd.backward(loss, create_graph=True, inputs=[a])
+        else:
+            torch.autograd.grad(loss, a, create_graph=True)
+
+    found = saved(run)
+    assert len(found) > 3
+    assert {kind for kind, _ in found} == {"unknown"}
+    a.grad = None  # a cycle with its graph
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_code_run_again_is_unknown_or_right(reentrant: bool) -> None:
+    a, layer = rand(S, N), nn.Linear(N, N)
+
+    def run() -> None:
+        out = checkpoint(lambda b: functional.silu(layer(b)), a, use_reentrant=reentrant)
+        out.sum().backward()
+
+    plain = torch.autograd.grad(functional.silu(layer(a)).sum(), a)[0]
+    found = saved(run)
+    assert {kind for kind, shape in found if shape == (S, N)} <= {"unknown", "linear_input", "activation_input"}
+    assert torch.equal(a.grad, plain)
+
+
+# -- norms written in Python ------------------------------------------------------------------------------------------
+
+
+class OwnRMSNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = weight(N)
+        self.raises = False
+
+    def forward(self, a: Tensor) -> Tensor:
+        out = a * torch.rsqrt(a.pow(2).mean(-1, keepdim=True))
+        if self.raises:
+            raise ValueError("from forward")
+        return self.weight * out
+
+
+class NormFunction(OwnRMSNorm):
+    """As a fused kernel."""
+
+    def forward(self, a: Tensor) -> Tensor:
+        return Twice.apply(a)
+
+
+class PreNorm(nn.Module):
+    """A norm and what follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = OwnRMSNorm(), nn.Identity()
+
+    def forward(self, a: Tensor) -> Tensor:
+        return self.norm(a).tanh().exp()
+
+
+class LogNormal(OwnRMSNorm):
+    pass
+
+
+SCOPED: Found = [NORM, NORM, NORM, STATISTIC, STATISTIC]
+PLAIN: Found = [FACTOR, FACTOR, ("unknown", X), ("unknown", (B, S, 1)), ("unknown", (B, S, 1))]
+
+
+def test_norm_module_is_known_by_name_until_removed() -> None:
+    module, mode = OwnRMSNorm(), SavedBy()
+    remove = mode.norms(module)
+    assert saved(lambda: module(x), mode) == sorted(SCOPED)
+    assert saved(lambda: x.pow(2), mode) == [("unknown", X)]  # after it
+    remove()
+    assert saved(lambda: module(x), mode) == sorted(PLAIN)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_the_model_are_not_noted(how: Callable[[nn.Module], nn.Module]) -> None:
+    module, mode = nn.Sequential(OwnRMSNorm()), SavedBy()
+    remove = mode.norms(module)
+    twin = how(module)
+    assert saved(lambda: twin(x), mode) == sorted(PLAIN)
+    assert saved(lambda: module(x), mode) == sorted(SCOPED)
+    remove()
+
+
+def test_a_norm_that_raises_leaves_nothing() -> None:
+    module, mode = OwnRMSNorm(), SavedBy()
+    remove = mode.norms(module)
+    module.raises = True
+    with mode, pytest.raises(ValueError, match="from forward"):
+        module(x)
+    assert saved(lambda: Twice.apply(x), mode) == [("unknown", X)]
+    remove()
+
+
+def test_custom_function_in_a_norm_is_the_norm_s() -> None:
+    module, mode = NormFunction(), SavedBy()
+    remove = mode.norms(module)
+    assert saved(lambda: module(x), mode) == [("norm_input", X)]
+    remove()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_norm"),
+    [
+        *((name, True) for name in ("LlamaRMSNorm", "T5LayerNorm", "LayerNormalization", "rmsnorm")),
+        *((name, False) for name in ("LogNormal", "Normalize", "Attention")),
+    ],
+)
+def test_names_of_norms(name: str, is_norm: bool) -> None:
+    module, mode = type(name, (OwnRMSNorm,), {})(), SavedBy()
+    remove = mode.norms(module)
+    assert saved(lambda: module(x), mode) == sorted(SCOPED if is_norm else PLAIN)
+    remove()
+
+
+def test_other_modules_are_not_taken_for_norms() -> None:
+    whole, other, mode = PreNorm(), LogNormal(), SavedBy()
+    parametrized = nn.utils.parametrizations.spectral_norm(nn.Linear(N, M))
+    removers = [mode.norms(module) for module in (whole, other, parametrized)]
+    assert saved(lambda: whole(x), mode) == sorted([*SCOPED, ("unknown", X), ("unknown", X)])
+    assert saved(lambda: other(x), mode) == sorted(PLAIN)
+    assert kinds(lambda: parametrized(x), mode) <= {"linear_input", "unknown"}
+    for remove in removers:
+        remove()
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = OwnRMSNorm(), nn.Linear(N, M), nn.Linear(M, N)
+
+    def forward(self, a: Tensor, breaks: bool = False) -> Tensor:
+        a = functional.silu(self.up(self.norm(a)))
+        if breaks:
+            torch._dynamo.graph_break()
+        return self.down(a)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
+@pytest.mark.parametrize("breaks", [False, True])
+def test_compiled_code_is_the_same_and_compiled_once(breaks: bool) -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    net, mode = Net(), SavedBy(linear=lambda *_: pytest.fail("asked within compiled code"))
+    expected = net(x, breaks)
+    grads = torch.autograd.grad(expected.sum(), list(net.parameters()))
+    compiled = torch.compile(net, backend=backend)
+    remove = mode.norms(net)
+    for _ in range(4):
+
+        def run() -> None:
+            out = compiled(x, breaks)
+            assert torch.equal(out, expected)
+            made = torch.autograd.grad(out.sum(), list(net.parameters()))
+            assert all(torch.equal(one, two) for one, two in zip(made, grads, strict=True))
+
+        assert kinds(run, mode) == {"unknown"}
+        assert len(graphs) == 1 + breaks
+    remove()
+    torch._dynamo.reset()
