@@ -6,13 +6,14 @@ What a path is (`PathFacts`) is looked up once; whether it may serve is decided 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import psutil
 
 from ._config import OffloadConfig
 from ._errors import StorageError
@@ -29,7 +30,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The mounted file system that holds a path, as `/proc/self/mountinfo` names it; "" where it is not known."""
+    """The mounted file system that holds a path, as the kernel names it; "" where it is not known."""
 
     point: str = ""
     kind: str = ""
@@ -138,23 +139,12 @@ def refusal(facts: PathFacts) -> str | None:
     return None
 
 
-def mount_of(path: str, mountinfo: str) -> Mount:
-    """The mount that holds an absolute path without symbolic links: the longest mount point that is a prefix of it.
-
-    `mountinfo` is the text of `/proc/self/mountinfo`, described in proc_pid_mountinfo(5).
-    """
-    best = Mount()
-    for line in mountinfo.splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if not separator or len(left) < 5 or len(right) < 2:
-            continue
-        point = _unescape(left[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        # Of two mounts at one point the later one is on top.
-        if inside and len(point) >= len(best.point):
-            best = Mount(point=point, kind=right[0], source=_unescape(right[1]))
-    return best
+def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
+    """The mount that holds an absolute path without symbolic links, among those that `psutil.disk_partitions` lists."""
+    above = [m for m in mounts if Path(path).is_relative_to(m.mountpoint)]
+    # Of two mounts at one point the later one is on top.
+    top = max(reversed(above), key=lambda mount: len(mount.mountpoint), default=None)
+    return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 
 
 def default_directories(
@@ -184,7 +174,7 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         read_only=bool(space.f_flag & os.ST_RDONLY),
         free_bytes=_free_bytes(space, reserved=user_id() == 0),
         device=found.st_dev,
-        mount=mount_of(real, _mountinfo()),
+        mount=mount_of(real, _mounts()),
     )
 
 
@@ -224,11 +214,11 @@ def _warn_of_network(facts: PathFacts) -> None:
         )
 
 
-def _mountinfo() -> str:
+def _mounts() -> list[Any]:
     try:
-        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        return psutil.disk_partitions(all=True)
     except OSError:
-        return ""  # not Linux: no mount is known, and none is refused for its kind
+        return []  # no /proc: no mount is known, and none is refused for its kind
 
 
 def _home() -> str | None:
@@ -239,8 +229,3 @@ def _home() -> str | None:
 def user_id() -> int:
     """Whose files are ours; 0 where the system has no such numbers."""
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _unescape(text: str) -> str:
-    """The kernel writes space, tab, newline and backslash as a backslash and three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -97,7 +97,7 @@ def test_where_counts_are_kept() -> None:
     assert state_directory({"XDG_STATE_HOME": "/s"}, "/home/u") == Path("/s/tba")
     assert state_directory({}, "/home/u") == Path("/home/u/.local/state/tba")
     assert state_directory({"XDG_STATE_HOME": "relative"}, "/home/u") == Path("/home/u/.local/state/tba")
-    assert state_directory({}, "~") is None
+    assert not state_directory({}, "~").is_absolute()
     assert file_name("node-7.example.org") == "written-node-7_example_org.sqlite3"
     assert file_name("../x") == "written-___x.sqlite3"
     assert file_name("") == "written-host.sqlite3"
@@ -168,6 +168,14 @@ def test_a_clock_set_back_neither_gives_nor_takes(tmp_path: Path, clock: Clock) 
     assert taken.written_today_bytes == 90
     taken.close()
     assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 90}
+
+
+@pytest.mark.parametrize("wall_s", [-1e12, 4e11], ids=["long ago", "far ahead"])
+def test_a_clock_that_is_far_off_ends_no_training(wall_s: float, tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100, Clock(wall_s))
+    assert taken.take(60)
+    taken.close()
+    assert list(counts(tmp_path).values()) == [60]
 
 
 def test_bytes_of_a_cancelled_write_come_back(tmp_path: Path, clock: Clock) -> None:
