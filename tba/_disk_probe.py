@@ -1,19 +1,17 @@
 """Disk probe: how fast a directory takes and gives back bytes through the store, and whether they are the same bytes.
 
 Every block written differs from every other, random throughout, so that neither a device that compresses nor one that
-answers with another block looks good. Comparing takes place between the timed batches.
+answers with another block looks good. Comparing takes place between the timed transfers.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from io_backends import Buffer, BufferPool, PosixStore, Store, StoreError, Ticket
 
@@ -27,8 +25,9 @@ _MOST_BYTES = 1 << 30
 _STAMP_EVERY_BYTES = 4096
 
 
-class Speed(NamedTuple):
-    """What was measured with one size of block; both rates in bytes per second."""
+@dataclass(frozen=True)
+class Speed:
+    """Rates measured with one size of block, in bytes per second."""
 
     block_bytes: int
     write_bytes_per_s: float
@@ -38,7 +37,7 @@ class Speed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DiskFacts:
-    """What a probe found. `alignment` is that of direct I/O, 1 where there is none; `error` is why it ended early."""
+    """Findings of a probe. `alignment` is that of direct I/O, 1 where there is none; `error` is why it ended early."""
 
     alignment: int = 1
     speeds: tuple[Speed, ...] = ()
@@ -51,7 +50,7 @@ class DiskFacts:
 
 
 def probe_bytes(free_bytes: int | None) -> int:
-    """How much a probe may write at once where this much is free (None: not known)."""
+    """Bytes that a probe may write at once where this much is free (None: not known)."""
     return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, int(free_bytes * _FREE_SHARE))
 
 
@@ -71,80 +70,60 @@ def probe_disk(
         directory: where the scratch file is made; nothing of it is left.
         block_sizes: bytes of a block, a multiple of 4096; sizes above `most_bytes` are left out.
         threads: workers of the store.
-        most_bytes: written at most for each size; the file never grows beyond it by more than the store lays out ahead.
+        most_bytes: written at most for each size.
         seconds: aimed at for each size and direction; a batch that has begun ends.
         timeout_s: a block that takes longer has stalled.
         make: the store, replaced in tests.
     """
     store = make(directory, threads=threads)
-    alignment, speeds = 1, list[Speed]()
+    alignment, speeds, error, end = 1, list[Speed](), None, store.close
     try:
         alignment = store.alignment
         for block_bytes in block_sizes:
             if block_bytes <= most_bytes:
                 speeds.append(_measure(store, block_bytes, most_bytes, seconds, timeout_s))
-    except StalledError as error:
-        store.abandon()  # closing would wait for what has stalled
-        return DiskFacts(alignment=alignment, speeds=tuple(speeds), error=str(error))
-    except (StoreError, StorageError) as error:
-        store.close()
-        return DiskFacts(alignment=alignment, speeds=tuple(speeds), error=str(error))
-    store.close()
-    return DiskFacts(alignment=alignment, speeds=tuple(speeds))
+    except (StoreError, StorageError, StalledError) as problem:
+        error = str(problem)
+        if isinstance(problem, StalledError):
+            end = store.abandon  # closing would wait for what has stalled
+    end()
+    return DiskFacts(alignment=alignment, speeds=tuple(speeds), error=error)
 
 
 def _measure(store: Store, block_bytes: int, most_bytes: int, seconds: float, timeout_s: float) -> Speed:
-    """Write, read back and compare. Raises StoreError, StalledError, StorageError for wrong bytes."""
+    """Write, read back and compare, batch by batch. Raises StoreError, StalledError, StorageError for wrong bytes."""
     most_blocks = most_bytes // block_bytes
-    blocks = min(max(1, _BATCH_BYTES // block_bytes), most_blocks)
-    pool = BufferPool(max(store.alignment, 4096), segment_bytes=blocks * block_bytes)
-    source_view, source = pool.lease(blocks * block_bytes)
-    target_view, target = pool.lease(blocks * block_bytes)
-    pattern = torch.frombuffer(source_view, dtype=torch.int64)
-    found = torch.frombuffer(target_view, dtype=torch.int64)
+    batch_blocks = min(max(1, _BATCH_BYTES // block_bytes), most_blocks)
+    pool = BufferPool(max(store.alignment, 4096), segment_bytes=batch_blocks * block_bytes)
+    (source_view, source), (target_view, target) = (pool.lease(batch_blocks * block_bytes) for _ in range(2))
+    pattern, found = (torch.frombuffer(view, dtype=torch.int64) for view in (source_view, target_view))
     pattern.random_(generator=torch.Generator().manual_seed(0))
     found.zero_()  # its pages are there before the clock runs
-
-    batches: list[list[Ticket]] = []
-    written = 0
-    write_s = read_s = 0.0
-    while written < most_blocks and write_s < seconds:
+    moved, write_s, read_s = 0, 0.0, 0.0
+    while moved < most_blocks and max(write_s, read_s) < seconds:
         # Doubling from one block on, so that a slow disk is not kept busy for long.
-        count = min(blocks, most_blocks - written, max(1, written))
-        _stamp(pattern, written)
-        start_s = time.perf_counter()
-        batches.append([store.write(piece) for piece in _pieces(source, block_bytes, count)])
-        _wait(batches[-1], timeout_s)
-        write_s += time.perf_counter() - start_s
-        written += count
-    read = 0
-    for tickets in batches:
-        if read and read_s >= seconds:
-            break
-        pairs = zip(tickets, _pieces(target, block_bytes, len(tickets)), strict=True)
-        start_s = time.perf_counter()
-        _wait([store.read(ticket.location, piece) for ticket, piece in pairs], timeout_s)
-        read_s += time.perf_counter() - start_s
-        _stamp(pattern, read)
-        words = len(tickets) * block_bytes // 8
+        blocks = min(batch_blocks, most_blocks - moved, max(1, moved))
+        # Number every page by its batch, so that no page of the file is like another.
+        pattern[:: _STAMP_EVERY_BYTES // 8] = moved
+        begun_s = time.perf_counter()
+        tickets = [store.write(piece) for piece in _pieces(source, block_bytes, blocks)]
+        _wait(tickets, timeout_s)
+        written_s = time.perf_counter()
+        pieces = zip(tickets, _pieces(target, block_bytes, blocks), strict=True)
+        _wait([store.read(ticket.location, piece) for ticket, piece in pieces], timeout_s)
+        read_s += time.perf_counter() - written_s
+        write_s += written_s - begun_s
+        words = blocks * block_bytes // 8
         if not torch.equal(pattern[:words], found[:words]):
-            raise StorageError(
-                f"of {len(tickets)} blocks of {block_bytes} bytes, not all came back as they were written"
-            )
-        read += len(tickets)
-    for tickets in batches:
+            raise StorageError(f"of {blocks} blocks of {block_bytes} bytes, not all came back as they were written")
         for ticket in tickets:
             store.discard(ticket)
-    return Speed(block_bytes, written * block_bytes / write_s, read * block_bytes / read_s, written * block_bytes)
+        moved += blocks
+    return Speed(block_bytes, moved * block_bytes / write_s, moved * block_bytes / read_s, moved * block_bytes)
 
 
-def _stamp(words: Tensor, batch: int) -> None:
-    """Number every page by its batch, so that no page of the file is like another."""
-    words[:: _STAMP_EVERY_BYTES // 8] = batch
-
-
-def _pieces(whole: Buffer, block_bytes: int, count: int) -> list[Buffer]:
-    return [Buffer(whole.address + place * block_bytes, block_bytes, whole.owner, True) for place in range(count)]
+def _pieces(whole: Buffer, block_bytes: int, count: int) -> Iterator[Buffer]:
+    return (Buffer(whole.address + place * block_bytes, block_bytes, whole.owner, True) for place in range(count))
 
 
 def _wait(tickets: list[Ticket], timeout_s: float) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tba._config import Setting
-from tba._device_probe import DeviceFacts, KvikioFacts, Link
+from tba._device_probe import DeviceFacts, KvikioFacts
 from tba._disk_probe import DiskFacts, Speed
 from tba._storage_path import Mount, PathFacts
 from tba.cli._checks import AllocatorReport, Facts, MemoryReport, PathReport
@@ -21,8 +20,6 @@ GPU = DeviceFacts(
     name="A GPU",
     total_bytes=80 * GIB,
     free_bytes=79 * GIB,
-    bus_id="0000:3b:00.0",
-    link=Link(16, 16, 16.0, 16.0),
     to_device_bytes_per_s=25e9,
     to_host_bytes_per_s=26e9,
 )
@@ -34,12 +31,11 @@ FIT = Facts(
     memory=MemoryReport(
         total_bytes=64 * GIB,
         free_bytes=50 * GIB,
-        locked_limit_bytes=8 << 20,
         local_ranks=1,
         cpu_budget_bytes=32 * GIB,
         nvme_budget_bytes=80 * GIB,
     ),
     kvikio=KvikioFacts(error="kvikio is not installed"),
     allocator=AllocatorReport(in_force="jemalloc", best="jemalloc"),
-    settings=(Setting("tier", "nvme", "argument"), Setting("io_threads", 2, "default")),
+    settings=({"name": "tier", "value": "nvme", "origin": "argument"},),
 )

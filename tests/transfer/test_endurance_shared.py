@@ -58,7 +58,7 @@ def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
 
 
 def take_until_told(directory: Path, limit: int, takes: int, gate: int, told: int) -> None:
-    """In a child: take as soon as the gate is shut, looking at the file each time, and tell how often it was granted."""
+    """In a child: once the gate is shut, take, looking at the file each time, and tell how often it was granted."""
     ticks = itertools.count(step=10)
     taken = Allowance(limit, directory, monotonic_s=lambda: float(next(ticks)))
     os.read(gate, 1)
