@@ -162,8 +162,8 @@ class OffloadConfig(BaseModel):
     staging_bytes: Size | None = None
     """Cap of writes in flight, in bytes. None: 40 MiB, for tensors of a GPU 1 GiB, less where memory is little."""
     prefetch_bytes: Size | None = None
-    """Cap of what is held back from writing and read ahead, in bytes. None: three of the largest tensors, between 24 MiB
-    and the default of `staging_bytes`."""
+    """Cap of what is held back from writing and read ahead, in bytes. None: three of the largest tensors, but 24 MiB at
+    least and the default of `staging_bytes` at most."""
     io_threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=256)] | None = None
     """Count of I/O workers per storage path. None: 2, but 1 where tensors are on a CPU of fewer than 8 cores."""
     checksum: bool = False

@@ -97,50 +97,31 @@ class OffloadStats:
         return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
 
 
-# What adds up over time, so that a step's share is a difference; the rest are readings of the moment.
-_SUMS = (
-    "weight_bytes",
-    "duplicate_bytes",
-    "offloaded_bytes",
-    "encoded_bytes",
-    "packed_bytes",
-    "derived_bytes",
-    "written_bytes",
-    "read_bytes",
-    "forwarded_bytes",
-    "wait_s",
-    "backpressure_s",
-    "errors",
-    "steps",
-    "micro_batches",
-)
-
-
+@dataclass(slots=True)
 class Counters:
     """The engine's mutable counters; the engine's lock guards them."""
 
-    __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "held_bytes", "staging_peak_bytes")
-
-    def __init__(self) -> None:
-        self.weight_bytes = 0
-        self.duplicate_bytes = 0
-        self.offloaded_bytes = 0
-        self.encoded_bytes = 0
-        self.packed_bytes = 0
-        self.derived_bytes = 0
-        self.written_bytes = 0
-        self.read_bytes = 0
-        self.forwarded_bytes = 0
-        self.wait_s = 0.0
-        self.backpressure_s = 0.0
-        self.errors = 0
-        self.steps = 0
-        self.micro_batches = 0
-        self.live_records = 0
-        self.resident_bytes = 0
-        self.held_bytes = 0
-        self.staging_peak_bytes = 0
-        self.kept_by_reason: defaultdict[str, int] = defaultdict(int)  # a Counter takes twice as long to add to
+    weight_bytes: int = 0
+    duplicate_bytes: int = 0
+    offloaded_bytes: int = 0
+    encoded_bytes: int = 0
+    packed_bytes: int = 0
+    derived_bytes: int = 0
+    written_bytes: int = 0
+    read_bytes: int = 0
+    forwarded_bytes: int = 0
+    wait_s: float = 0.0
+    backpressure_s: float = 0.0
+    errors: int = 0
+    steps: int = 0
+    micro_batches: int = 0
+    # Readings of the moment; all else adds up over time, so that a step's share is a difference.
+    live_records: int = 0
+    resident_bytes: int = 0
+    held_bytes: int = 0
+    staging_peak_bytes: int = 0
+    # A collections.Counter takes twice as long to add to.
+    kept_by_reason: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
     def kept_bytes(self) -> int:
@@ -159,10 +140,13 @@ class Counters:
 
     def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
         """The counters now, and the readings that others take (`file_bytes` and the like)."""
-        readings = (name for name in self.__slots__ if name != "kept_by_reason")
-        values = {name: getattr(self, name) for name in (*readings, "saved_bytes", "kept_bytes")}
+        values = {name: getattr(self, name) for name in (*_SUMS, *_READINGS, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
         return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
+
+
+_READINGS = ("live_records", "resident_bytes", "held_bytes", "staging_peak_bytes")
+_SUMS = tuple(f.name for f in fields(Counters) if f.name not in (*_READINGS, "kept_by_reason"))
 
 
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
