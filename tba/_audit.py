@@ -22,7 +22,8 @@ from compact import Preset, PresetError, Saved, relative_error
 from compact import preset as preset_named
 
 from ._audit_hooks import Observer
-from ._audit_report import Audit, Outcome
+from ._audit_outcome import Outcome
+from ._audit_report import Audit
 from ._errors import ConfigError
 from ._frames import warn
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,16 +43,14 @@ _STRICTEST_FIRST = (
 Bytes = dict[Saved, int]
 
 
+@dataclass(slots=True)
 class _Piece:
-    """One record: the classes of its savers, its bytes before and after the codecs, and who asked for it first."""
+    """One record: its bytes before and after the codecs, the classes of its savers, and who asked for it first."""
 
-    __slots__ = ("after_bytes", "asked_by", "before_bytes", "kinds", "number")
-
-    def __init__(self, record: Record) -> None:
-        self.number = record.number
-        self.before_bytes = self.after_bytes = record.nbytes
-        self.kinds: set[Saved] = set()
-        self.asked_by = NEVER_ASKED
+    before_bytes: int
+    after_bytes: int
+    kinds: set[Saved] = field(default_factory=set)
+    asked_by: str = NEVER_ASKED
 
     @property
     def kind(self) -> Saved:
@@ -111,7 +110,10 @@ class Observer(Saver):
             self.finished.pass_on(None)
             if self.finished.waits:
                 self.finished.settle(wait=True)
-        self._note_what_became()
+        for record in self._records:
+            self._pieces[record.number].after_bytes = 0 if record.state is DERIVED else record.nbytes
+            self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
+        self._records = []
 
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd with each tensor it saves."""
@@ -121,7 +123,7 @@ class Observer(Saver):
         record = packed[0]
         if isinstance(record, Record):
             if record.number not in self._pieces:
-                self._pieces[record.number] = _Piece(record)
+                self._pieces[record.number] = _Piece(record.nbytes, record.nbytes)
                 self._records.append(record)
             self._pieces[record.number].kinds.add(kind)
         elif self.counters.weight_bytes == weight_bytes:
@@ -157,7 +159,7 @@ class Observer(Saver):
         return nbytes
 
     def _projected(self, linear: Linear) -> Linear:
-        """What a projected layer saves counts as its input."""
+        """Wrap a projected layer: what it saves counts as its input."""
 
         def observed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
             self._projecting = True
@@ -170,22 +172,12 @@ class Observer(Saver):
 
         return observed
 
-    def _note_what_became(self) -> None:
-        for record in self._records:
-            self._pieces[record.number].after_bytes = 0 if record.state is DERIVED else record.nbytes
-            self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
-        self._records = []
-
     def _by_kind(self, size: Callable[[_Piece], int]) -> Bytes:
         nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
         for piece in self._pieces.values():
             nbytes.update(dict.fromkeys(piece.kinds, 0))
             nbytes[piece.kind] += size(piece)
-        return _in_order(nbytes)
-
-
-def _in_order(nbytes: Mapping[Saved, int]) -> Bytes:
-    return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
+        return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
 
 
 def _no_store(on_device: bool) -> Store:
