@@ -75,13 +75,10 @@ def test_limits(text: str, limit: int | None) -> None:
 
 
 def test_numbers_in_the_kernels_tables() -> None:
-    stat = b"inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
-    assert _memory.stat_value(stat, b"inactive_file") == 7
-    assert _memory.stat_value(stat, b"total_active_file") == 8192
-    assert _memory.stat_value(stat, b"active_file") == 0  # the end of another name is not the name
-    info = b"MemTotal:       24682416 kB\nMemAvailable:   21045224 kB\n"
-    assert _memory.meminfo_value(info, b"MemAvailable") == 21045224 * 1024
-    assert _memory.meminfo_value(info, b"Available") is None
+    stat = "inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
+    assert _memory.stat_value(stat, "inactive_file") == 7
+    assert _memory.stat_value(stat, "total_active_file") == 8192
+    assert _memory.stat_value(stat, "active_file") == 0  # the end of another name is not the name
 
 
 def test_v1_finds_every_limit_above_the_process() -> None:
@@ -130,7 +127,7 @@ def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[_memory.L
         use_file, stat_file = directory / f"use{number}", directory / f"stat{number}"
         use_file.write_text(f"{use}\n")
         stat_file.write_text(f"inactive_file {cache // 4}\nactive_file {cache - cache // 4}\n")
-        levels.append(_memory.Level(limit, str(use_file), str(stat_file), (b"inactive_file", b"active_file")))
+        levels.append(_memory.Level(limit, str(use_file), str(stat_file), ("inactive_file", "active_file")))
     return tuple(levels)
 
 
@@ -153,7 +150,7 @@ def test_free_is_the_least_of_all_limits(
 
 
 def test_a_cgroup_that_has_gone_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = _memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), (b"x", b"y"))
+    gone = _memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), ("x", "y"))
     monkeypatch.setattr(_memory, "_levels", lambda: (gone,))
     assert _memory.free_bytes() > MIB
 
@@ -170,16 +167,6 @@ def test_limits_are_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatc
     now_s += 10
     _memory.free_bytes()
     assert len(looks) == 2
-
-
-def test_without_the_kernels_files_psutil_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_file(path: str) -> bytes:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(_memory, "_read", no_file)
-    monkeypatch.setattr(_memory, "_levels", lambda: ())
-    assert 0 < _memory.free_bytes() <= psutil.virtual_memory().total
-    assert _memory.total_bytes() == psutil.virtual_memory().total
 
 
 def test_never_more_than_the_machine_has() -> None:
