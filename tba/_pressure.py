@@ -32,7 +32,6 @@ class Pressure:
 
     def __init__(self, reserve_bytes: int) -> None:
         self.reserve_bytes = reserve_bytes
-        self.releases = 0
         self._moved_bytes = 0
         self._look_after_bytes = LOOK_EVERY_BYTES
 
@@ -48,7 +47,6 @@ class Pressure:
         free = _memory.free_bytes()
         if free < self.reserve_bytes:
             _release()
-            self.releases += 1
             free = _memory.free_bytes()
         return free
 

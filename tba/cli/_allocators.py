@@ -7,8 +7,10 @@ anew. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -148,14 +150,6 @@ def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
     return "glibc tuned" if all(environ.get(name) for name in _GLIBC) else "glibc"
 
 
-def libraries_in_cache(listing: str, stem: str, machine: str) -> list[str]:
-    """The paths of `stem` (such as "libjemalloc.so") for this processor in what `ldconfig -p` prints."""
-    marks = {"x86_64": "x86-64", "aarch64": "AArch64"}
-    mark = marks.get(machine, "")
-    found = re.findall(r"^\s*(\S+) \(([^)]*)\) => (\S+)$", listing, flags=re.MULTILINE)
-    return [path for name, abi, path in found if name.startswith(stem) and mark in abi]
-
-
 # -- effects ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,18 +157,15 @@ def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
     """Look for what `name` needs, trying each library found by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Facts(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
-    finders = {"jemalloc": _jemalloc_files, "mimalloc": _mimalloc_files}
-    kinds = tuple(finders) if name == "auto" else (name,)
     libraries, missing = {}, {}
-    for kind in kinds:
-        if kind not in finders:
-            continue
-        library, why = first_that_works(kind, finders[kind](environ), environ)
+    for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
+        files = _mimalloc_files(environ) if kind == "mimalloc" else _library_files(kind, environ)
+        library, why = first_that_works(kind, files, environ)
         if library is not None:
             libraries[kind] = library
             break
         missing[kind] = why
-    return Facts(libraries, missing, _on_glibc())
+    return Facts(libraries, missing, platform.libc_ver()[0] == "glibc")
 
 
 def first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -205,40 +196,19 @@ def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | Non
     return said.splitlines()[0] if said else f"a program under it ended with status {result.returncode}"
 
 
-def _jemalloc_files(environ: Mapping[str, str]) -> list[str]:
-    return _library_files("libjemalloc.so", environ)
-
-
 def _mimalloc_files(environ: Mapping[str, str]) -> list[str]:
     try:
         packaged = importlib.metadata.files("cmeel-mimalloc") or []
     except importlib.metadata.PackageNotFoundError:
         packaged = []
     shared = [Path(str(file.locate())) for file in packaged if re.fullmatch(r"libmimalloc\.so(\.\d+)*", file.name)]
-    return [str(file.resolve()) for file in shared if file.exists()] + _library_files("libmimalloc.so", environ)
+    return [str(file.resolve()) for file in shared if file.exists()] + _library_files("mimalloc", environ)
 
 
-def _library_files(stem: str, environ: Mapping[str, str]) -> list[str]:
-    """Where a library may be: what the loader knows, then the usual directories and those of this environment."""
-    files = libraries_in_cache(_ldconfig(), stem, os.uname().machine)
-    triplet = getattr(sys.implementation, "_multiarch", "")
-    roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr", "/"]
-    places = [Path(root, sub) for root in roots if root for sub in ("lib64", f"lib/{triplet}", "lib")]
-    files += [str(file) for place in places for file in sorted(place.glob(f"{stem}*"))]
-    return [file for file in files if re.search(r"\.so(\.\d+)*$", file) and os.path.isfile(file)]
-
-
-def _ldconfig() -> str:
-    # Not every user has /sbin on PATH.
-    program = shutil.which("ldconfig") or shutil.which("ldconfig", path="/sbin:/usr/sbin")
-    if program is None:
-        return ""
-    result = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
-    return result.stdout
-
-
-def _on_glibc() -> bool:
-    try:
-        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (ValueError, OSError):
-        return False
+def _library_files(name: str, environ: Mapping[str, str]) -> list[str]:
+    """The library as the loader knows it, then the files in the usual directories and in those of this environment."""
+    known = ctypes.util.find_library(name)
+    roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr"]
+    places = [Path(root, sub) for root in roots if root for sub in ("lib64", "lib")]
+    files = [str(file) for place in places for file in sorted(place.glob(f"lib{name}.so*")) if file.is_file()]
+    return ([known] if known else []) + [file for file in files if re.search(r"\.so(\.\d+)*$", file)]
