@@ -21,26 +21,23 @@ import os
 import platform
 import re
 import sqlite3
-import stat
 import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 
 from ._errors import ClosedError
 from ._fork import dies_in_child
 from ._frames import warn
-from ._storage_path import make_private, user_id
+from ._storage_path import make_private
 
 SYNC_S = 5.0
 # Who writes to the file needs about a millisecond. One that is stopped must not stop a training step.
 _PATIENCE_S = 0.05
 _PATIENCE_AT_CLOSE_S = 1.0
-# A rate over less time than this says nothing of a day.
-_LEAST_RUN_S = 1.0
 
 
 class Allowance:
@@ -48,15 +45,14 @@ class Allowance:
 
     Args:
         limit_bytes: physical bytes a day, the setting `max_write_bytes_per_day`; None: no limit, nothing is counted.
-        directory: where the counts are kept; None: the user's state directory (`XDG_STATE_HOME`, else
-            `~/.local/state`) and `tba` below it. The file bears the host's name, as homes are often shared by machines.
+        file: where the counts are kept; None: `counts_file` in the user's state directory.
         wall_s, monotonic_s: clocks, replaced in tests.
     """
 
     def __init__(
         self,
         limit_bytes: int | None,
-        directory: str | os.PathLike[str] | None = None,
+        file: Path | None = None,
         *,
         wall_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -64,8 +60,7 @@ class Allowance:
         self.limit_bytes = limit_bytes
         self._wall_s = wall_s
         self._monotonic_s = monotonic_s
-        place = directory if directory is not None else state_directory(os.environ, os.path.expanduser("~"))
-        self._path = Path(place, file_name(platform.node()))
+        self._file = file or counts_file(os.environ, os.path.expanduser("~"), platform.node())
         self._lock = threading.RLock()  # it is held while warning, and what shows warnings may ask for statistics
         self._closed = False
         # The day of the last look at the file, and when the next is due: the first `take` looks.
@@ -146,11 +141,11 @@ class Allowance:
     def _sync(self, patience_s: float) -> None:
         """Add to the file, and learn what others added. Where that fails, counts stay in memory."""
         self._sync_at_s = self._monotonic_s() + SYNC_S
-        reason = _make_private_file(self._path)
+        reason = _problem(self._file)
         if reason is None:
             pending = {day: nbytes - self._added[day] for day, nbytes in self._taken.items()}
             try:
-                self._in_file[self._day] = _exchange(self._path, pending, self._day, patience_s)
+                self._in_file[self._day] = _exchange(self._file, pending, self._day, patience_s)
                 self._added = self._taken.copy()
                 return
             except sqlite3.Error as error:
@@ -159,7 +154,7 @@ class Allowance:
                 reason = f"does not work ({error})"
         self._say(
             "no file",
-            f"{str(self._path)!r} {reason}, so bytes written are counted in memory and forgotten at the end; remove "
+            f"{str(self._file)!r} {reason}, so bytes written are counted in memory and forgotten at the end; remove "
             "it, or set XDG_STATE_HOME to a directory of yours",
         )
 
@@ -169,21 +164,20 @@ class Allowance:
             warn(f"endurance allowance: {text}")
 
 
-def state_directory(environment: Mapping[str, str], home: str) -> Path:
-    """Where counts are kept across runs, by the XDG Base Directory Specification; relative where no home is known."""
+def counts_file(environment: Mapping[str, str], home: str, host: str) -> Path:
+    """Where counts are kept across runs, by the XDG Base Directory Specification; relative where no home is known.
+
+    The file bears the host's name, as homes are often shared by machines.
+    """
     state = environment.get("XDG_STATE_HOME", "")
-    # The specification says to ignore relative ones.
-    return Path(state, "tba") if os.path.isabs(state) else Path(home, ".local", "state", "tba")
-
-
-def file_name(host: str) -> str:
-    """The file of one machine among several that share a home."""
-    return f"written-{re.sub(r'[^A-Za-z0-9_-]', '_', host) or 'host'}.sqlite3"
+    if not os.path.isabs(state):  # the specification says to ignore relative ones
+        state = os.path.join(home, ".local", "state")
+    return Path(state, "tba", f"written-{re.sub(r'[^A-Za-z0-9_-]', '_', host) or 'host'}.sqlite3")
 
 
 def projected_bytes_per_day(nbytes: int, elapsed_s: float) -> int:
     """The bytes of a day at the rate of `nbytes` in `elapsed_s`; less than a second counts as one."""
-    return int(nbytes / max(elapsed_s, _LEAST_RUN_S) * 86_400)
+    return int(nbytes / max(elapsed_s, 1.0) * 86_400)
 
 
 def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: float) -> int:
@@ -200,26 +194,13 @@ def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: floa
     return int(found[0]) if found is not None else 0
 
 
-def _make_private_file(path: Path) -> str | None:
+def _problem(path: Path) -> str | None:
     """Make the file if it is missing; why it cannot be kept there, if so. What SQLite puts beside it has its mode."""
     if not path.is_absolute():
         return "cannot be kept: no home directory is known"
     if reason := make_private(path.parent):
         return f"cannot be kept: the directory {reason}"
-    try:
-        # An existing file is not opened: closing it again would drop the locks that SQLite holds on it in this process.
-        with suppress(FileExistsError):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600))
-        found = path.lstat()
-        if not stat.S_ISREG(found.st_mode):
-            return "is a link or a directory, where a file was expected"
-        if found.st_uid != user_id():
-            return f"belongs to user {found.st_uid}"
-        if found.st_mode & 0o077:
-            path.chmod(0o600)
-    except OSError as error:
-        return f"cannot be kept ({error.strerror})"
-    return None
+    return make_private(path, directory=False)
 
 
 _allowances: weakref.WeakSet[Allowance] = weakref.WeakSet()

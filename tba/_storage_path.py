@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,22 +188,28 @@ def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
     return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
 
 
-def make_private(path: Path) -> str | None:
-    """Make the directory, or see that it is ours alone: in a shared place somebody else may have made it first."""
+def make_private(path: Path, *, directory: bool = True) -> str | None:
+    """Make a directory or an empty file, or see that it is ours alone: somebody else may have made it first.
+
+    Returns:
+        Why it cannot serve; None where it can.
+    """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            # One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         found = path.lstat()
+        if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
+            return f"is a symbolic link, or no {'directory' if directory else 'file'}"
+        if found.st_uid != user_id():
+            return f"belongs to user {found.st_uid}"
+        if found.st_mode & 0o077:
+            path.chmod(0o700 if directory else 0o600)
     except OSError as error:
         return f"cannot be made ({error.strerror})"
-    if not stat.S_ISDIR(found.st_mode):
-        return "is a symbolic link"
-    if found.st_uid != user_id():
-        return f"belongs to user {found.st_uid}"
-    if found.st_mode & 0o077:
-        try:
-            path.chmod(0o700)
-        except OSError as error:
-            return f"cannot be made private ({error.strerror})"
     return None
 
 

@@ -8,7 +8,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from tba._endurance import Allowance, file_name
+from tba._endurance import Allowance, counts_file
 
 DAY_S = 86_400
 NOON = datetime.datetime(2026, 3, 29, 12, tzinfo=datetime.UTC).timestamp()  # summer time began that night in Europe
@@ -26,11 +26,11 @@ class Clock:
 
 
 def allowance(directory: Path, limit: int | None, clock: Clock) -> Allowance:
-    return Allowance(limit, directory, wall_s=lambda: clock.wall_s, monotonic_s=lambda: clock.monotonic_s)
+    return Allowance(limit, the_file(directory), wall_s=lambda: clock.wall_s, monotonic_s=lambda: clock.monotonic_s)
 
 
 def the_file(directory: Path) -> Path:
-    return directory / file_name(os.uname().nodename)
+    return directory / counts_file({}, "", os.uname().nodename).name
 
 
 def counts(directory: Path) -> dict[str, int]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from support.endurance import DAY_S, NOON, Clock, allowance, counts, the_file
-from tba import ClosedError, OffloadWarning, _endurance, _storage_path
-from tba._endurance import SYNC_S, Allowance, file_name, projected_bytes_per_day, state_directory
+from tba import ClosedError, OffloadWarning, _storage_path
+from tba._endurance import SYNC_S, Allowance, counts_file, projected_bytes_per_day
 
 
 @pytest.fixture
@@ -93,14 +93,16 @@ def test_the_file_is_in_the_users_state_directory(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "state" / "tba").stat().st_mode & 0o777 == 0o700
 
 
-def test_where_counts_are_kept() -> None:
-    assert state_directory({"XDG_STATE_HOME": "/s"}, "/home/u") == Path("/s/tba")
-    assert state_directory({}, "/home/u") == Path("/home/u/.local/state/tba")
-    assert state_directory({"XDG_STATE_HOME": "relative"}, "/home/u") == Path("/home/u/.local/state/tba")
-    assert not state_directory({}, "~").is_absolute()
-    assert file_name("node-7.example.org") == "written-node-7_example_org.sqlite3"
-    assert file_name("../x") == "written-___x.sqlite3"
-    assert file_name("") == "written-host.sqlite3"
+@pytest.mark.parametrize(
+    ("environment", "home", "host", "file"),
+    [
+        ({"XDG_STATE_HOME": "/s"}, "/home/u", "node-7.example.org", "/s/tba/written-node-7_example_org.sqlite3"),
+        ({}, "/home/u", "../x", "/home/u/.local/state/tba/written-___x.sqlite3"),
+        ({"XDG_STATE_HOME": "relative"}, "/home/u", "", "/home/u/.local/state/tba/written-host.sqlite3"),
+    ],
+)
+def test_where_counts_are_kept(environment: dict[str, str], home: str, host: str, file: str) -> None:
+    assert counts_file(environment, home, host) == Path(file)
 
 
 def test_counts_go_on_in_the_next_run(tmp_path: Path, clock: Clock) -> None:
@@ -295,7 +297,7 @@ def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path, clock: Cloc
         target.write_bytes(b"precious")
     the_file(state).symlink_to(target)
     taken = allowance(state, 100, clock)
-    with pytest.warns(OffloadWarning, match="sqlite3' is a link .*, so bytes written are counted in memory"):
+    with pytest.warns(OffloadWarning, match="sqlite3' is a symbolic link.*, so bytes written are counted in memory"):
         assert taken.take(60)
     taken.close()
     assert taken.written_today_bytes == 60
@@ -312,17 +314,15 @@ def test_a_directory_that_is_a_link_is_not_followed(tmp_path: Path, clock: Clock
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
-@pytest.mark.parametrize("what", ["directory", "file"])
+@pytest.mark.parametrize("uids", [[1], [0, 1]], ids=["directory", "file"])
 def test_what_belongs_to_another_user_is_not_used(
-    what: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    uids: list[int], tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowance(tmp_path, 100, clock).take(0)
-    where = _endurance if what == "file" else _storage_path
-    monkeypatch.setattr(where, "user_id", lambda: os.getuid() + 1)
+    monkeypatch.setattr(_storage_path, "user_id", lambda: os.getuid() + (uids.pop(0) if uids else 0))
     taken = allowance(tmp_path, 100, clock)
     with pytest.warns(OffloadWarning, match=f"belongs to user {os.getuid()}, so"):
         assert taken.take(60)
-    taken.close()
     assert counts(tmp_path) == {}
 
 

@@ -41,7 +41,7 @@ def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None
 
 
 def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
-    taken = Allowance(1000, tmp_path)
+    taken = Allowance(1000, the_file(tmp_path))
     granted = Counter[bool]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -60,7 +60,7 @@ def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
 def take_until_told(directory: Path, limit: int, takes: int, gate: int, told: int) -> None:
     """In a child: once the gate is shut, take, looking at the file each time, and tell how often it was granted."""
     ticks = itertools.count(step=10)
-    taken = Allowance(limit, directory, monotonic_s=lambda: float(next(ticks)))
+    taken = Allowance(limit, the_file(directory), monotonic_s=lambda: float(next(ticks)))
     os.read(gate, 1)
     granted = sum(taken.take(3) for _ in range(takes))
     taken.close()
@@ -99,9 +99,9 @@ def test_processes_at_once_lose_no_byte(tmp_path: Path) -> None:
 
 
 def test_a_program_that_ends_without_close_adds_its_bytes(tmp_path: Path) -> None:
-    code = f"from tba._endurance import Allowance; taken = Allowance(100, {str(tmp_path)!r}); taken.take(7)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert list(counts(tmp_path).values()) == [7]
+    code = "from tba._endurance import Allowance; taken = Allowance(100); taken.take(7)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"XDG_STATE_HOME": str(tmp_path)})
+    assert list(counts(tmp_path / "tba").values()) == [7]
 
 
 def so_far(directory: Path) -> int:
@@ -123,7 +123,7 @@ def test_a_killed_process_leaves_a_file_that_reads(tmp_path: Path) -> None:
         total = sum(counts(tmp_path).values())
         assert total % 3 == 0
     os.close(results)
-    taken = Allowance(1 << 60, tmp_path)
+    taken = Allowance(1 << 60, the_file(tmp_path))
     assert taken.take(1)  # the lock died with its holder
     taken.close()
     assert sum(counts(tmp_path).values()) == total + 1
