@@ -104,35 +104,22 @@ def _draw_bytes(axes: Any, bars: Mapping[str, Mapping[Saved, int]]) -> None:
 
 
 def _draw_errors(axes: Any, outcomes: list[Outcome]) -> None:
-    drawn = {
-        row: [error for error in (outcome.relative_error, outcome.worst_error) if 0 < error < math.inf]
-        for row, outcome in enumerate(outcomes, 1)
-    }
-    every = [error for errors in drawn.values() for error in errors]
-    low, high = min(every, default=1e-3) / 2, max(every, default=1.0) * 15  # room for the texts at the right
-    for (row, errors), outcome in zip(drawn.items(), outcomes, strict=True):
-        axes.plot(errors, [row] * len(errors), color="#999999", linewidth=1.2, zorder=1)
-        text = f"cosine {outcome.cosine:.6f}" if math.isfinite(outcome.relative_error) else "not finite"
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.annotate(
-            text if outcome.relative_error else "every bit the same",
-            (max(errors, default=low), row),
-            (9, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            bbox=box,
-        )
+    drawn: list[float] = []
     for marker, colour, label, name in (
         ("o", _WHOLE, "all parameters as one vector", "relative_error"),
         ("D", _WORST, "the worst parameter", "worst_error"),
     ):
         points = [(getattr(outcome, name), row) for row, outcome in enumerate(outcomes, 1)]
         points = [(error, row) for error, row in points if 0 < error < math.inf]
+        drawn += [error for error, _ in points]
         axes.plot([at for at, _ in points], [row for _, row in points], marker, color=colour, markersize=7, label=label)
+    for row, outcome in enumerate(outcomes, 1):
+        text = f"cosine {outcome.cosine:.6f}" if math.isfinite(outcome.relative_error) else "not finite"
+        text = text if outcome.relative_error else "every bit the same"
+        axes.text(0.98, row, text, ha="right", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlim(low, high)
+    axes.set_xlim(min(drawn, default=1e-3) / 2, max(drawn, default=1.0) * 30)  # room for the texts at the right
     axes.set_xlabel("|gradient - plain| / |plain|")
     axes.set_title("error of the gradient", loc="left", fontsize=11)
     axes.legend(facecolor="white", edgecolor="none", framealpha=1, fontsize=9, loc="upper right")

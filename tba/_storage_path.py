@@ -92,14 +92,12 @@ def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
     """Free bytes of the file systems that hold existing directories, each counted once; None where one does not say.
 
-    What is reserved for the superuser does not count, as a budget should not live on it.
-
     Raises:
         OSError: a directory does not exist.
     """
     free: dict[int, int | None] = {}
     for directory in directories:
-        free[os.stat(directory).st_dev] = _free_bytes(os.statvfs(directory), reserved=False)
+        free[os.stat(directory).st_dev] = _free_bytes(os.statvfs(directory))
     known = [nbytes for nbytes in free.values() if nbytes is not None]
     return sum(known) if len(known) == len(free) else None
 
@@ -173,19 +171,19 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
         read_only=bool(space.f_flag & os.ST_RDONLY),
-        free_bytes=_free_bytes(space, reserved=user_id() == 0),
+        free_bytes=_free_bytes(space),
         device=found.st_dev,
         mount=mount_of(real, _mounts()),
     )
 
 
-def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
-    """Free bytes, with or without those that only the superuser may take."""
+def _free_bytes(space: os.statvfs_result) -> int | None:
+    """Free bytes, without those reserved for the superuser; None where the file system does not say."""
     if not space.f_blocks:
         return None
     if space.f_files and not space.f_favail:
         return 0  # no inode is left for the file
-    return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
+    return space.f_bavail * space.f_frsize
 
 
 def make_private(path: Path, *, directory: bool = True) -> str | None:

@@ -42,13 +42,11 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PathReport:
-    """One storage path. `refusal` is why it cannot serve, `free_bytes` leaves out what only the superuser may take,
-    `disk` is None where nothing was tried."""
+    """One storage path. `refusal` is why it cannot serve, `disk` is None where nothing was tried."""
 
     path: str
     facts: PathFacts
     refusal: str | None = None
-    free_bytes: int | None = None
     disk: DiskFacts | None = None
 
 
@@ -123,7 +121,7 @@ def _paths(facts: Facts) -> Iterator[Finding]:
             text, _, do = path.refusal.partition("; ")
             yield Finding(facts.no_disk, path.path, text, do)
         else:
-            yield from _room(path)
+            yield from _room(path.facts)
             yield from _disk(path, facts)
     first: dict[int | None, str] = {}
     for path in facts.paths:
@@ -133,9 +131,9 @@ def _paths(facts: Facts) -> Iterator[Finding]:
             yield Finding(Level.WARNING, path.path, text, "name directories on different drives")
 
 
-def _room(path: PathReport) -> Iterator[Finding]:
-    if path.facts.mount.over_network:
-        text = f"is on a network file system ({path.facts.mount.kind}): expect waits"
+def _room(path: PathFacts) -> Iterator[Finding]:
+    if path.mount.over_network:
+        text = f"is on a network file system ({path.mount.kind}): expect waits"
         do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
         yield Finding(Level.WARNING, path.path, text, do)
     if path.free_bytes is not None and path.free_bytes < _LITTLE_DISK_BYTES:
@@ -144,7 +142,7 @@ def _room(path: PathReport) -> Iterator[Finding]:
 
 
 def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
-    disk, mount = path.disk, path.facts.mount
+    disk, mount, free_bytes = path.disk, path.facts.mount, path.facts.free_bytes
     if disk is None:
         return
     if disk.error is not None:
@@ -157,7 +155,7 @@ def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
             "time, and the speeds are not the disk's"
         )
         yield Finding(Level.WARNING, path.path, text, "name a directory on ext4 or xfs")
-    free = f", {size(path.free_bytes)} free" if path.free_bytes is not None else ""
+    free = f", {size(free_bytes)} free" if free_bytes is not None else ""
     place = f"{mount.kind or 'file system'} on {mount.source or 'an unknown device'}{free}"
     if not disk.speeds:
         yield Finding(Level.OK, path.path, f"{place}; can be used; its speed was not measured")

@@ -89,8 +89,7 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
 
 def _look(path: Path) -> PathReport:
     facts = look_at(path)
-    free = free_disk_bytes([path]) if facts.exists else None
-    return PathReport(path=str(path), facts=facts, refusal=refusal(facts), free_bytes=free)
+    return PathReport(path=str(path), facts=facts, refusal=refusal(facts))
 
 
 def _measured(
@@ -100,7 +99,7 @@ def _measured(
     if path.refusal is not None:
         return path
     sizes = BLOCK_SIZES if seconds > 0 else ()
-    most_bytes = probe_bytes(path.free_bytes)
+    most_bytes = probe_bytes(path.facts.free_bytes)
     if allowance.limit_bytes is not None:
         most_bytes = min(most_bytes, int(allowance.limit_bytes * _ALLOWANCE_SHARE))
     planned_bytes = most_bytes * len(sizes)

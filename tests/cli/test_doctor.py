@@ -75,9 +75,12 @@ def test_a_network_file_system_is_warned_of() -> None:
 
 
 def test_little_room_is_warned_of() -> None:
-    assert "4,294,967,295 bytes are free" in told(path_with(free_bytes=4 * GIB - 1), Level.WARNING, "/disk").text
-    for free in (4 * GIB, None):  # None: a file system that does not say
-        assert all(finding.level is Level.OK for finding in judge(path_with(free_bytes=free)))
+    def free(nbytes: int | None) -> Facts:
+        return path_with(facts=replace(DISK.facts, free_bytes=nbytes))
+
+    assert "4,294,967,295 bytes are free" in told(free(4 * GIB - 1), Level.WARNING, "/disk").text
+    for nbytes in (4 * GIB, None):  # None: a file system that does not say
+        assert all(finding.level is Level.OK for finding in judge(free(nbytes)))
 
 
 def test_no_direct_io_is_warned_of() -> None:
@@ -158,7 +161,7 @@ EVERY_WRONG = [
     replace(FIT, platform="win32", paths=()),
     path_with(refusal="it is not a directory; name one", disk=None),
     path_with(facts=replace(DISK.facts, mount=Mount(kind="nfs"))),
-    path_with(free_bytes=1),
+    path_with(facts=replace(DISK.facts, free_bytes=1)),
     path_with(disk=DiskFacts(error="x")),
     path_with(disk=replace(FAST, alignment=1)),
     path_with(disk=replace(FAST, speeds=(Speed(1, 1.0, 1.0, 1),))),

@@ -11,8 +11,9 @@ GIB = 1 << 30
 FAST = DiskFacts(alignment=512, speeds=(Speed(1 << 20, 1e9, 1.2e9, GIB), Speed(16 << 20, 2e9, 3e9, GIB)))
 DISK = PathReport(
     path="/disk",
-    facts=PathFacts(path="/disk", device=1, mount=Mount(point="/", kind="ext4", source="/dev/vda")),
-    free_bytes=100 * GIB,
+    facts=PathFacts(
+        path="/disk", device=1, free_bytes=100 * GIB, mount=Mount(point="/", kind="ext4", source="/dev/vda")
+    ),
     disk=FAST,
 )
 GPU = DeviceFacts(
