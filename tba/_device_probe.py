@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -45,19 +44,14 @@ def probe_devices() -> tuple[DeviceFacts, ...]:
     return tuple(_probe_device(index) for index in range(torch.cuda.device_count()))
 
 
-def probe_kvikio(
-    directory: str | None,
-    *,
-    load: Callable[[str], object] = importlib.import_module,
-    make: Callable[[str], KvikioStore] = KvikioStore,
-) -> KvikioFacts:
+def probe_kvikio(directory: str | None) -> KvikioFacts:
     """Import kvikio and ask it how it would move bytes to a scratch file in `directory`, of which nothing is left."""
     version = None
     try:
-        version = str(getattr(load("kvikio"), "__version__", "unknown"))
+        version = str(getattr(importlib.import_module("kvikio"), "__version__", "unknown"))
         if directory is None:
             return KvikioFacts(version=version)
-        with closing(make(directory)) as store:
+        with closing(KvikioStore(directory)) as store:
             return KvikioFacts(version=version, mode=store.mode)
     except ModuleNotFoundError as error:
         missing = "kvikio is not installed" if error.name == "kvikio" else str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ._sizes import size
-from ._table import as_html, as_text
+from ._table import as_text
 
 
 class TraceEvent(NamedTuple):
@@ -88,7 +89,7 @@ class OffloadStats:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        return as_html(list(_rows(self)), _notes(self))
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def asdict(self) -> dict[str, Any]:
         """Every field by name, in what JSON knows: bytes, counts and seconds; `last_step` likewise, or None."""

@@ -95,20 +95,17 @@ def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
     if name == "glibc" and (present is not None or not facts.glibc):
         why = f"LD_PRELOAD brings {present}; unset it" if present else "this Python does not run on glibc"
         raise ConfigError(f"allocator 'glibc' was asked for, but {why}, or choose 'none'")
-    wanted = ("jemalloc", "mimalloc") if name == "auto" else (name,)
-    for candidate in wanted:
-        if library := facts.libraries.get(candidate):
-            others = [
-                f"{kind}: {facts.missing[kind]}" for kind in wanted[: wanted.index(candidate)] if kind in facts.missing
-            ]
-            why = "; ".join([_KEEPS + (", as asked" if name != "auto" else ""), *others])
-            return Allocator(candidate, library, preload_environment(candidate, library, environ), why)
+    candidates = [kind for kind in _INSTALL if name in (kind, "auto")]
+    missing = "; ".join(f"{kind}: {facts.missing[kind]}" for kind in candidates if kind in facts.missing)
+    for kind in candidates:
+        if library := facts.libraries.get(kind):
+            why = _KEEPS + (", as asked" if name != "auto" else "") + (f"; {missing}" if missing else "")
+            return Allocator(kind, library, preload_environment(kind, library, environ), why)
     if name in _INSTALL:
         raise ConfigError(
             f"allocator {name!r} was asked for, but {facts.missing.get(name, 'is not here')}; {_INSTALL[name]}, "
             "or choose another one"
         )
-    missing = "; ".join(f"{kind}: {reason}" for kind, reason in facts.missing.items())
     if not facts.glibc:
         return Allocator("none", None, {}, f"nothing better is here ({missing})")
     why = "blocks of 1 MiB and more go back to the kernel when freed"

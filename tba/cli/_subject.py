@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
         raise ConfigError(
             f"MODEL {name!r}: {module_name!r} is no name of a module; give `package.module:callable`"
         ) from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"MODEL {name!r}: {found!r} has no {part!r}; give `module:callable`")
-        found = getattr(found, part)
+    try:
+        found = attrgetter(attribute)(found)
+    except AttributeError as error:
+        raise ConfigError(f"MODEL {name!r}: {error}; give `module:callable`") from None
     if not callable(found):
         raise ConfigError(
             f"MODEL {name!r}: {attribute} is a {type(found).__name__}, but it must be callable without arguments and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,28 +28,32 @@ class FakeStore:
         self.closed = True
 
 
-def installed(name: str) -> object:
-    return {"kvikio": SimpleNamespace(__version__="26.10.00")}[name]
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """kvikio is installed; a test says what its store does."""
+    monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace(__version__="26.10.00"))
+    return monkeypatch
 
 
 @pytest.mark.parametrize("mode", ["compat", "gds"])
-def test_kvikio_is_asked_for_its_mode(mode: str) -> None:
+def test_kvikio_is_asked_for_its_mode(mode: str, kvikio: pytest.MonkeyPatch) -> None:
     stores: list[FakeStore] = []
 
     def make(directory: str) -> Any:
         stores.append(FakeStore(directory, mode))
         return stores[0]
 
-    assert probe_kvikio("/disk", load=installed, make=make) == KvikioFacts(version="26.10.00", mode=mode)
+    kvikio.setattr(_device_probe, "KvikioStore", make)
+    assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", mode=mode)
     assert [(store.directory, store.closed) for store in stores] == [("/disk", True)]
-    assert probe_kvikio(None, load=installed, make=make) == KvikioFacts(version="26.10.00")
+    assert probe_kvikio(None) == KvikioFacts(version="26.10.00")
     assert len(stores) == 1
 
 
-def test_a_kvikio_that_cannot_open_a_file_says_why() -> None:
+def test_a_kvikio_that_cannot_open_a_file_says_why(kvikio: pytest.MonkeyPatch) -> None:
     store: Any = FakeStore("/disk", error=OSError("libcuda.so.1: cannot open\nmore"))
-    facts = probe_kvikio("/disk", load=installed, make=lambda _: store)
-    assert facts == KvikioFacts(version="26.10.00", error="OSError: libcuda.so.1: cannot open")
+    kvikio.setattr(_device_probe, "KvikioStore", lambda _: store)
+    assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", error="OSError: libcuda.so.1: cannot open")
     assert store.closed
 
 
@@ -61,11 +66,12 @@ def test_a_kvikio_that_cannot_open_a_file_says_why() -> None:
         (RuntimeError("Failure finding cuda"), "RuntimeError: Failure finding cuda"),
     ],
 )
-def test_a_kvikio_that_does_not_load_says_why(error: Exception, said: str) -> None:
+def test_a_kvikio_that_does_not_load_says_why(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> object:
         raise error
 
-    assert probe_kvikio("/disk", load=load) == KvikioFacts(error=said)
+    monkeypatch.setattr(_device_probe, "importlib", SimpleNamespace(import_module=load))
+    assert probe_kvikio("/disk") == KvikioFacts(error=said)
 
 
 @pytest.fixture
