@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compact import Preset, PresetError, Saved, relative_error
+from compact import Preset, PresetError, Saved
 from compact import preset as preset_named
 
 from ._audit_hooks import Observer
@@ -173,17 +173,18 @@ def _checked_norm(exact: Gradients) -> float:
 
 
 def _compare(found: Gradients, exact: Gradients, after_bytes: Mapping[Saved, int]) -> Outcome:
-    error2 = size2 = found2 = dot = 0.0
-    count = sum(g.numel() for g in exact.values())
-    shares: dict[str, tuple[float, float]] = {}
-    for name, g in exact.items():
-        mine, square = found[name], _dot(g, g)
-        difference = mine.double() - g.double()
-        error2 += _dot(difference, difference)
-        size2, found2, dot = size2 + square, found2 + _dot(mine, mine), dot + _dot(mine, g)
-        shares[name] = square / max(g.numel(), 1), relative_error(mine, g)
-    least = _LEAST_SHARE**2 * size2 / count
-    errors = {name: error if error == error else math.inf for name, (share, error) in shares.items() if share >= least}
+    parts = {}
+    for name, plain in exact.items():
+        mine, difference = found[name], found[name].double() - plain.double()
+        pairs = (difference, difference), (plain, plain), (mine, mine), (mine, plain)
+        parts[name] = tuple(_dot(a, b) for a, b in pairs)
+    error2, size2, found2, dot = map(sum, zip(*parts.values(), strict=True))
+    least = _LEAST_SHARE**2 * size2 / sum(g.numel() for g in exact.values())
+    errors = {
+        name: math.sqrt(e2 / s2) if math.isfinite(e2) else math.inf
+        for name, (e2, s2, *_) in parts.items()
+        if s2 and s2 >= least * exact[name].numel()
+    }
     worst = max(errors, key=errors.__getitem__)
     error = math.sqrt(error2 / size2) if math.isfinite(error2) else math.inf
     return Outcome(

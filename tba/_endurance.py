@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
@@ -46,20 +46,10 @@ class Allowance:
     Args:
         limit_bytes: physical bytes a day, the setting `max_write_bytes_per_day`; None: no limit, nothing is counted.
         file: where the counts are kept; None: `counts_file` in the user's state directory.
-        wall_s, monotonic_s: clocks, replaced in tests.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None,
-        file: Path | None = None,
-        *,
-        wall_s: Callable[[], float] = time.time,
-        monotonic_s: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, limit_bytes: int | None, file: Path | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self._wall_s = wall_s
-        self._monotonic_s = monotonic_s
         self._file = file or counts_file(os.environ, os.path.expanduser("~"), platform.node())
         self._lock = threading.RLock()  # it is held while warning, and what shows warnings may ask for statistics
         self._closed = False
@@ -127,8 +117,8 @@ class Allowance:
 
     def _today(self) -> str:
         """The day, after a look at the file when one is due."""
-        day = time.strftime("%Y-%m-%d", time.gmtime(self._wall_s()))
-        due = day != self._day or self._monotonic_s() >= self._sync_at_s
+        day = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
+        due = day != self._day or time.monotonic() >= self._sync_at_s
         self._day = day
         if due and not self._closed:
             self._sync(_PATIENCE_S)
@@ -140,7 +130,7 @@ class Allowance:
 
     def _sync(self, patience_s: float) -> None:
         """Add to the file, and learn what others added. Where that fails, counts stay in memory."""
-        self._sync_at_s = self._monotonic_s() + SYNC_S
+        self._sync_at_s = time.monotonic() + SYNC_S
         reason = _problem(self._file)
         if reason is None:
             pending = {day: nbytes - self._added[day] for day, nbytes in self._taken.items()}

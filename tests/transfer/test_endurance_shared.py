@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import itertools
 import os
 import signal
 import sqlite3
@@ -13,24 +12,25 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.endurance import DAY_S, Clock, allowance, counts, the_file
-from tba import OffloadWarning
-from tba._endurance import Allowance
+from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from tba import OffloadWarning, _endurance
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    with clock_in_force() as clock:
+        yield clock
 
 
-def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None:
-    one, two = allowance(tmp_path, 100, clock), allowance(tmp_path, 100, clock)
+def test_two_in_one_process_count_together(tmp_path: Path) -> None:
+    one, two = allowance(tmp_path, 100), allowance(tmp_path, 100)
     assert one.take(40)
     one.close()
     assert two.take(50)  # its first look at the file
@@ -41,7 +41,7 @@ def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None
 
 
 def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
-    taken = Allowance(1000, the_file(tmp_path))
+    taken = allowance(tmp_path, 1000)
     granted = Counter[bool]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,8 +59,8 @@ def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
 
 def take_until_told(directory: Path, limit: int, takes: int, gate: int, told: int) -> None:
     """In a child: once the gate is shut, take, looking at the file each time, and tell how often it was granted."""
-    ticks = itertools.count(step=10)
-    taken = Allowance(limit, the_file(directory), monotonic_s=lambda: float(next(ticks)))
+    _endurance.SYNC_S = 0.0
+    taken = allowance(directory, limit)
     os.read(gate, 1)
     granted = sum(taken.take(3) for _ in range(takes))
     taken.close()
@@ -123,14 +123,14 @@ def test_a_killed_process_leaves_a_file_that_reads(tmp_path: Path) -> None:
         total = sum(counts(tmp_path).values())
         assert total % 3 == 0
     os.close(results)
-    taken = Allowance(1 << 60, the_file(tmp_path))
+    taken = allowance(tmp_path, 1 << 60)
     assert taken.take(1)  # the lock died with its holder
     taken.close()
     assert sum(counts(tmp_path).values()) == total + 1
 
 
-def test_a_forked_child_counts_for_itself(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+def test_a_forked_child_counts_for_itself(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100)
     assert taken.take(40)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
@@ -162,11 +162,10 @@ operations = st.lists(
 @given(operations)
 def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]) -> None:
     limit = 100
-    clock = Clock()
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), clock_in_force() as clock:
         warnings.simplefilter("ignore", OffloadWarning)
         directory = Path(name)
-        both = [allowance(directory, limit, clock) for _ in range(2)]
+        both = [allowance(directory, limit) for _ in range(2)]
         total = Counter[str]()
         since_open = [Counter[str](), Counter[str]()]
         for what, who, amount in steps:
@@ -184,7 +183,7 @@ def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]
                 clock.wall_s += amount
             else:
                 both[who].close()
-                both[who] = allowance(directory, limit, clock)
+                both[who] = allowance(directory, limit)
                 since_open[who].clear()
         for taken in both:
             taken.close()
