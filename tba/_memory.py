@@ -89,12 +89,9 @@ def device_free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         raise ConfigError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
     driver_free, driver_total = torch.cuda.mem_get_info(device)
-    return device_rest_bytes(
-        driver_free,
-        torch.cuda.memory_reserved(device),
-        torch.cuda.memory_allocated(device),
-        int(driver_total * torch.cuda.get_per_process_memory_fraction(device)),
-    )
+    unused = driver_free + torch.cuda.memory_reserved(device)
+    allowed = int(driver_total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(unused, allowed) - torch.cuda.memory_allocated(device))
 
 
 def device_total_bytes(device: torch.device) -> int:
@@ -106,11 +103,6 @@ def least_device_bytes(model: nn.Module | None) -> int | None:
     """Memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda} if model is not None else ()
     return min((device_total_bytes(device) for device in devices), default=None)
-
-
-def device_rest_bytes(driver_free: int, reserved: int, allocated: int, allowed: int) -> int:
-    """What is left for tensors: the driver's rest and the allocator's unused part, within what the process may have."""
-    return max(0, min(driver_free + reserved - allocated, allowed - allocated))
 
 
 # -- pure parsers ----------------------------------------------------------------------------------------------------

@@ -78,15 +78,13 @@ def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
     Raises:
         StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can serve.
     """
-    if config.storage_paths is not None:
-        named = [(path, look_at(path)) for path in config.storage_paths]
-        refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
-        if refused:
-            raise StorageError("\n".join(refused))
-        for _, facts in named:
-            _warn_of_network(facts)
-        return tuple(Directory(path, facts.device) for path, facts in named)
-    return (_default_directory(),)
+    if config.storage_paths is None:
+        return (_default_directory(),)
+    named = [(path, look_at(path)) for path in config.storage_paths]
+    refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
+    if refused:
+        raise StorageError("\n".join(refused))
+    return tuple(_accepted(path, facts) for path, facts in named)
 
 
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
@@ -104,13 +102,11 @@ def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None
 
 def _default_directory() -> Directory:
     tried = []
-    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), user_id()):
-        reason = make_private(path)
-        facts = look_at(path)
+    for path in default_directories(os.environ, os.path.expanduser("~"), tempfile.gettempdir(), user_id()):
+        reason, facts = make_private(path), look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
-            _warn_of_network(facts)
-            return Directory(path, facts.device)
+            return _accepted(path, facts)
         tried.append(f"{path}: {reason}")
     raise StorageError(
         "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
@@ -146,16 +142,14 @@ def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
     return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 
 
-def default_directories(
-    environment: Mapping[str, str], home: str | None, temporary: str, user_id: int
-) -> tuple[Path, ...]:
+def default_directories(environment: Mapping[str, str], home: str, temporary: str, user_id: int) -> tuple[Path, ...]:
     """Where the scratch file goes when nobody says: the first of these that can serve."""
     cache = environment.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the specification says to ignore relative ones
-        cache = os.path.join(home, ".cache") if home else ""
+        cache = os.path.join(home, ".cache")
     # The temp directory is often in RAM, /var/tmp by convention never.
-    shared = dict.fromkeys((temporary, "/var/tmp"))
-    return tuple([Path(cache, "tba")] if cache else []) + tuple(Path(place, f"tba-{user_id}") for place in shared)
+    shared = [Path(place, f"tba-{user_id}") for place in dict.fromkeys((temporary, "/var/tmp"))]
+    return (*([Path(cache, "tba")] if os.path.isabs(cache) else []), *shared)  # relative where no home is known
 
 
 def look_at(path: str | os.PathLike[str]) -> PathFacts:
@@ -211,12 +205,13 @@ def make_private(path: Path, *, directory: bool = True) -> str | None:
     return None
 
 
-def _warn_of_network(facts: PathFacts) -> None:
+def _accepted(path: Path, facts: PathFacts) -> Directory:
     if facts.mount.over_network:
         warn(
             f"storage path {facts.path!r} is on {facts.mount.point}, a network file system ({facts.mount.kind}): "
             "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS"
         )
+    return Directory(path, facts.device)
 
 
 def _mounts() -> list[Any]:
@@ -224,11 +219,6 @@ def _mounts() -> list[Any]:
         return psutil.disk_partitions(all=True)
     except OSError:
         return []  # no /proc: no mount is known, and none is refused for its kind
-
-
-def _home() -> str | None:
-    home = os.path.expanduser("~")
-    return home if os.path.isabs(home) else None
 
 
 def user_id() -> int:

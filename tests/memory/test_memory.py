@@ -174,11 +174,18 @@ def test_never_more_than_the_machine_has() -> None:
     assert _memory.free_bytes() <= _memory.total_bytes() <= psutil.virtual_memory().total
 
 
-def test_what_a_device_has_left() -> None:
-    # free on the device, reserved and in use by PyTorch, allowed to the process
-    assert _memory.device_rest_bytes(100, 50, 20, 1000) == 130
-    assert _memory.device_rest_bytes(100, 50, 20, 60) == 40
-    assert _memory.device_rest_bytes(0, 20, 20, 10) == 0
+@pytest.mark.parametrize(
+    ("driver_free", "reserved", "allocated", "fraction", "left"),
+    [(100, 50, 20, 1.0, 130), (100, 50, 20, 0.06, 40), (0, 20, 20, 0.01, 0)],
+)
+def test_what_a_device_has_left(
+    driver_free: int, reserved: int, allocated: int, fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver_free, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert _memory.device_free_bytes(torch.device("cuda", 0)) == left
 
 
 def test_devices_other_than_cuda() -> None:

@@ -241,7 +241,7 @@ def test_where_the_defaults_are() -> None:
     assert directories == (Path("/c/tba"), Path("/tmp/tba-7"), Path("/var/tmp/tba-7"))
     assert default_directories({}, "/home/u", "/tmp", 7)[0] == Path("/home/u/.cache/tba")
     assert default_directories({"XDG_CACHE_HOME": "relative"}, "/home/u", "/tmp", 7)[0] == Path("/home/u/.cache/tba")
-    assert default_directories({}, None, "/var/tmp", 7) == (Path("/var/tmp/tba-7"),)
+    assert default_directories({}, "~", "/var/tmp", 7) == (Path("/var/tmp/tba-7"),)
 
 
 def test_a_network_file_system_is_used_with_a_warning(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
