@@ -110,27 +110,18 @@ def least_device_bytes(model: nn.Module | None) -> int | None:
 
 def cgroup_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
     """The mounted hierarchies that may hold a memory controller, from the text of `/proc/self/mountinfo`."""
-    found = []
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if len(left) < 5 or len(right) < 3:
-            continue
-        if right[0] == "cgroup" and "memory" in right[2].split(","):
-            found.append(CgroupMount(1, left[3], left[4]))
-        elif right[0] == "cgroup2":
-            found.append(CgroupMount(2, left[3], left[4]))
-    return tuple(found)
+    found = re.finditer(r"^(?:\S+ ){3}(\S+) (\S+) .* - (cgroup2?) \S+ (\S+)$", mountinfo, flags=re.MULTILINE)
+    return tuple(
+        CgroupMount(2 if kind == "cgroup2" else 1, root, point)
+        for root, point, kind, options in (match.groups() for match in found)
+        if kind == "cgroup2" or "memory" in options.split(",")
+    )
 
 
 def cgroup_paths(cgroup: str) -> dict[int, str]:
     """The process's cgroup in each version's hierarchy, from the text of `/proc/self/cgroup`."""
     paths = {}
-    for line in cgroup.splitlines():
-        parts = line.split(":", 2)
-        if len(parts) < 3:
-            continue
-        number, controllers, path = parts
+    for number, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", cgroup, flags=re.MULTILINE):
         if "memory" in controllers.split(","):
             paths[1] = path
         elif number == "0" and not controllers:

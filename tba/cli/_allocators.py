@@ -16,8 +16,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tba._errors import ConfigError
 
@@ -156,8 +158,7 @@ def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
         return Facts(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
     libraries, missing = {}, {}
     for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
-        files = _mimalloc_files(environ) if kind == "mimalloc" else _library_files(kind, environ)
-        library, why = first_that_works(kind, files, environ)
+        library, why = first_that_works(kind, _library_files(kind, environ), environ)
         if library is not None:
             libraries[kind] = library
             break
@@ -193,19 +194,14 @@ def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | Non
     return said.splitlines()[0] if said else f"a program under it ended with status {result.returncode}"
 
 
-def _mimalloc_files(environ: Mapping[str, str]) -> list[str]:
-    try:
-        packaged = importlib.metadata.files("cmeel-mimalloc") or []
-    except importlib.metadata.PackageNotFoundError:
-        packaged = []
-    shared = [Path(str(file.locate())) for file in packaged if re.fullmatch(r"libmimalloc\.so(\.\d+)*", file.name)]
-    return [str(file.resolve()) for file in shared if file.exists()] + _library_files("mimalloc", environ)
-
-
 def _library_files(name: str, environ: Mapping[str, str]) -> list[str]:
-    """The library as the loader knows it, then the files in the usual directories and in those of this environment."""
+    """Where a library may be: in its package, where the loader looks, in the usual directories, in this environment."""
+    packaged: Any = ()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        packaged = importlib.metadata.files(f"cmeel-{name}") or ()
+    files = [Path(str(file.locate())).resolve() for file in packaged]
     known = ctypes.util.find_library(name)
     roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr"]
     places = [Path(root, sub) for root in roots if root for sub in ("lib64", "lib")]
-    files = [str(file) for place in places for file in sorted(place.glob(f"lib{name}.so*")) if file.is_file()]
-    return ([known] if known else []) + [file for file in files if re.search(r"\.so(\.\d+)*$", file)]
+    files += [*([Path(known)] if known else []), *(file for place in places for file in sorted(place.glob("lib*.so*")))]
+    return [str(file) for file in files if re.fullmatch(rf"lib{name}\.so(\.\d+)*", file.name)]

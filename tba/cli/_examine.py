@@ -49,6 +49,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
     ranks = local_ranks(environ)
     usable = [path.facts.path for path in paths if path.refusal is None]
     total = total_bytes()
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if sys.platform == "linux" else ""
     best = allocator_environment("auto", environ).name
     return Facts(
         platform=sys.platform,
@@ -65,7 +66,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
         ),
         devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
-        allocator=AllocatorReport(in_force=allocator_in_force(_maps(), environ), best=best),
+        allocator=AllocatorReport(in_force=allocator_in_force(maps, environ), best=best),
         io_threads=threads,
         settings=tuple(setting._asdict() for setting in describe(config)),
         warnings=tuple(str(warning.message) for warning in caught),
@@ -84,12 +85,8 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
             named = tuple(directory.path for directory in storage_directories(config))
         except StorageError as error:
             return (), str(error)
-    return tuple(map(_look, named)), None
-
-
-def _look(path: Path) -> PathReport:
-    facts = look_at(path)
-    return PathReport(path=str(path), facts=facts, refusal=refusal(facts))
+    looks = ((str(path), look_at(path)) for path in named)
+    return tuple(PathReport(path=path, facts=facts, refusal=refusal(facts)) for path, facts in looks), None
 
 
 def _measured(
@@ -110,10 +107,3 @@ def _measured(
     )
     allowance.give_back(planned_bytes - sum(speed.moved_bytes for speed in disk.speeds))
     return replace(path, disk=disk)
-
-
-def _maps() -> str:
-    try:
-        return Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:
-        return ""

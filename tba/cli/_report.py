@@ -24,7 +24,7 @@ def show(facts: Facts, findings: Sequence[Finding], *, works: bool) -> None:
     console = Console(highlight=False)
     console.print(_grid((Text(label, "bold"), Text(text)) for label, text in setting_rows(facts)))
     console.print()
-    console.print(_grid(_finding_lines(findings)))
+    console.print(_grid((Text(finding.level, _STYLES[finding.level]), _line(finding)) for finding in findings))
     verdict = Level.OK if works else Level.FAILURE
     console.print(Text(f"tier {facts.tier} {'can work' if works else 'cannot work'} here", _STYLES[verdict]))
 
@@ -76,12 +76,9 @@ def value_text(value: Any) -> str:
     return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _finding_lines(findings: Iterable[Finding]) -> Iterator[tuple[Text, Text]]:
-    for finding in findings:
-        line = Text.assemble((finding.subject, "bold"), f": {finding.text}")
-        if finding.do:
-            line.append(f"\n-> {finding.do}")
-        yield Text(finding.level, _STYLES[finding.level]), line
+def _line(finding: Finding) -> Text:
+    do = f"\n-> {finding.do}" if finding.do else ""
+    return Text.assemble((finding.subject, "bold"), f": {finding.text}{do}")
 
 
 def _grid(lines: Iterable[tuple[Text, Text]]) -> Table:

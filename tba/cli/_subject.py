@@ -168,7 +168,5 @@ def _length(config: Any, file: Path, sequence: int | None) -> int:
 def _dtype(config: Any, asked: str | None) -> torch.dtype:
     if asked is not None and asked not in _DTYPES:
         raise ConfigError(f"--dtype {asked!r} is not known: choose of {', '.join(_DTYPES)}")
-    if asked is not None:
-        return _DTYPES[asked]
-    own = getattr(config, "dtype", None)
-    return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32
+    found = getattr(config, "dtype", None) if asked is None else _DTYPES[asked]
+    return found if isinstance(found, torch.dtype) and found in _DTYPES.values() else torch.float32
