@@ -92,7 +92,7 @@ def audit(
             observer = Observer(model, table, seed)
             begin()
             try:
-                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes())
+                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes)
             finally:
                 observer.mover.close()
             if plain is None:
@@ -102,7 +102,7 @@ def audit(
                 _check_effect(table, observer)
     assert plain is not None
     return Audit(
-        before_bytes=plain.before_bytes(),
+        before_bytes=plain.before_bytes,
         outcomes={table.name: outcomes[table.name] for table in tables},
         unrecognised=dict(plain.unrecognised_bytes()),
         weight_bytes=plain.counters.weight_bytes,
@@ -205,7 +205,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _check_reached(plain: Observer) -> None:
-    if not sum(plain.before_bytes().values()):
+    if not sum(plain.before_bytes.values()):
         raise ConfigError(
             "no saved tensor but weights reached audit: this model saves nothing, or a context inside it has the "
             "innermost saved-tensor hooks (an attached Offloader: detach it; save_on_cpu: leave it out)"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,15 +40,12 @@ _STRICTEST_FIRST = (
     *(Saved.ATTENTION, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.LINEAR_INPUT),
 )
 
-Bytes = dict[Saved, int]
-
 
 @dataclass(slots=True)
 class _Piece:
-    """One record: its bytes before and after the codecs, the classes of its savers, and who asked for it first."""
+    """One record: its bytes before the codecs, the classes of its savers, and who asked for it first."""
 
-    before_bytes: int
-    after_bytes: int
+    nbytes: int
     kinds: set[Saved] = field(default_factory=set)
     asked_by: str = NEVER_ASKED
 
@@ -66,12 +63,17 @@ class Observer(Saver):
         seed: the codecs' noise is made of it and of the order of saving.
 
     Attributes:
+        before_bytes: by class, what was saved and is no weight, each storage once; 0 for a class whose bytes all count
+            for another one. Known when the forward is over.
+        after_bytes: by class, what is kept of it: what codecs made, nothing of what is made again.
         lossy: how many records went through a codec that is not exact, and layers through a projection.
     """
 
     def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
         config = OffloadConfig(tier="keep", compress=preset, seed=seed, min_tensor_bytes=0)
         super().__init__(config, lambda: model, _no_store)
+        self.before_bytes: dict[Saved, int] = {}
+        self.after_bytes: dict[Saved, int] = {}
         self.lossy = 0
         self._observed = model
         self._preset = preset
@@ -110,10 +112,7 @@ class Observer(Saver):
             self.finished.pass_on(None)
             if self.finished.waits:
                 self.finished.settle(wait=True)
-        for record in self._records:
-            self._pieces[record.number].after_bytes = 0 if record.state is DERIVED else record.nbytes
-            self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
-        self._records = []
+        self._note_what_became()
 
     def pack(self, tensor: Tensor) -> Packed:
         """Called by autograd with each tensor it saves."""
@@ -123,7 +122,7 @@ class Observer(Saver):
         record = packed[0]
         if isinstance(record, Record):
             if record.number not in self._pieces:
-                self._pieces[record.number] = _Piece(record.nbytes, record.nbytes)
+                self._pieces[record.number] = _Piece(record.nbytes)
                 self._records.append(record)
             self._pieces[record.number].kinds.add(kind)
         elif self.counters.weight_bytes == weight_bytes:
@@ -142,20 +141,12 @@ class Observer(Saver):
                 piece.asked_by = _CHECKPOINT if asker == _CHECKPOINT else node.name()
         return super().unpack(packed)
 
-    def before_bytes(self) -> Bytes:
-        """By class, what was saved and is no weight, each storage once; 0 for a class whose all counts for another."""
-        return self._by_kind(lambda piece: piece.before_bytes)
-
-    def after_bytes(self) -> Bytes:
-        """By class, what is kept of it: what codecs made, nothing of what is made again."""
-        return self._by_kind(lambda piece: piece.after_bytes)
-
     def unrecognised_bytes(self) -> Counter[str]:
         """Of the class UNKNOWN, by the node that asked for it in backward."""
         nbytes = Counter({KEPT: self._kept_bytes} if self._kept_bytes else {})
         for piece in self._pieces.values():
             if piece.kind is Saved.UNKNOWN:
-                nbytes[piece.asked_by] += piece.before_bytes
+                nbytes[piece.asked_by] += piece.nbytes
         return nbytes
 
     def _projected(self, linear: Linear) -> Linear:
@@ -172,12 +163,21 @@ class Observer(Saver):
 
         return observed
 
-    def _by_kind(self, size: Callable[[_Piece], int]) -> Bytes:
-        nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
-        for piece in self._pieces.values():
-            nbytes.update(dict.fromkeys(piece.kinds, 0))
-            nbytes[piece.kind] += size(piece)
-        return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
+    def _note_what_became(self) -> None:
+        before, after = Counter({Saved.UNKNOWN: self._kept_bytes}), Counter({Saved.UNKNOWN: self._kept_bytes})
+        for record in self._records:
+            piece = self._pieces[record.number]
+            for nbytes in (before, after):
+                nbytes.update(dict.fromkeys(piece.kinds, 0))
+            before[piece.kind] += piece.nbytes
+            after[piece.kind] += 0 if record.state is DERIVED else record.nbytes
+            self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
+        self._records = []
+        self.before_bytes, self.after_bytes = _in_order(before), _in_order(after)
+
+
+def _in_order(nbytes: Counter[Saved]) -> dict[Saved, int]:
+    return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
 
 
 def _no_store(on_device: bool) -> Store:

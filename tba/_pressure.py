@@ -59,9 +59,7 @@ def _find_release() -> Callable[[], object]:
         return lambda: library.mallctl(name, None, None, None, ctypes.c_size_t(0))
     if hasattr(library, "mi_collect"):
         return lambda: library.mi_collect(ctypes.c_bool(True))
-    if hasattr(library, "malloc_trim"):
-        return lambda: library.malloc_trim(ctypes.c_size_t(0))
-    return lambda: None
+    return lambda: library.malloc_trim(ctypes.c_size_t(0)) if hasattr(library, "malloc_trim") else None
 
 
 _release = _find_release()

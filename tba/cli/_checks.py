@@ -19,7 +19,6 @@ from tba._storage_path import PathFacts
 _SLOW_BYTES_PER_S = 500e6
 # A small GPT (24 layers of 256) saves about 1 GB in a step; a disk should hold a few steps of such a model.
 _LITTLE_DISK_BYTES = 4 << 30
-_USES_DISK = ("nvme", "auto")
 
 
 class Level(enum.StrEnum):
@@ -87,14 +86,9 @@ class Facts:
     warnings: tuple[str, ...] = ()  # as a training with these settings would give them
 
     @property
-    def uses_disk(self) -> bool:
-        """Whether the tier writes to the storage paths."""
-        return self.tier in _USES_DISK
-
-    @property
     def no_disk(self) -> Level:
         """How bad it is that a storage path cannot be used."""
-        return Level.FAILURE if self.uses_disk else Level.WARNING
+        return Level.FAILURE if self.tier in ("nvme", "auto") else Level.WARNING
 
 
 def judge(facts: Facts) -> list[Finding]:
@@ -103,7 +97,7 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def _system(facts: Facts) -> Iterator[Finding]:
-    if facts.uses_disk and not facts.platform.startswith("linux"):
+    if facts.no_disk is Level.FAILURE and not facts.platform.startswith("linux"):
         text = f"tier {facts.tier} needs Linux (O_DIRECT, fallocate), this is {facts.platform}"
         yield Finding(Level.FAILURE, "system", text, "choose --tier cpu or keep")
     if facts.tier == "cpu" and not facts.devices:
@@ -121,7 +115,6 @@ def _paths(facts: Facts) -> Iterator[Finding]:
             text, _, do = path.refusal.partition("; ")
             yield Finding(facts.no_disk, path.path, text, do)
         else:
-            yield from _room(path.facts)
             yield from _disk(path, facts)
     first: dict[int | None, str] = {}
     for path in facts.paths:
@@ -131,18 +124,15 @@ def _paths(facts: Facts) -> Iterator[Finding]:
             yield Finding(Level.WARNING, path.path, text, "name directories on different drives")
 
 
-def _room(path: PathFacts) -> Iterator[Finding]:
-    if path.mount.over_network:
-        text = f"is on a network file system ({path.mount.kind}): expect waits"
-        do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
-        yield Finding(Level.WARNING, path.path, text, do)
-    if path.free_bytes is not None and path.free_bytes < _LITTLE_DISK_BYTES:
-        text = f"{path.free_bytes:,} bytes are free, less than a few steps of even a small model need"
-        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
-
-
 def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
     disk, mount, free_bytes = path.disk, path.facts.mount, path.facts.free_bytes
+    if mount.over_network:
+        text = f"is on a network file system ({mount.kind}): expect waits"
+        do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
+        yield Finding(Level.WARNING, path.path, text, do)
+    if free_bytes is not None and free_bytes < _LITTLE_DISK_BYTES:
+        text = f"{free_bytes:,} bytes are free, less than a few steps of even a small model need"
+        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
     if disk is None:
         return
     if disk.error is not None:
