@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from . import _memory, _policy
+from . import _policy
 from ._config import OffloadConfig
-from ._pressure import LOOK_EVERY_BYTES
+from ._memory import free_memory
+from ._memory.pressure import LOOK_EVERY_BYTES
 from ._record import HELD, Record
 from ._stats import Counters
 from ._transfer import Mover
@@ -107,5 +108,5 @@ class Held:
         coming = sum(p.nbytes for p in weights if p.requires_grad and p.grad is None and p.device == device)
         if device.type == "cpu":
             return pressure.free_bytes(), pressure.reserve_bytes + coming
-        rest = _memory.device_total_bytes(device) // 16
-        return _memory.device_free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming
+        rest = free_memory.device_total_bytes(device) // 16
+        return free_memory.device_free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming

@@ -10,11 +10,12 @@ from torch import nn
 
 from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore, TwoLevelStore
 
-from . import _budgets, _memory, _policy
+from . import _policy
 from ._config import OffloadConfig
 from ._endurance import Allowance
 from ._errors import ConfigError
-from ._host_memory import HostMemory
+from ._memory import budgets, free_memory
+from ._memory.host_pools import HostMemory
 from ._stats import Counters
 from ._storage_path import Directory, free_disk_bytes
 from ._transfer import Mover
@@ -34,7 +35,7 @@ def open_store(config: OffloadConfig, directories: Sequence[Directory], *, on_de
     if not directories:
         return HostStore(budget_bytes=cpu_budget_bytes(config), timeout_s=config.io_timeout)
     free_bytes = free_disk_bytes([directory.path for directory in directories])
-    capacity = _budgets.nvme_budget_bytes(config.nvme_budget, free_bytes, _budgets.local_ranks(os.environ))
+    capacity = budgets.nvme_budget_bytes(config.nvme_budget, free_bytes, budgets.local_ranks(os.environ))
     share = None if capacity is None else capacity // len(directories)
     threads = io_threads(config, on_device=on_device)
     stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
@@ -59,8 +60,8 @@ def make_mover(
         config.staging_bytes,
         config.prefetch_bytes,
         config.io_timeout,
-        _memory.total_bytes(),
-        _memory.least_device_bytes(model),
+        free_memory.total_bytes(),
+        free_memory.least_device_bytes(model),
     )
     # Tier "cpu" writes to no drive.
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
@@ -77,7 +78,7 @@ def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
 
 def cpu_budget_bytes(config: OffloadConfig) -> int:
     """Host memory this process may use for what it offloads."""
-    return _budgets.cpu_budget_bytes(config.cpu_budget, _memory.total_bytes(), _budgets.local_ranks(os.environ))
+    return budgets.cpu_budget_bytes(config.cpu_budget, free_memory.total_bytes(), budgets.local_ranks(os.environ))
 
 
 def check(config: OffloadConfig) -> None:

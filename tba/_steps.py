@@ -22,8 +22,8 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import checkpoint
 
-from . import _heap
 from ._frames import warn
+from ._memory import heap
 from ._policy import FITS
 from ._stats import Counters, OffloadStats, difference
 from ._torch import untraced
@@ -71,7 +71,7 @@ class Steps:
         self._file_bytes = file_bytes
         self.whole.end_step(offloaded_bytes, kept_bytes)
         self.close()
-        _heap.heap.end_step(written_bytes)
+        heap.heap.end_step(written_bytes)
 
     def close(self) -> None:
         """End the step, if no micro-batch is under way and nothing more can belong to it."""

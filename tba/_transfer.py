@@ -34,9 +34,9 @@ from . import _direct, _policy, _streams
 from ._endurance import Allowance
 from ._errors import ClosedError, StalledError, TransferError
 from ._frames import warn
-from ._host_memory import HostMemory
+from ._memory.host_pools import HostMemory
+from ._memory.pressure import Pressure
 from ._policy import Limits
-from ._pressure import Pressure
 from ._record import HELD, IN_MEMORY, PENDING, POISONED, READING, RESTORED, STORED, WRITING, Record
 from ._staging import Staging
 from ._stats import Counters, TraceEvent

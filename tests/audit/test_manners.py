@@ -21,7 +21,7 @@ import tba
 from compact import Saved
 from support.audit import Feed, bits_equal, cube
 from tba import Audit, ConfigError, OffloadWarning, audit
-from tba._audit import _compare
+from tba._audit.audit import _compare
 
 
 @pytest.fixture(autouse=True)

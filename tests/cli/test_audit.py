@@ -15,7 +15,7 @@ import tba
 from compact import Saved
 from tba import ConfigError
 from tba.cli import _audit, app
-from tba.cli._subject import from_callable, from_config, subject
+from tba.cli._audit_subject import from_callable, from_config, subject
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tba import _device_probe
-from tba._device_probe import KvikioFacts, probe_devices, probe_kvikio
+from tba.cli._doctor import device_probe
+from tba.cli._doctor.device_probe import KvikioFacts, probe_devices, probe_kvikio
 
 
 class FakeStore:
@@ -43,7 +43,7 @@ def test_kvikio_is_asked_for_its_mode(mode: str, kvikio: pytest.MonkeyPatch) -> 
         stores.append(FakeStore(directory, mode))
         return stores[0]
 
-    kvikio.setattr(_device_probe, "KvikioStore", make)
+    kvikio.setattr(device_probe, "KvikioStore", make)
     assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", mode=mode)
     assert [(store.directory, store.closed) for store in stores] == [("/disk", True)]
     assert probe_kvikio(None) == KvikioFacts(version="26.10.00")
@@ -52,7 +52,7 @@ def test_kvikio_is_asked_for_its_mode(mode: str, kvikio: pytest.MonkeyPatch) -> 
 
 def test_a_kvikio_that_cannot_open_a_file_says_why(kvikio: pytest.MonkeyPatch) -> None:
     store: Any = FakeStore("/disk", error=OSError("libcuda.so.1: cannot open\nmore"))
-    kvikio.setattr(_device_probe, "KvikioStore", lambda _: store)
+    kvikio.setattr(device_probe, "KvikioStore", lambda _: store)
     assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", error="OSError: libcuda.so.1: cannot open")
     assert store.closed
 
@@ -70,7 +70,7 @@ def test_a_kvikio_that_does_not_load_says_why(error: Exception, said: str, monke
     def load(name: str) -> object:
         raise error
 
-    monkeypatch.setattr(_device_probe, "importlib", SimpleNamespace(import_module=load))
+    monkeypatch.setattr(device_probe, "importlib", SimpleNamespace(import_module=load))
     assert probe_kvikio("/disk") == KvikioFacts(error=said)
 
 
@@ -86,7 +86,7 @@ def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_device")
 def test_a_device_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(_device_probe, "_copy_rates", lambda device: (asked.append(device), (2e10, 1e10))[1])
+    monkeypatch.setattr(device_probe, "_copy_rates", lambda device: (asked.append(device), (2e10, 1e10))[1])
     (device,) = probe_devices()
     assert asked == [torch.device("cuda", 0)]
     assert (device.index, device.name, device.total_bytes, device.free_bytes) == (0, "A GPU", 1000, 600)
@@ -99,7 +99,7 @@ def test_a_device_that_cannot_be_measured_says_why(monkeypatch: pytest.MonkeyPat
     def refuse(device: torch.device) -> tuple[float, float]:
         raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(_device_probe, "_copy_rates", refuse)
+    monkeypatch.setattr(device_probe, "_copy_rates", refuse)
     (device,) = probe_devices()
     assert device.error == "CUDA error: out of memory"
     assert device.to_device_bytes_per_s is device.to_host_bytes_per_s is None

@@ -14,7 +14,7 @@ import pytest
 
 from io_backends import Buffer, PosixStore, Store, Ticket
 from io_backends.testing import Fault, FaultyStore, Operation
-from tba._disk_probe import DiskFacts, probe_bytes, probe_disk
+from tba.cli._doctor.disk_probe import DiskFacts, probe_bytes, probe_disk
 
 MIB = 1 << 20
 

@@ -16,14 +16,15 @@ from typer.testing import CliRunner
 from support.doctor import DISK, FAST, FIT, GIB, GPU
 from support.endurance import counts
 from tba import OffloadConfig, _storage_path, describe
-from tba._device_probe import KvikioFacts
-from tba._disk_probe import DiskFacts, Speed
 from tba._storage_path import Mount, PathFacts
-from tba.cli import _examine, app
+from tba.cli import app
 from tba.cli._allocators import allocator_in_force
-from tba.cli._checks import AllocatorReport, Facts, Finding, Level, judge
-from tba.cli._examine import examine
-from tba.cli._report import as_json, setting_rows, value_text
+from tba.cli._doctor import examine as examination
+from tba.cli._doctor.checks import AllocatorReport, Facts, Finding, Level, judge
+from tba.cli._doctor.device_probe import KvikioFacts
+from tba.cli._doctor.disk_probe import DiskFacts, Speed
+from tba.cli._doctor.examine import examine
+from tba.cli._doctor.report import as_json, setting_rows, value_text
 
 
 def told(facts: Facts, level: Level, subject: str) -> Finding:
@@ -261,7 +262,7 @@ def doctor(*arguments: str) -> Any:
 
 
 def test_a_real_directory_is_measured(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 16, 1 << 20))
+    monkeypatch.setattr(examination, "BLOCK_SIZES", (1 << 16, 1 << 20))
     result = doctor("--tier", "nvme", "--path", str(scratch), "--seconds", "0.01", "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["works"], data["tier"]) == (0, True, "nvme")
@@ -313,7 +314,7 @@ def test_a_tier_without_files_looks_at_no_directory(scratch: Path, monkeypatch: 
 
 def test_what_it_writes_counts_against_the_allowance(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(scratch / "state"))
-    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 20,))
+    monkeypatch.setattr(examination, "BLOCK_SIZES", (1 << 20,))
     found = examine(OffloadConfig(storage_paths=scratch, max_write_bytes_per_day="100MiB"), seconds=0.001)
     assert found.paths[0].disk is not None
     (speed,) = found.paths[0].disk.speeds

@@ -227,7 +227,7 @@ def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
     def pin(address: int, nbytes: int) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("tba._host_memory._pin", pin)
+    monkeypatch.setattr("tba._memory.host_pools._pin", pin)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         with offloader("nvme", scratch, prefetch_bytes=4 * N) as offload:
@@ -248,7 +248,7 @@ def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
 def test_a_failure_to_pin_is_not_taken_for_that_of_the_next_kernel() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    host_memory = sys.modules["tba._host_memory"]
+    host_memory = sys.modules["tba._memory.host_pools"]
     host_memory._pin(address, mmap.PAGESIZE)
     with pytest.raises(RuntimeError, match="already mapped"):
         host_memory._pin(address, mmap.PAGESIZE)

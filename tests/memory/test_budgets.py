@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tba._budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
+from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
 
 GIB = 1 << 30
 

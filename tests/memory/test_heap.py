@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from support.engine import activation, chain, engine
-from tba import _heap
-from tba._heap import Heap, advice
+from tba._memory import heap as heap_file
+from tba._memory.heap import Heap, advice
 
 MIB = 1 << 20
 
@@ -87,7 +87,7 @@ def test_a_training_on_a_gpu_is_not_looked_at(
 def test_the_engine_looks_at_the_end_of_each_step(
     scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_heap, "heap", Heap(Probe([20 * MIB, 300 * MIB])))
+    monkeypatch.setattr(heap_file, "heap", Heap(Probe([20 * MIB, 300 * MIB])))
     with engine(scratch, prefetch_bytes=0) as offload:
         for _ in range(3):
             leaf, x = activation(1 << 18)
@@ -110,10 +110,10 @@ def test_the_count_is_what_lies_free_between_live_blocks() -> None:
     library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
     blocks = [library.malloc(nbytes) for _ in range(count)]
-    before = _heap.heap._retained_bytes()
+    before = heap_file.heap._retained_bytes()
     for block in blocks[::2]:
         library.free(block)
-    after = _heap.heap._retained_bytes()
+    after = heap_file.heap._retained_bytes()
     for block in blocks[1::2]:
         library.free(block)
     assert after - before >= nbytes * count // 2

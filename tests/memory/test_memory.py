@@ -13,8 +13,9 @@ import psutil
 import pytest
 import torch
 
-from tba import ConfigError, _memory
-from tba._memory import CgroupMount, cgroup_directories, cgroup_mounts, cgroup_paths, find_levels
+from tba import ConfigError
+from tba._memory import free_memory
+from tba._memory.free_memory import CgroupMount, cgroup_directories, cgroup_mounts, cgroup_paths, find_levels
 
 MIB = 1 << 20
 V1_MOUNTS = """31 23 0:28 / /sys/fs/cgroup rw,relatime - tmpfs tmpfs rw,mode=755
@@ -71,14 +72,14 @@ def test_directories_from_the_process_up_to_the_mount(root: str, path: str, dire
     ("text", "limit"), [("629145600\n", 629145600), ("max\n", None), (NO_LIMIT_V1, None), ("", None), ("-1\n", None)]
 )
 def test_limits(text: str, limit: int | None) -> None:
-    assert _memory.limit_of(text) == limit
+    assert free_memory.limit_of(text) == limit
 
 
 def test_numbers_in_the_kernels_tables() -> None:
     stat = "inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
-    assert _memory.stat_value(stat, "inactive_file") == 7
-    assert _memory.stat_value(stat, "total_active_file") == 8192
-    assert _memory.stat_value(stat, "active_file") == 0  # the end of another name is not the name
+    assert free_memory.stat_value(stat, "inactive_file") == 7
+    assert free_memory.stat_value(stat, "total_active_file") == 8192
+    assert free_memory.stat_value(stat, "active_file") == 0  # the end of another name is not the name
 
 
 def test_v1_finds_every_limit_above_the_process() -> None:
@@ -120,14 +121,14 @@ def test_a_machine_without_cgroups_has_no_limits() -> None:
     assert find_levels(reader({"/proc/self/cgroup": "", "/proc/self/mountinfo": ""})) == ()
 
 
-def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[_memory.Level, ...]:
+def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[free_memory.Level, ...]:
     """Files as the kernel would write them, for (limit, use, file cache) from the inside out."""
     levels = []
     for number, (limit, use, cache) in enumerate(limits):
         use_file, stat_file = directory / f"use{number}", directory / f"stat{number}"
         use_file.write_text(f"{use}\n")
         stat_file.write_text(f"inactive_file {cache // 4}\nactive_file {cache - cache // 4}\n")
-        levels.append(_memory.Level(limit, str(use_file), str(stat_file), ("inactive_file", "active_file")))
+        levels.append(free_memory.Level(limit, str(use_file), str(stat_file), ("inactive_file", "active_file")))
     return tuple(levels)
 
 
@@ -144,34 +145,34 @@ def test_free_is_the_least_of_all_limits(
     limits: list[tuple[int, int, int]], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     levels = levels_in(tmp_path, *limits)
-    monkeypatch.setattr(_memory, "_levels", lambda: levels)
-    assert _memory.free_bytes() == free
-    assert _memory.total_bytes() == min(limit for limit, _, _ in limits)
+    monkeypatch.setattr(free_memory, "_levels", lambda: levels)
+    assert free_memory.free_bytes() == free
+    assert free_memory.total_bytes() == min(limit for limit, _, _ in limits)
 
 
 def test_a_cgroup_that_has_gone_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = _memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), ("x", "y"))
-    monkeypatch.setattr(_memory, "_levels", lambda: (gone,))
-    assert _memory.free_bytes() > MIB
+    gone = free_memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), ("x", "y"))
+    monkeypatch.setattr(free_memory, "_levels", lambda: (gone,))
+    assert free_memory.free_bytes() > MIB
 
 
 def test_limits_are_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[object] = []
-    monkeypatch.setattr(_memory, "find_levels", lambda read: (looks.append(read), ())[1])
-    monkeypatch.setattr(_memory, "_known_levels", (float("-inf"), ()))
+    monkeypatch.setattr(free_memory, "find_levels", lambda read: (looks.append(read), ())[1])
+    monkeypatch.setattr(free_memory, "_known_levels", (float("-inf"), ()))
     now_s = 100.0
-    monkeypatch.setattr(_memory.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(free_memory.time, "monotonic", lambda: now_s)
     for _ in range(3):
-        _memory.free_bytes()
+        free_memory.free_bytes()
     assert len(looks) == 1
     now_s += 10
-    _memory.free_bytes()
+    free_memory.free_bytes()
     assert len(looks) == 2
 
 
 def test_never_more_than_the_machine_has() -> None:
-    assert 0 < _memory.free_bytes() <= psutil.virtual_memory().total
-    assert _memory.free_bytes() <= _memory.total_bytes() <= psutil.virtual_memory().total
+    assert 0 < free_memory.free_bytes() <= psutil.virtual_memory().total
+    assert free_memory.free_bytes() <= free_memory.total_bytes() <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(
@@ -185,13 +186,13 @@ def test_what_a_device_has_left(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert _memory.device_free_bytes(torch.device("cuda", 0)) == left
+    assert free_memory.device_free_bytes(torch.device("cuda", 0)) == left
 
 
 def test_devices_other_than_cuda() -> None:
-    assert 0 < _memory.device_free_bytes(torch.device("cpu")) <= _memory.total_bytes()
+    assert 0 < free_memory.device_free_bytes(torch.device("cpu")) <= free_memory.total_bytes()
     with pytest.raises(ConfigError, match="not for 'meta'"):
-        _memory.device_free_bytes(torch.device("meta"))
+        free_memory.device_free_bytes(torch.device("meta"))
 
 
 @pytest.mark.gpu
@@ -199,9 +200,9 @@ def test_devices_other_than_cuda() -> None:
 def test_a_cuda_device_counts_what_the_allocator_holds_unused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    with_it = _memory.device_free_bytes(device)
+    with_it = free_memory.device_free_bytes(device)
     del kept  # stays reserved by PyTorch
-    assert abs(_memory.device_free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
+    assert abs(free_memory.device_free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
 
 
@@ -212,20 +213,20 @@ import json, os, sys, time
 directory, scratch = sys.argv[1:]
 with open(f"{directory}/inner/cgroup.procs", "w") as procs:
     procs.write(str(os.getpid()))
-from tba import _memory
+from tba._memory import free_memory
 MIB = 1 << 20
-seen = {"total": _memory.total_bytes(), "before": _memory.free_bytes()}
+seen = {"total": free_memory.total_bytes(), "before": free_memory.free_bytes()}
 block = bytearray(os.urandom(1)) * (96 * MIB)
-seen["holding"] = _memory.free_bytes()
+seen["holding"] = free_memory.free_bytes()
 del block
-seen["released"] = _memory.free_bytes()
+seen["released"] = free_memory.free_bytes()
 with open(f"{scratch}/cached", "wb") as file:
     file.write(bytes(96 * MIB))
     file.flush()
     os.fsync(file.fileno())
 deadline = time.monotonic() + 5
 while True:  # the kernel folds its counts per CPU together every two seconds
-    seen["cached"] = _memory.free_bytes()
+    seen["cached"] = free_memory.free_bytes()
     with open(f"{directory}/memory.usage_in_bytes") as file:
         seen["usage"] = int(file.read())
     with open(f"{directory}/memory.stat") as file:

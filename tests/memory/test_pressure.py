@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tba import _memory, _pressure
-from tba._pressure import LOOK_EVERY_BYTES, Pressure, look_after_bytes
+from tba._memory import free_memory
+from tba._memory import pressure as pressure_file
+from tba._memory.pressure import LOOK_EVERY_BYTES, Pressure, look_after_bytes
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -17,8 +18,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.hoarded = 64 * GIB, 0
         self.looks = self.asked = 0
-        monkeypatch.setattr(_memory, "free_bytes", self.look)
-        monkeypatch.setattr(_pressure, "_release", self.release)
+        monkeypatch.setattr(free_memory, "free_bytes", self.look)
+        monkeypatch.setattr(pressure_file, "_release", self.release)
 
     def look(self) -> int:
         self.looks += 1

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tba._device_probe import DeviceFacts, KvikioFacts
-from tba._disk_probe import DiskFacts, Speed
 from tba._storage_path import Mount, PathFacts
-from tba.cli._checks import AllocatorReport, Facts, MemoryReport, PathReport
+from tba.cli._doctor.checks import AllocatorReport, Facts, MemoryReport, PathReport
+from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts
+from tba.cli._doctor.disk_probe import DiskFacts, Speed
 
 GIB = 1 << 30
 FAST = DiskFacts(alignment=512, speeds=(Speed(1 << 20, 1e9, 1.2e9, GIB), Speed(16 << 20, 2e9, 3e9, GIB)))

@@ -10,9 +10,9 @@ from typing import Any
 
 from compact import Saved
 
-from ._audit_outcome import Outcome
-from ._errors import ConfigError
-from ._sizes import size
+from .._errors import ConfigError
+from .._sizes import size
+from .outcome import Outcome
 
 # The Okabe-Ito palette, told apart by every kind of colour vision, with a light and a dark shade for its relatives:
 # attention green, norms yellow and orange, greys for what no preset touches.

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tba._device_probe import DeviceFacts, KvikioFacts
-from tba._disk_probe import DiskFacts
 from tba._sizes import size
 from tba._storage_path import PathFacts
+
+from .device_probe import DeviceFacts, KvikioFacts
+from .disk_probe import DiskFacts
 
 # A SATA SSD reaches this. Below it, a step that saves 1 GB of activations needs more than 2 s each way.
 _SLOW_BYTES_PER_S = 500e6

@@ -1,4 +1,4 @@
-"""Report of an audit: what `tba.audit` found out, as tables, as plain data, and (`_audit_picture`) as a picture."""
+"""Report of an audit: what `tba.audit` found out, as tables, as plain data, and (`picture`) as a picture."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 from compact import Saved
 
-from ._audit_outcome import Outcome
-from ._audit_picture import draw
-from ._sizes import size
-from ._table import as_text
+from .._sizes import size
+from .._table import as_text
+from .outcome import Outcome
+from .picture import draw
 
 
 @dataclass(frozen=True, kw_only=True)

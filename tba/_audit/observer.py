@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from compact import CodecError, Preset, Saved
 from io_backends import Store
 
-from . import _recipe
-from ._config import OffloadConfig
-from ._errors import ConfigError
-from ._hooks import Pair
-from ._quiet import quiet
-from ._record import DERIVED, Record
-from ._saved_by import Linear, SavedBy, kind_of
-from ._saver import Packed, Saver
-from ._torch import current_node
+from .. import _recipe
+from .._config import OffloadConfig
+from .._errors import ConfigError
+from .._hooks import Pair
+from .._quiet import quiet
+from .._record import DERIVED, Record
+from .._saved_by import Linear, SavedBy, kind_of
+from .._saver import Packed, Saver
+from .._torch import current_node
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"

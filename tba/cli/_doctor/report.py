@@ -14,7 +14,7 @@ from rich.text import Text
 from tba._policy import default_window_bytes
 from tba._sizes import size
 
-from ._checks import Facts, Finding, Level
+from .checks import Facts, Finding, Level
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red"}
 

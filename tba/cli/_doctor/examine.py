@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from tba._budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
 from tba._config import OffloadConfig, describe
-from tba._device_probe import probe_devices, probe_kvikio
-from tba._disk_probe import probe_bytes, probe_disk
 from tba._endurance import Allowance
 from tba._errors import OffloadWarning, StorageError
-from tba._memory import free_bytes, total_bytes
+from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
+from tba._memory.free_memory import free_bytes, total_bytes
 from tba._open import io_threads
 from tba._storage_path import free_disk_bytes, look_at, refusal, storage_directories
 
-from ._allocators import allocator_environment, allocator_in_force
-from ._checks import AllocatorReport, Facts, MemoryReport, PathReport
+from .._allocators import allocator_environment, allocator_in_force
+from .checks import AllocatorReport, Facts, MemoryReport, PathReport
+from .device_probe import probe_devices, probe_kvikio
+from .disk_probe import probe_bytes, probe_disk
 
 # Small transfers show what each costs, large ones what the disk can do.
 BLOCK_SIZES = (1 << 20, 16 << 20)

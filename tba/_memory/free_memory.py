@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import nn
 
-from ._errors import ConfigError
+from .._errors import ConfigError
 
 # Limits and the process's place among the cgroups hardly ever change; what is used is read at every call.
 _REFRESH_S = 1.0

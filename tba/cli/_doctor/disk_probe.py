@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from io_backends import Buffer, BufferPool, PosixStore, Store, StoreError, Ticket
-
-from ._errors import StalledError, StorageError
+from tba._errors import StalledError, StorageError
 
 # Blocks in flight at once: enough for every worker, little against the memory of any machine that trains.
 _BATCH_BYTES = 64 << 20

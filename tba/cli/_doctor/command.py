@@ -11,9 +11,9 @@ import typer
 from tba._config import OffloadConfig
 from tba._errors import ConfigError
 
-from ._checks import Level, judge
-from ._examine import examine
-from ._report import as_json, show
+from .checks import Level, judge
+from .examine import examine
+from .report import as_json, show
 
 _CANNOT_WORK, _BAD_USAGE = 1, 2
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from . import _memory
+from . import free_memory
 
 # How much may move between two looks, at least: in the middle of a step a look costs 0.2 ms, so one for each of these
 # takes 0.3 % of it.
@@ -44,10 +44,10 @@ class Pressure:
 
     def free_bytes(self) -> int:
         """What is free, after the allocator has given back what it hoards where that is less than the reserve."""
-        free = _memory.free_bytes()
+        free = free_memory.free_bytes()
         if free < self.reserve_bytes:
             _release()
-            free = _memory.free_bytes()
+            free = free_memory.free_bytes()
         return free
 
 

@@ -1,7 +1,7 @@
 """Audit: what each preset would do to the memory and to the gradient of a model, before anything trains.
 
 One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, by the engine's
-own hooks under tier `keep` (`_audit_hooks`): what is made smaller, made again or left as it is, and the error of that,
+own hooks under tier `keep` (`observer`): what is made smaller, made again or left as it is, and the error of that,
 are those of a training with `compress=`. All see the same weights, batch, dropout and buffers.
 
 Every saved tensor is looked at; a training leaves what is smaller than `min_tensor_bytes` as it is.
@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from compact import Preset, PresetError, Saved
 from compact import preset as preset_named
 
-from ._audit_hooks import Observer
-from ._audit_outcome import Outcome
-from ._audit_report import Audit
-from ._errors import ConfigError
-from ._frames import warn
+from .._errors import ConfigError
+from .._frames import warn
+from .observer import Observer
+from .outcome import Outcome
+from .report import Audit
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 
