@@ -9,8 +9,8 @@ with offload_context(model, tier="nvme") as offload:
 print(offload.stats())
 """
 
-from ._audit import audit
-from ._audit_report import Audit
+from ._audit.audit import audit
+from ._audit.report import Audit
 from ._config import OffloadConfig, Setting, describe
 from ._context import attach, offload_context
 from ._errors import ClosedError, ConfigError, OffloadError, OffloadWarning, StalledError, StorageError, TransferError

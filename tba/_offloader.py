@@ -29,6 +29,7 @@ from ._torch.hook_stack import Pair, hint, lifted
 from ._torch.module_hooks import before_forward, tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
+from ._transfer.fork import dies_in_child
 
 
 class _PerThread(threading.local):
@@ -71,7 +72,7 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         open_it = partial(_open_store, self.config, self._directories, store)
         self._saver = Saver(self.config, weak_model, open_it)
-        _savers.add(self._saver)
+        dies_in_child(self._saver)
         self._saved_by = self._saver.mode()
         self._per_thread = _PerThread()
         self._foreign = Foreign(self._saver.pack)
@@ -262,19 +263,6 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     elif not pair.pushed:
         pair.armed = pair.armed or interrupts.arm()
         pair.push_late()
-
-
-_savers: weakref.WeakSet[Saver] = weakref.WeakSet()
-
-
-def _die_in_child() -> None:
-    """In a forked child hooks pass through and finalisers do nothing: what was stored is the parent's."""
-    for saver in list(_savers):
-        saver.die()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_die_in_child)
 
 
 def _no_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -9,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ._sizes import size
-from ._table import as_html, as_text
+from ._table import as_text
 
 
 class TraceEvent(NamedTuple):
@@ -20,6 +21,14 @@ class TraceEvent(NamedTuple):
     end_s: float
     nbytes: int
     label: str
+
+
+def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) -> Any:
+    """A field and its line in the table: a label, indented if it is a part, and the field that it is a share of.
+
+    `now` is for readings of the moment; all else adds up over time, so that a step's share is a difference.
+    """
+    return field(default=default, metadata={"label": label, "of": of, "now": now})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +66,52 @@ class OffloadStats:
         kept_by_reason: bytes kept, by reason or by type of tensor.
     """
 
-    saved_bytes: int = 0
+    steps: int = _line("steps")
+    micro_batches: int = _line("micro-batches")
+    saved_bytes: int = _line("saved by autograd")
+    weight_bytes: int = _line("  weights, left alone", of="saved_bytes")
+    duplicate_bytes: int = _line("  saved before", of="saved_bytes")
+    offloaded_bytes: int = _line("  offloaded", of="saved_bytes")
+    kept_bytes: int = _line("  kept", of="saved_bytes")
+    encoded_bytes: int = _line("given to codecs")
+    packed_bytes: int = _line("  made of it", of="encoded_bytes")
+    derived_bytes: int = _line("made again from others")
+    written_bytes: int = _line("written")
+    read_bytes: int = _line("read")
+    forwarded_bytes: int = _line("asked for while in memory")
+    wait_s: float = _line("backward waited", default=0.0)
+    backpressure_s: float = _line("forward waited", default=0.0)
+    errors: int = _line("failed transfers")
+    held_bytes: int = _line("most held back in memory", now=True)
+    staging_peak_bytes: int = _line("most in flight to the tier", now=True)
+    live_records: int = _line("graphs own now, storages", now=True)
+    resident_bytes: int = _line("restored or read ahead now", now=True)
+    file_bytes: int = _line("the tier occupies now", now=True)
+    written_today_bytes: int = _line("written today", now=True)
+    projected_bytes_per_day: int = _line("written a day, at this rate", now=True)
+    kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    last_step: OffloadStats | None = None
+
+    def __str__(self) -> str:
+        return as_text(list(_rows(self)), _notes(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def asdict(self) -> dict[str, Any]:
+        """Every field by name, in what JSON knows: bytes, counts and seconds; `last_step` likewise, or None."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        last = None if self.last_step is None else self.last_step.asdict()
+        return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
+
+
+@dataclass(slots=True)
+class Counters:
+    """The engine's mutable counters; the engine's lock guards them."""
+
     weight_bytes: int = 0
     duplicate_bytes: int = 0
-    kept_bytes: int = 0
     offloaded_bytes: int = 0
     encoded_bytes: int = 0
     packed_bytes: int = 0
@@ -70,77 +121,15 @@ class OffloadStats:
     forwarded_bytes: int = 0
     wait_s: float = 0.0
     backpressure_s: float = 0.0
+    errors: int = 0
+    steps: int = 0
+    micro_batches: int = 0
     live_records: int = 0
     resident_bytes: int = 0
     held_bytes: int = 0
     staging_peak_bytes: int = 0
-    file_bytes: int = 0
-    written_today_bytes: int = 0
-    projected_bytes_per_day: int = 0
-    errors: int = 0
-    steps: int = 0
-    micro_batches: int = 0
-    kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    last_step: OffloadStats | None = None
-
-    def __str__(self) -> str:
-        return as_text(list(_rows(self)), _notes(self))
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return as_html(list(_rows(self)), _notes(self))
-
-    def asdict(self) -> dict[str, Any]:
-        """Every field by name, in what JSON knows: bytes, counts and seconds; `last_step` likewise, or None."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        last = None if self.last_step is None else self.last_step.asdict()
-        return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
-
-
-# What adds up over time, so that a step's share is a difference; the rest are readings of the moment.
-_SUMS = (
-    "weight_bytes",
-    "duplicate_bytes",
-    "offloaded_bytes",
-    "encoded_bytes",
-    "packed_bytes",
-    "derived_bytes",
-    "written_bytes",
-    "read_bytes",
-    "forwarded_bytes",
-    "wait_s",
-    "backpressure_s",
-    "errors",
-    "steps",
-    "micro_batches",
-)
-
-
-class Counters:
-    """The engine's mutable counters; the engine's lock guards them."""
-
-    __slots__ = (*_SUMS, "kept_by_reason", "live_records", "resident_bytes", "held_bytes", "staging_peak_bytes")
-
-    def __init__(self) -> None:
-        self.weight_bytes = 0
-        self.duplicate_bytes = 0
-        self.offloaded_bytes = 0
-        self.encoded_bytes = 0
-        self.packed_bytes = 0
-        self.derived_bytes = 0
-        self.written_bytes = 0
-        self.read_bytes = 0
-        self.forwarded_bytes = 0
-        self.wait_s = 0.0
-        self.backpressure_s = 0.0
-        self.errors = 0
-        self.steps = 0
-        self.micro_batches = 0
-        self.live_records = 0
-        self.resident_bytes = 0
-        self.held_bytes = 0
-        self.staging_peak_bytes = 0
-        self.kept_by_reason: defaultdict[str, int] = defaultdict(int)  # a Counter takes twice as long to add to
+    # A collections.Counter takes twice as long to add to.
+    kept_by_reason: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
     def kept_bytes(self) -> int:
@@ -159,10 +148,13 @@ class Counters:
 
     def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
         """The counters now, and the readings that others take (`file_bytes` and the like)."""
-        readings = (name for name in self.__slots__ if name != "kept_by_reason")
-        values = {name: getattr(self, name) for name in (*readings, "saved_bytes", "kept_bytes")}
+        values = {name: getattr(self, name) for name in (*_COUNTED, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
         return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
+
+
+_COUNTED = tuple(f.name for f in fields(Counters) if f.name != "kept_by_reason")
+_SUMS = tuple(f.name for f in fields(OffloadStats) if f.name in _COUNTED and not f.metadata["now"])
 
 
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
@@ -177,55 +169,27 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
 
 # -- for people ------------------------------------------------------------------------------------------------------
 
-# Lines of the table: a label, the field, and for bytes the field they are a share of. A part is indented.
-_LINES = (
-    ("steps", "steps", ""),
-    ("micro-batches", "micro_batches", ""),
-    ("saved by autograd", "saved_bytes", ""),
-    ("  weights, left alone", "weight_bytes", "saved_bytes"),
-    ("  saved before", "duplicate_bytes", "saved_bytes"),
-    ("  offloaded", "offloaded_bytes", "saved_bytes"),
-    ("  kept", "kept_bytes", "saved_bytes"),
-    ("given to codecs", "encoded_bytes", ""),
-    ("  made of it", "packed_bytes", "encoded_bytes"),
-    ("made again from others", "derived_bytes", ""),
-    ("written", "written_bytes", ""),
-    ("read", "read_bytes", ""),
-    ("asked for while in memory", "forwarded_bytes", ""),
-    ("backward waited", "wait_s", ""),
-    ("forward waited", "backpressure_s", ""),
-    ("failed transfers", "errors", ""),
-)
-_NOW = (
-    ("most held back in memory", "held_bytes", ""),
-    ("most in flight to the tier", "staging_peak_bytes", ""),
-    ("graphs own now, storages", "live_records", ""),
-    ("restored or read ahead now", "resident_bytes", ""),
-    ("the tier occupies now", "file_bytes", ""),
-    ("written today", "written_today_bytes", ""),
-    ("written a day, at this rate", "projected_bytes_per_day", ""),
-)
-
 
 def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:
     """The table: all so far, and the last step beside it. What is 0 in both is left out."""
     columns = [stats] if stats.last_step is None else [stats, stats.last_step]
     yield ("", *(cell for title in ("total", "last step")[: len(columns)] for cell in (title, "")))
-    for label, name, whole in _LINES:
-        yield from _row(label, [(getattr(c, name), getattr(c, whole, 0)) for c in columns], name)
+    for line in fields(stats):
+        if not line.metadata:
+            continue
+        name, whole, now = line.name, line.metadata["of"], line.metadata["now"]
+        amounts = [(getattr(c, name), getattr(c, whole, 0)) for c in (columns[:1] if now else columns)]
+        yield from _row(line.metadata["label"], amounts, name, len(columns))
         if name == "kept_bytes":
-            reasons = sorted({reason for c in columns for reason in c.kept_by_reason})
-            for reason in reasons:
-                yield from _row(f"    {reason}", [(c.kept_by_reason.get(reason, 0), 0) for c in columns], name)
-    for label, name, _ in _NOW:
-        yield from (
-            (*row[:3], *("",) * (2 * len(columns) - 2)) for row in _row(label, [(getattr(stats, name), 0)], name)
-        )
+            for reason in sorted({reason for c in columns for reason in c.kept_by_reason}):
+                by_reason = [(c.kept_by_reason.get(reason, 0), 0) for c in columns]
+                yield from _row(f"    {reason}", by_reason, name, len(columns))
 
 
-def _row(label: str, amounts: Sequence[tuple[float, float]], name: str) -> Iterator[tuple[str, ...]]:
+def _row(label: str, amounts: Sequence[tuple[float, float]], name: str, columns: int) -> Iterator[tuple[str, ...]]:
     if any(amount for amount, _ in amounts):
-        yield (label, *(cell for amount, whole in amounts for cell in (_amount(amount, name), _share(amount, whole))))
+        cells = [cell for amount, whole in amounts for cell in (_amount(amount, name), _share(amount, whole))]
+        yield (label, *cells, *[""] * (2 * columns - len(cells)))
 
 
 def _amount(amount: float, name: str) -> str:

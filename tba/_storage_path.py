@@ -6,13 +6,15 @@ What a path is (`PathFacts`) is looked up once; whether it may serve is decided 
 from __future__ import annotations
 
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import psutil
 
 from ._config import OffloadConfig
 from ._errors import StorageError
@@ -29,7 +31,7 @@ _MIN_FREE_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The mounted file system that holds a path, as `/proc/self/mountinfo` names it; "" where it is not known."""
+    """The mounted file system that holds a path, as the kernel names it; "" where it is not known."""
 
     point: str = ""
     kind: str = ""
@@ -76,41 +78,35 @@ def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
     Raises:
         StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can serve.
     """
-    if config.storage_paths is not None:
-        named = [(path, look_at(path)) for path in config.storage_paths]
-        refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
-        if refused:
-            raise StorageError("\n".join(refused))
-        for _, facts in named:
-            _warn_of_network(facts)
-        return tuple(Directory(path, facts.device) for path, facts in named)
-    return (_default_directory(),)
+    if config.storage_paths is None:
+        return (_default_directory(),)
+    named = [(path, look_at(path)) for path in config.storage_paths]
+    refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
+    if refused:
+        raise StorageError("\n".join(refused))
+    return tuple(_accepted(path, facts) for path, facts in named)
 
 
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
     """Free bytes of the file systems that hold existing directories, each counted once; None where one does not say.
-
-    What is reserved for the superuser does not count, as a budget should not live on it.
 
     Raises:
         OSError: a directory does not exist.
     """
     free: dict[int, int | None] = {}
     for directory in directories:
-        free[os.stat(directory).st_dev] = _free_bytes(os.statvfs(directory), reserved=False)
+        free[os.stat(directory).st_dev] = _free_bytes(os.statvfs(directory))
     known = [nbytes for nbytes in free.values() if nbytes is not None]
     return sum(known) if len(known) == len(free) else None
 
 
 def _default_directory() -> Directory:
     tried = []
-    for path in default_directories(os.environ, _home(), tempfile.gettempdir(), user_id()):
-        reason = make_private(path)
-        facts = look_at(path)
+    for path in default_directories(os.environ, os.path.expanduser("~"), tempfile.gettempdir(), user_id()):
+        reason, facts = make_private(path), look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
-            _warn_of_network(facts)
-            return Directory(path, facts.device)
+            return _accepted(path, facts)
         tried.append(f"{path}: {reason}")
     raise StorageError(
         "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
@@ -138,35 +134,22 @@ def refusal(facts: PathFacts) -> str | None:
     return None
 
 
-def mount_of(path: str, mountinfo: str) -> Mount:
-    """The mount that holds an absolute path without symbolic links: the longest mount point that is a prefix of it.
-
-    `mountinfo` is the text of `/proc/self/mountinfo`, described in proc_pid_mountinfo(5).
-    """
-    best = Mount()
-    for line in mountinfo.splitlines():
-        before, separator, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if not separator or len(left) < 5 or len(right) < 2:
-            continue
-        point = _unescape(left[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        # Of two mounts at one point the later one is on top.
-        if inside and len(point) >= len(best.point):
-            best = Mount(point=point, kind=right[0], source=_unescape(right[1]))
-    return best
+def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
+    """The mount that holds an absolute path without symbolic links, among those that `psutil.disk_partitions` lists."""
+    above = [m for m in mounts if Path(path).is_relative_to(m.mountpoint)]
+    # Of two mounts at one point the later one is on top.
+    top = max(reversed(above), key=lambda mount: len(mount.mountpoint), default=None)
+    return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 
 
-def default_directories(
-    environment: Mapping[str, str], home: str | None, temporary: str, user_id: int
-) -> tuple[Path, ...]:
+def default_directories(environment: Mapping[str, str], home: str, temporary: str, user_id: int) -> tuple[Path, ...]:
     """Where the scratch file goes when nobody says: the first of these that can serve."""
     cache = environment.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the specification says to ignore relative ones
-        cache = os.path.join(home, ".cache") if home else ""
+        cache = os.path.join(home, ".cache")
     # The temp directory is often in RAM, /var/tmp by convention never.
-    shared = dict.fromkeys((temporary, "/var/tmp"))
-    return tuple([Path(cache, "tba")] if cache else []) + tuple(Path(place, f"tba-{user_id}") for place in shared)
+    shared = [Path(place, f"tba-{user_id}") for place in dict.fromkeys((temporary, "/var/tmp"))]
+    return (*([Path(cache, "tba")] if os.path.isabs(cache) else []), *shared)  # relative where no home is known
 
 
 def look_at(path: str | os.PathLike[str]) -> PathFacts:
@@ -182,65 +165,62 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
         read_only=bool(space.f_flag & os.ST_RDONLY),
-        free_bytes=_free_bytes(space, reserved=user_id() == 0),
+        free_bytes=_free_bytes(space),
         device=found.st_dev,
-        mount=mount_of(real, _mountinfo()),
+        mount=mount_of(real, _mounts()),
     )
 
 
-def _free_bytes(space: os.statvfs_result, *, reserved: bool) -> int | None:
-    """Free bytes, with or without those that only the superuser may take."""
+def _free_bytes(space: os.statvfs_result) -> int | None:
+    """Free bytes, without those reserved for the superuser; None where the file system does not say."""
     if not space.f_blocks:
         return None
     if space.f_files and not space.f_favail:
         return 0  # no inode is left for the file
-    return (space.f_bfree if reserved else space.f_bavail) * space.f_frsize
+    return space.f_bavail * space.f_frsize
 
 
-def make_private(path: Path) -> str | None:
-    """Make the directory, or see that it is ours alone: in a shared place somebody else may have made it first."""
+def make_private(path: Path, *, directory: bool = True) -> str | None:
+    """Make a directory or an empty file, or see that it is ours alone: somebody else may have made it first.
+
+    Returns:
+        Why it cannot serve; None where it can.
+    """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if directory:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        else:
+            # One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
+            with suppress(FileExistsError):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         found = path.lstat()
+        if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
+            return f"is a symbolic link, or no {'directory' if directory else 'file'}"
+        if found.st_uid != user_id():
+            return f"belongs to user {found.st_uid}"
+        if found.st_mode & 0o077:
+            path.chmod(0o700 if directory else 0o600)
     except OSError as error:
         return f"cannot be made ({error.strerror})"
-    if not stat.S_ISDIR(found.st_mode):
-        return "is a symbolic link"
-    if found.st_uid != user_id():
-        return f"belongs to user {found.st_uid}"
-    if found.st_mode & 0o077:
-        try:
-            path.chmod(0o700)
-        except OSError as error:
-            return f"cannot be made private ({error.strerror})"
     return None
 
 
-def _warn_of_network(facts: PathFacts) -> None:
+def _accepted(path: Path, facts: PathFacts) -> Directory:
     if facts.mount.over_network:
         warn(
             f"storage path {facts.path!r} is on {facts.mount.point}, a network file system ({facts.mount.kind}): "
             "expect waits; name a directory on a local disk with storage_paths or TBA_STORAGE_PATHS"
         )
+    return Directory(path, facts.device)
 
 
-def _mountinfo() -> str:
+def _mounts() -> list[Any]:
     try:
-        return Path("/proc/self/mountinfo").read_text(errors="surrogateescape")
+        return psutil.disk_partitions(all=True)
     except OSError:
-        return ""  # not Linux: no mount is known, and none is refused for its kind
-
-
-def _home() -> str | None:
-    home = os.path.expanduser("~")
-    return home if os.path.isabs(home) else None
+        return []  # no /proc: no mount is known, and none is refused for its kind
 
 
 def user_id() -> int:
     """Whose files are ours; 0 where the system has no such numbers."""
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-def _unescape(text: str) -> str:
-    """The kernel writes space, tab, newline and backslash as a backslash and three octal digits."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

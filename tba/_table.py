@@ -1,8 +1,7 @@
-"""Table: rows of short texts, as aligned text for a terminal and as HTML for a notebook."""
+"""Table: rows of short texts, aligned for a terminal."""
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Sequence
 
 
@@ -14,23 +13,3 @@ def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
         for row in rows
     ]
     return "\n".join([*lines, *notes])
-
-
-def as_html(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """A table that needs no style sheet; the first row is its head. Every text is escaped."""
-    head, *body = rows
-    lines = [_row("th", head), *(_row("td", row) for row in body)]
-    below = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<table>{''.join(lines)}</table>{below}"
-
-
-def _row(tag: str, cells: Sequence[str]) -> str:
-    first, *rest = map(_escaped, cells)
-    numbers = "".join(f'<{tag} style="text-align:right">{cell}</{tag}>' for cell in rest)
-    return f'<tr><{tag} style="text-align:left">{first}</{tag}>{numbers}</tr>'
-
-
-def _escaped(cell: str) -> str:
-    """Without its indent, HTML would draw a part like the whole."""
-    text = cell.lstrip(" ")
-    return "&nbsp;" * (len(cell) - len(text)) + html.escape(text)

@@ -5,10 +5,10 @@ A cgroup limit is below the machine's in every container, and nothing the C libr
 
 from __future__ import annotations
 
-import os
+import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import psutil
@@ -23,6 +23,21 @@ _REFRESH_S = 1.0
 _NO_LIMIT_BYTES = 1 << 60
 
 
+class _Files(NamedTuple):
+    """The files of a cgroup, and the lines of its memory.stat that count the page cache."""
+
+    limits: tuple[str, ...]
+    use: str
+    reclaimable: tuple[str, str]
+
+
+_FILES = {
+    1: _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+    # Above memory.high the kernel stalls the process so long that it is a limit too.
+    2: _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file", "active_file")),
+}
+
+
 class CgroupMount(NamedTuple):
     """Where a hierarchy with the memory controller is mounted, and which of its cgroups shows there as the root."""
 
@@ -31,29 +46,28 @@ class CgroupMount(NamedTuple):
     point: str
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
+class Level(NamedTuple):
     """One cgroup with a limit: the process's own or one above it, whose limit covers all below."""
 
     limit_bytes: int
     use_file: str
     stat_file: str
-    reclaimable: tuple[bytes, bytes]  # names of the page cache that is given up before anybody is killed
+    reclaimable: tuple[str, str]  # names of the page cache that is given up before anybody is killed
 
 
 def free_bytes() -> int:
     """Bytes this process may still take: the least of the machine's available memory and of each cgroup's rest.
 
-    A cgroup's rest is its limit less its use, where file cache that can be dropped does not count as used. Some 50
-    microseconds a call; limits are looked up again once a second.
+    A cgroup's rest is its limit less its use, where file cache that can be dropped does not count as used. Limits are
+    looked up again once a second.
     """
-    least = _machine_available_bytes()
+    least = int(psutil.virtual_memory().available)
     for level in _levels():
         try:
-            rest = level.limit_bytes - int(_read(level.use_file)) + _reclaimable(level)
+            used, stat = int(_read(level.use_file)), _read(level.stat_file)
         except (OSError, ValueError):
             continue  # the cgroup has just been removed; the next look finds the present one
-        least = min(least, rest)
+        least = min(least, level.limit_bytes - used + sum(stat_value(stat, key) for key in level.reclaimable))
     return max(0, least)
 
 
@@ -75,12 +89,9 @@ def device_free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         raise ConfigError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
     driver_free, driver_total = torch.cuda.mem_get_info(device)
-    return device_rest_bytes(
-        driver_free,
-        torch.cuda.memory_reserved(device),
-        torch.cuda.memory_allocated(device),
-        int(driver_total * torch.cuda.get_per_process_memory_fraction(device)),
-    )
+    unused = driver_free + torch.cuda.memory_reserved(device)
+    allowed = int(driver_total * torch.cuda.get_per_process_memory_fraction(device))
+    return max(0, min(unused, allowed) - torch.cuda.memory_allocated(device))
 
 
 def device_total_bytes(device: torch.device) -> int:
@@ -94,37 +105,23 @@ def least_device_bytes(model: nn.Module | None) -> int | None:
     return min((device_total_bytes(device) for device in devices), default=None)
 
 
-def device_rest_bytes(driver_free: int, reserved: int, allocated: int, allowed: int) -> int:
-    """What is left for tensors: the driver's rest and the allocator's unused part, within what the process may have."""
-    return max(0, min(driver_free + reserved - allocated, allowed - allocated))
-
-
 # -- pure parsers ----------------------------------------------------------------------------------------------------
 
 
 def cgroup_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
     """The mounted hierarchies that may hold a memory controller, from the text of `/proc/self/mountinfo`."""
-    found = []
-    for line in mountinfo.splitlines():
-        before, _, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if len(left) < 5 or len(right) < 3:
-            continue
-        if right[0] == "cgroup" and "memory" in right[2].split(","):
-            found.append(CgroupMount(1, left[3], left[4]))
-        elif right[0] == "cgroup2":
-            found.append(CgroupMount(2, left[3], left[4]))
-    return tuple(found)
+    found = re.finditer(r"^(?:\S+ ){3}(\S+) (\S+) .* - (cgroup2?) \S+ (\S+)$", mountinfo, flags=re.MULTILINE)
+    return tuple(
+        CgroupMount(2 if kind == "cgroup2" else 1, root, point)
+        for root, point, kind, options in (match.groups() for match in found)
+        if kind == "cgroup2" or "memory" in options.split(",")
+    )
 
 
 def cgroup_paths(cgroup: str) -> dict[int, str]:
     """The process's cgroup in each version's hierarchy, from the text of `/proc/self/cgroup`."""
     paths = {}
-    for line in cgroup.splitlines():
-        parts = line.split(":", 2)
-        if len(parts) < 3:
-            continue
-        number, controllers, path = parts
+    for number, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", cgroup, flags=re.MULTILINE):
         if "memory" in controllers.split(","):
             paths[1] = path
         elif number == "0" and not controllers:
@@ -155,20 +152,10 @@ def limit_of(text: str) -> int | None:
     return int(text)
 
 
-def stat_value(data: bytes, key: bytes) -> int:
+def stat_value(text: str, key: str) -> int:
     """The number after `key` at the start of a line in a memory.stat; 0 where there is none."""
-    at = (b"\n" + data).find(b"\n" + key + b" ")
-    if at < 0:
-        return 0
-    return int(data[at + len(key) + 1 :].split(b"\n", 1)[0])
-
-
-def meminfo_value(data: bytes, key: bytes) -> int | None:
-    """The bytes after `key` in a /proc/meminfo, which counts in KiB; None where there is none."""
-    at = (b"\n" + data).find(b"\n" + key + b":")
-    if at < 0:
-        return None
-    return int(data[at + len(key) + 1 :].split(None, 1)[0]) * 1024
+    found = re.search(rf"^{key} (\d+)", text, flags=re.MULTILINE)
+    return int(found[1]) if found is not None else 0
 
 
 # -- effects ---------------------------------------------------------------------------------------------------------
@@ -181,35 +168,19 @@ def find_levels(read: Callable[[str], str]) -> tuple[Level, ...]:
         mounts = cgroup_mounts(read("/proc/self/mountinfo"))
     except OSError:
         return ()  # no cgroups here
-    return tuple(
-        level
-        for mount in mounts
-        if mount.version in paths
-        for level in (_levels_v1 if mount.version == 1 else _levels_v2)(
-            cgroup_directories(mount, paths[mount.version]), read
-        )
-    )
+    known = [(mount, paths[mount.version]) for mount in mounts if mount.version in paths]
+    return tuple(level for mount, path in known for level in _levels_of(mount, path, read))
 
 
-def _levels_v1(directories: tuple[str, ...], read: Callable[[str], str]) -> Iterator[Level]:
-    for depth, directory in enumerate(directories):
-        # Without use_hierarchy a cgroup's limit covers itself alone.
+def _levels_of(mount: CgroupMount, path: str, read: Callable[[str], str]) -> Iterator[Level]:
+    files = _FILES[mount.version]
+    for depth, directory in enumerate(cgroup_directories(mount, path)):
+        # In version 1, without use_hierarchy, a cgroup's limit covers itself alone.
         if depth and _text(read, f"{directory}/memory.use_hierarchy").strip() == "0":
             return
-        limit = limit_of(_text(read, f"{directory}/memory.limit_in_bytes"))
-        if limit is not None:
-            files = f"{directory}/memory.usage_in_bytes", f"{directory}/memory.stat"
-            yield Level(limit, *files, (b"total_inactive_file", b"total_active_file"))
-
-
-def _levels_v2(directories: tuple[str, ...], read: Callable[[str], str]) -> Iterator[Level]:
-    for directory in directories:
-        # Above memory.high the kernel stalls the process so long that it is a limit too.
-        found = (limit_of(_text(read, f"{directory}/{name}")) for name in ("memory.max", "memory.high"))
-        limits = [limit for limit in found if limit is not None]
-        if limits:
-            files = f"{directory}/memory.current", f"{directory}/memory.stat"
-            yield Level(min(limits), *files, (b"inactive_file", b"active_file"))
+        found = (limit_of(_text(read, f"{directory}/{name}")) for name in files.limits)
+        if limits := [limit for limit in found if limit is not None]:
+            yield Level(min(limits), f"{directory}/{files.use}", f"{directory}/memory.stat", files.reclaimable)
 
 
 def _text(read: Callable[[str], str], path: str) -> str:
@@ -227,44 +198,16 @@ def _levels() -> tuple[Level, ...]:
     looked_s, levels = _known_levels
     now_s = time.monotonic()
     if now_s - looked_s >= _REFRESH_S:
-        levels = find_levels(_read_text)
+        levels = find_levels(_read)
         _known_levels = (now_s, levels)
     return levels
 
 
-def _reclaimable(level: Level) -> int:
-    data = _read(level.stat_file)
-    return sum(stat_value(data, key) for key in level.reclaimable)
-
-
-def _machine_available_bytes() -> int:
-    try:
-        available = meminfo_value(_read("/proc/meminfo"), b"MemAvailable")
-    except OSError:
-        available = None
-    return available if available is not None else int(psutil.virtual_memory().available)
-
-
-_machine_bytes = 0
-
-
+@cache
 def _machine_total_bytes() -> int:
-    global _machine_bytes
-    if not _machine_bytes:
-        _machine_bytes = int(psutil.virtual_memory().total)
-    return _machine_bytes
+    return int(psutil.virtual_memory().total)
 
 
-def _read(path: str) -> bytes:
-    """A small file of the kernel's that is made whole at each open, so that one read gets all of it."""
-    # No Python file object: it costs as much again as the kernel's work.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    try:
-        return os.read(descriptor, 1 << 14)
-    finally:
-        os.close(descriptor)
-
-
-def _read_text(path: str) -> str:
+def _read(path: str) -> str:
     with open(path, errors="surrogateescape") as file:
         return file.read()

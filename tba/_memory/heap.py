@@ -26,13 +26,10 @@ _LEAST_BYTES = 64 << 20
 _LEAST_SHARE = 0.25
 
 
-def matters(retained_bytes: int, written_bytes: int) -> bool:
-    """Whether what the heap retains is worth a word, where a step has written so much."""
-    return retained_bytes > _LEAST_BYTES and retained_bytes > _LEAST_SHARE * written_bytes > 0
-
-
 def advice(retained_bytes: int, written_bytes: int, command: Sequence[str]) -> str:
-    """The line: what was found and what to type."""
+    """The line: what was found and what to type; "" where the heap keeps too little of what a step wrote."""
+    if retained_bytes <= max(_LEAST_BYTES, _LEAST_SHARE * written_bytes):
+        return ""
     return (
         f"glibc's heap keeps {size(retained_bytes)} of freed memory at the end of a step that wrote "
         f"{size(written_bytes)}: the process does not shrink by that. An allocator that reuses what is freed avoids "
@@ -53,10 +50,9 @@ class Heap:
         if not self._looks_left or not written_bytes or torch.cuda.is_initialized():
             return
         self._looks_left -= 1
-        retained_bytes = self._retained_bytes()
-        if matters(retained_bytes, written_bytes):
+        if line := advice(self._retained_bytes(), written_bytes, sys.orig_argv):
             self._looks_left = 0
-            logging.getLogger("tba").warning(advice(retained_bytes, written_bytes, sys.orig_argv))
+            logging.getLogger("tba").warning(line)
 
 
 class _MallInfo(ctypes.Structure):

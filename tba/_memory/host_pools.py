@@ -30,18 +30,19 @@ class HostMemory:
         self._idle_bytes = idle_bytes
         self._budget_bytes = max(budget_bytes, mmap.PAGESIZE)
         self._pools: dict[str, BufferPool] = {}  # by type of device
-        self._of: dict[torch.device, BufferPool] = {}  # the same: a device makes a new string of its type each time
 
     def of(self, device: torch.device, alignment: int = 1) -> BufferPool:
         """The pool for tensors of a device. Leases never share a page, nor a block of `alignment` bytes."""
-        pool = self._of.get(device)
+        pool = self._pools.get(device.type)
         if pool is None:
-            pool = self._pools.get(device.type)
-            if pool is None:
-                alignment = max(alignment, mmap.PAGESIZE)
-                pool = self._pageable(alignment) if device.type == "cpu" else self._pinned(device, alignment)
-                self._pools[device.type] = pool
-            self._of[device] = pool
+            alignment = max(alignment, mmap.PAGESIZE)
+            if device.type == "cpu":
+                pool = BufferPool(alignment, idle_bytes=self._idle_bytes)
+            else:
+                pool = HostArena(
+                    self._budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=_node_of(device)
+                )
+            self._pools[device.type] = pool
         return pool
 
     def trim(self) -> None:
@@ -53,14 +54,6 @@ class HostMemory:
         """Give everything back, what is still in use when it ends."""
         for pool in self._pools.values():
             pool.close()
-
-    def _pageable(self, alignment: int) -> BufferPool:
-        return BufferPool(alignment, idle_bytes=self._idle_bytes)
-
-    def _pinned(self, device: torch.device, alignment: int) -> HostArena:
-        return HostArena(
-            self._budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=_node_of(device)
-        )
 
 
 def _pin(address: int, nbytes: int) -> None:

@@ -32,7 +32,6 @@ class Pressure:
 
     def __init__(self, reserve_bytes: int) -> None:
         self.reserve_bytes = reserve_bytes
-        self.releases = 0
         self._moved_bytes = 0
         self._look_after_bytes = LOOK_EVERY_BYTES
 
@@ -48,7 +47,6 @@ class Pressure:
         free = free_memory.free_bytes()
         if free < self.reserve_bytes:
             _release()
-            self.releases += 1
             free = free_memory.free_bytes()
         return free
 
@@ -61,9 +59,7 @@ def _find_release() -> Callable[[], object]:
         return lambda: library.mallctl(name, None, None, None, ctypes.c_size_t(0))
     if hasattr(library, "mi_collect"):
         return lambda: library.mi_collect(ctypes.c_bool(True))
-    if hasattr(library, "malloc_trim"):
-        return lambda: library.malloc_trim(ctypes.c_size_t(0))
-    return lambda: None
+    return lambda: library.malloc_trim(ctypes.c_size_t(0)) if hasattr(library, "malloc_trim") else None
 
 
 _release = _find_release()

@@ -7,15 +7,19 @@ anew. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tba._errors import ConfigError
 
@@ -93,20 +97,17 @@ def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
     if name == "glibc" and (present is not None or not facts.glibc):
         why = f"LD_PRELOAD brings {present}; unset it" if present else "this Python does not run on glibc"
         raise ConfigError(f"allocator 'glibc' was asked for, but {why}, or choose 'none'")
-    wanted = ("jemalloc", "mimalloc") if name == "auto" else (name,)
-    for candidate in wanted:
-        if library := facts.libraries.get(candidate):
-            others = [
-                f"{kind}: {facts.missing[kind]}" for kind in wanted[: wanted.index(candidate)] if kind in facts.missing
-            ]
-            why = "; ".join([_KEEPS + (", as asked" if name != "auto" else ""), *others])
-            return Allocator(candidate, library, preload_environment(candidate, library, environ), why)
+    candidates = [kind for kind in _INSTALL if name in (kind, "auto")]
+    missing = "; ".join(f"{kind}: {facts.missing[kind]}" for kind in candidates if kind in facts.missing)
+    for kind in candidates:
+        if library := facts.libraries.get(kind):
+            why = _KEEPS + (", as asked" if name != "auto" else "") + (f"; {missing}" if missing else "")
+            return Allocator(kind, library, preload_environment(kind, library, environ), why)
     if name in _INSTALL:
         raise ConfigError(
             f"allocator {name!r} was asked for, but {facts.missing.get(name, 'is not here')}; {_INSTALL[name]}, "
             "or choose another one"
         )
-    missing = "; ".join(f"{kind}: {reason}" for kind, reason in facts.missing.items())
     if not facts.glibc:
         return Allocator("none", None, {}, f"nothing better is here ({missing})")
     why = "blocks of 1 MiB and more go back to the kernel when freed"
@@ -148,14 +149,6 @@ def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
     return "glibc tuned" if all(environ.get(name) for name in _GLIBC) else "glibc"
 
 
-def libraries_in_cache(listing: str, stem: str, machine: str) -> list[str]:
-    """The paths of `stem` (such as "libjemalloc.so") for this processor in what `ldconfig -p` prints."""
-    marks = {"x86_64": "x86-64", "aarch64": "AArch64"}
-    mark = marks.get(machine, "")
-    found = re.findall(r"^\s*(\S+) \(([^)]*)\) => (\S+)$", listing, flags=re.MULTILINE)
-    return [path for name, abi, path in found if name.startswith(stem) and mark in abi]
-
-
 # -- effects ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,18 +156,14 @@ def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
     """Look for what `name` needs, trying each library found by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Facts(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
-    finders = {"jemalloc": _jemalloc_files, "mimalloc": _mimalloc_files}
-    kinds = tuple(finders) if name == "auto" else (name,)
     libraries, missing = {}, {}
-    for kind in kinds:
-        if kind not in finders:
-            continue
-        library, why = first_that_works(kind, finders[kind](environ), environ)
+    for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
+        library, why = first_that_works(kind, _library_files(kind, environ), environ)
         if library is not None:
             libraries[kind] = library
             break
         missing[kind] = why
-    return Facts(libraries, missing, _on_glibc())
+    return Facts(libraries, missing, platform.libc_ver()[0] == "glibc")
 
 
 def first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
@@ -205,40 +194,14 @@ def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | Non
     return said.splitlines()[0] if said else f"a program under it ended with status {result.returncode}"
 
 
-def _jemalloc_files(environ: Mapping[str, str]) -> list[str]:
-    return _library_files("libjemalloc.so", environ)
-
-
-def _mimalloc_files(environ: Mapping[str, str]) -> list[str]:
-    try:
-        packaged = importlib.metadata.files("cmeel-mimalloc") or []
-    except importlib.metadata.PackageNotFoundError:
-        packaged = []
-    shared = [Path(str(file.locate())) for file in packaged if re.fullmatch(r"libmimalloc\.so(\.\d+)*", file.name)]
-    return [str(file.resolve()) for file in shared if file.exists()] + _library_files("libmimalloc.so", environ)
-
-
-def _library_files(stem: str, environ: Mapping[str, str]) -> list[str]:
-    """Where a library may be: what the loader knows, then the usual directories and those of this environment."""
-    files = libraries_in_cache(_ldconfig(), stem, os.uname().machine)
-    triplet = getattr(sys.implementation, "_multiarch", "")
-    roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr", "/"]
-    places = [Path(root, sub) for root in roots if root for sub in ("lib64", f"lib/{triplet}", "lib")]
-    files += [str(file) for place in places for file in sorted(place.glob(f"{stem}*"))]
-    return [file for file in files if re.search(r"\.so(\.\d+)*$", file) and os.path.isfile(file)]
-
-
-def _ldconfig() -> str:
-    # Not every user has /sbin on PATH.
-    program = shutil.which("ldconfig") or shutil.which("ldconfig", path="/sbin:/usr/sbin")
-    if program is None:
-        return ""
-    result = subprocess.run([program, "-p"], capture_output=True, text=True, check=False)
-    return result.stdout
-
-
-def _on_glibc() -> bool:
-    try:
-        return bool(os.confstr("CS_GNU_LIBC_VERSION"))
-    except (ValueError, OSError):
-        return False
+def _library_files(name: str, environ: Mapping[str, str]) -> list[str]:
+    """Where a library may be: in its package, where the loader looks, in the usual directories, in this environment."""
+    packaged: Any = ()
+    with suppress(importlib.metadata.PackageNotFoundError):
+        packaged = importlib.metadata.files(f"cmeel-{name}") or ()
+    files = [Path(str(file.locate())).resolve() for file in packaged]
+    known = ctypes.util.find_library(name)
+    roots = [sys.prefix, environ.get("CONDA_PREFIX", ""), "/usr/local", "/usr"]
+    places = [Path(root, sub) for root in roots if root for sub in ("lib64", "lib")]
+    files += [*([Path(known)] if known else []), *(file for place in places for file in sorted(place.glob("lib*.so*")))]
+    return [str(file) for file in files if re.fullmatch(rf"lib{name}\.so(\.\d+)*", file.name)]

@@ -9,7 +9,7 @@ import typer
 import tba
 
 from ._audit import audit_command
-from ._doctor import doctor
+from ._doctor.command import doctor
 from ._run import run
 
 app = typer.Typer(

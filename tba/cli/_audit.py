@@ -13,12 +13,12 @@ from typing import Annotated
 
 import typer
 
-from tba._audit import PRESETS_AUDITED, audit
-from tba._audit_picture import check_picture
+from tba._audit.audit import PRESETS_AUDITED, audit
+from tba._audit.picture import check_picture
 from tba._errors import ConfigError, OffloadWarning
 from tba._torch.user_frames import users_part
 
-from ._subject import subject
+from ._audit_subject import subject
 
 _FAILED, _BAD_USAGE = 1, 2
 

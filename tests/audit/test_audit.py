@@ -15,7 +15,7 @@ from compact import Exact, Projected, Quantized, Saved
 from support.audit import Feed, cube
 from support.zoo import FAMILIES, Family
 from tba import audit
-from tba._audit import _compare
+from tba._audit.audit import _compare
 
 BITWISE = ("safe8", "balanced", "max")
 

@@ -21,7 +21,7 @@ import tba
 from compact import Saved
 from support.audit import Feed, bits_equal, cube
 from tba import Audit, ConfigError, OffloadWarning, audit
-from tba._audit import _compare
+from tba._audit.audit import _compare
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +142,9 @@ def _broken() -> Audit:
     )
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-@pytest.mark.parametrize("make", [lambda: audit(Feed(), torch.randn(4, 8, 16), loss=cube), _broken])
+@pytest.mark.parametrize(
+    ("make", "ending"), [(lambda: audit(Feed(), torch.randn(4, 8, 16), loss=cube), "png"), (_broken, "svg")]
+)
 def test_a_picture_is_drawn(make: Callable[[], Audit], ending: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / f"audit.{ending}"

@@ -15,7 +15,7 @@ import tba
 from compact import Saved
 from tba import ConfigError
 from tba.cli import _audit, app
-from tba.cli._subject import from_callable, from_config, subject
+from tba.cli._audit_subject import from_callable, from_config, subject
 
 transformers = pytest.importorskip("transformers")
 
@@ -147,8 +147,8 @@ def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
         ("nobody:make", "there is no module 'nobody' in .* call tba audit where it is"),
         ("{ours}.sub:make", "there is no module '{ours}.sub'"),
         (":make", "'' is no name of a module"),
-        ("{ours}:other", "has no 'other'; give `module:callable`"),
-        ("{ours}:", "has no ''"),
+        ("{ours}:other", "has no attribute 'other'; give `module:callable`"),
+        ("{ours}:", "has no attribute ''"),
         ("{ours}:number", "number is a int, but it must be callable"),
         ("{ours}:alone", r"alone\(\) returned Feed, but an audit needs \(model, batch\)"),
         ("{ours}:swapped", r"swapped\(\) returned Tensor, Feed, but"),

@@ -14,7 +14,7 @@ import pytest
 
 from io_backends import Buffer, PosixStore, Store, Ticket
 from io_backends.testing import Fault, FaultyStore, Operation
-from tba._disk_probe import DiskFacts, probe_bytes, probe_disk
+from tba.cli._doctor.disk_probe import DiskFacts, probe_bytes, probe_disk
 
 MIB = 1 << 20
 
@@ -25,6 +25,7 @@ class Recorder:
     def __init__(self, store: Store, *, stale: bool = False) -> None:
         self._store, self._stale = store, stale
         self.written: list[Ticket] = []
+        self._first: Any = None
         self.read_bytes = 0
         self.live = 0
         self.peak_file_bytes = 0
@@ -40,7 +41,8 @@ class Recorder:
     def read(self, location: Any, buffer: Buffer) -> Ticket:
         self.read_bytes += buffer.nbytes
         self.peak_file_bytes = max(self.peak_file_bytes, self._store.allocated_bytes())
-        return self._store.read(self.written[0].location if self._stale else location, buffer)
+        self._first = location if self._first is None else self._first
+        return self._store.read(self._first if self._stale else location, buffer)
 
     def discard(self, ticket: Ticket) -> None:
         self.live -= 1

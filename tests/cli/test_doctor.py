@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,21 +14,17 @@ import pytest
 from typer.testing import CliRunner
 
 from support.doctor import DISK, FAST, FIT, GIB, GPU
-from tba import OffloadConfig, _storage_path
-from tba._device_probe import KvikioFacts, Link
-from tba._disk_probe import DiskFacts, Speed
+from support.endurance import counts
+from tba import OffloadConfig, _storage_path, describe
 from tba._storage_path import Mount, PathFacts
-from tba.cli import _examine, app
+from tba.cli import app
 from tba.cli._allocators import allocator_in_force
-from tba.cli._checks import (
-    AllocatorReport,
-    EnduranceReport,
-    Facts,
-    Finding,
-    Level,
-    judge,
-)
-from tba.cli._examine import examine
+from tba.cli._doctor import examine as examination
+from tba.cli._doctor.checks import AllocatorReport, Facts, Finding, Level, judge
+from tba.cli._doctor.device_probe import KvikioFacts
+from tba.cli._doctor.disk_probe import DiskFacts, Speed
+from tba.cli._doctor.examine import examine
+from tba.cli._doctor.report import as_json, setting_rows, value_text
 
 
 def told(facts: Facts, level: Level, subject: str) -> Finding:
@@ -44,9 +40,10 @@ def path_with(**changes: Any) -> Facts:
 def test_a_fit_machine_has_nothing_to_be_done() -> None:
     findings = judge(FIT)
     assert {finding.level for finding in findings} == {Level.OK}
-    assert [finding.subject for finding in findings] == ["/disk", "memory", "kvikio", "allocator"]
+    assert [finding.subject for finding in findings] == ["/disk", "memory", "GPU", "kvikio", "allocator"]
     assert not any(finding.do for finding in findings)
-    assert "writes 2.00 GB/s and reads 3.00 GB/s" in findings[0].text  # the best of the block sizes
+    assert findings[0].text.startswith("ext4 on /dev/vda, 100.0 GiB free; writes 2.00 GB/s and reads 3.00 GB/s")
+    assert findings[1].text.startswith("50.0 GiB of 64.0 GiB are free")
 
 
 def test_whatever_is_wrong_comes_with_what_to_do() -> None:
@@ -79,9 +76,12 @@ def test_a_network_file_system_is_warned_of() -> None:
 
 
 def test_little_room_is_warned_of() -> None:
-    assert "4,294,967,295 bytes are free" in told(path_with(free_bytes=4 * GIB - 1), Level.WARNING, "/disk").text
-    assert judge(path_with(free_bytes=4 * GIB)) == judge(FIT)
-    assert judge(path_with(free_bytes=None)) == judge(FIT)  # a file system that does not say
+    def free(nbytes: int | None) -> Facts:
+        return path_with(facts=replace(DISK.facts, free_bytes=nbytes))
+
+    assert "4,294,967,295 bytes are free" in told(free(4 * GIB - 1), Level.WARNING, "/disk").text
+    for nbytes in (4 * GIB, None):  # None: a file system that does not say
+        assert all(finding.level is Level.OK for finding in judge(free(nbytes)))
 
 
 def test_no_direct_io_is_warned_of() -> None:
@@ -127,15 +127,9 @@ def test_a_budget_beyond_what_is_free_is_warned_of() -> None:
     assert told(replace(facts, tier="nvme"), Level.OK, "memory")
 
 
-def test_a_device_is_judged_by_its_link_and_its_copies() -> None:
-    facts = replace(FIT, devices=(GPU,))
-    assert "25.0 GB/s" in told(facts, Level.OK, "cuda:0").text
-    narrow = replace(GPU, link=Link(8, 16, 16.0, 16.0), to_device_bytes_per_s=13e9, to_host_bytes_per_s=13e9)
-    assert "8 of 16 lanes" in told(replace(FIT, devices=(narrow,)), Level.WARNING, "cuda:0").text
-    slow = replace(GPU, to_host_bytes_per_s=15e9)
-    assert "15.0 GB/s over a link of 31.5 GB/s" in told(replace(FIT, devices=(slow,)), Level.WARNING, "cuda:0").text
-    hidden = replace(slow, link=None)  # nothing to compare with
-    assert told(replace(FIT, devices=(hidden,)), Level.OK, "cuda:0")
+def test_a_device_is_judged_by_its_copies() -> None:
+    text = told(replace(FIT, devices=(GPU,)), Level.OK, "cuda:0").text
+    assert text == "A GPU, 79.0 GiB of 80.0 GiB are free; copies 25.0 GB/s in and 26.0 out with pinned memory"
     broken = replace(GPU, to_device_bytes_per_s=None, to_host_bytes_per_s=None, error="out of memory")
     assert "failed: out of memory" in told(replace(FIT, devices=(broken,)), Level.WARNING, "cuda:0").text
 
@@ -164,20 +158,11 @@ def test_glibc_is_warned_of_where_the_cpu_trains() -> None:
         assert told(replace(facts, devices=(GPU,)), Level.OK, "allocator")
 
 
-def test_the_allowance() -> None:
-    under = EnduranceReport(limit_bytes=1000, written_today_bytes=999, problems=("a file is broken; mend it",))
-    facts = replace(FIT, endurance=under)
-    assert "999 of 1,000 bytes a day" in told(facts, Level.OK, "endurance").text
-    assert told(facts, Level.WARNING, "endurance").do == "mend it"
-    facts = replace(FIT, endurance=EnduranceReport(limit_bytes=1000, written_today_bytes=1000))
-    assert "stay in memory until tomorrow" in told(facts, Level.WARNING, "endurance").text
-
-
 EVERY_WRONG = [
     replace(FIT, platform="win32", paths=()),
     path_with(refusal="it is not a directory; name one", disk=None),
     path_with(facts=replace(DISK.facts, mount=Mount(kind="nfs"))),
-    path_with(free_bytes=1),
+    path_with(facts=replace(DISK.facts, free_bytes=1)),
     path_with(disk=DiskFacts(error="x")),
     path_with(disk=replace(FAST, alignment=1)),
     path_with(disk=replace(FAST, speeds=(Speed(1, 1.0, 1.0, 1),))),
@@ -185,11 +170,11 @@ EVERY_WRONG = [
     replace(FIT, no_path="none", paths=()),
     replace(FIT, tier="cpu", paths=()),
     replace(FIT, tier="cpu", devices=(GPU,), memory=replace(FIT.memory, free_bytes=1)),
-    replace(FIT, devices=(replace(GPU, link=Link(4, 16, 16.0, 16.0), to_host_bytes_per_s=1.0, error="x"),)),
+    replace(FIT, devices=(replace(GPU, error="x"),)),
     replace(FIT, io_backend="kvikio"),
     replace(FIT, io_backend="kvikio", kvikio=KvikioFacts(version="1", mode="compat")),
     replace(FIT, allocator=AllocatorReport(in_force="glibc", best="glibc")),
-    replace(FIT, endurance=EnduranceReport(limit_bytes=1, written_today_bytes=2, problems=("a; b",))),
+    replace(FIT, warnings=("endurance allowance: 100 of 100 bytes; raise it",)),
 ]
 
 
@@ -209,6 +194,66 @@ def test_the_allocator_in_force(library: str, environ: dict[str, str], name: str
     assert allocator_in_force(maps, environ) == name
 
 
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def described(config: OffloadConfig) -> tuple[dict[str, Any], ...]:
+    return tuple(setting._asdict() for setting in describe(config))
+
+
+def test_settings_are_shown_with_their_origin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_STAGING_BYTES", "1.5GiB")
+    config = OffloadConfig(tier="nvme", storage_paths=["/a", "/b"])
+    shown = list(setting_rows(replace(FIT, settings=described(config))))
+    assert shown[:3] == [
+        ("settings", "tier = nvme  (from argument)"),
+        ("", "storage_paths = /a:/b  (from argument)"),
+        ("", "staging_bytes = 1.5 GiB  (from TBA_STAGING_BYTES)"),
+    ]
+    assert shown[3][1].startswith(
+        "by default: compress = none, rank = none, seed = 0, io_backend = auto, min_tensor_bytes = 1.0 MiB"
+    )
+    assert [value_text(value) for value in (True, False, 60.0)] == ["on", "off", "60.0"]
+
+
+def test_a_default_says_what_it_means_on_this_machine() -> None:
+    facts = replace(FIT, settings=described(OffloadConfig()), io_threads=1)
+    text = next(iter(setting_rows(facts)))[1]
+    for words in (
+        "storage_paths = /disk,",
+        "memory_budget = what is free, less a margin,",
+        "cpu_budget = half of the memory = 32.0 GiB,",
+        "nvme_budget = 80% of the free disk = 80.0 GiB,",
+        "staging_bytes = 40.0 MiB,",
+        "prefetch_bytes = by the largest tensor, at most 40.0 MiB,",
+        "io_threads = 1 a path,",
+        "checksum = off,",
+        "max_write_rate = no limit,",
+    ):
+        assert words in text
+    assert "None" not in text
+    shared = replace(facts, memory=replace(FIT.memory, local_ranks=2), devices=(GPU,), paths=())
+    text = next(iter(setting_rows(shared)))[1]
+    assert "cpu_budget = half of the memory, divided by 2 ranks, = 32.0 GiB" in text
+    assert "staging_bytes = 1.0 GiB" in text
+    assert "storage_paths = below the user's cache" in text
+
+
+def test_json_has_every_fact() -> None:
+    facts = replace(FIT, devices=(GPU,), settings=described(OffloadConfig(storage_paths="/a")))
+    data = json.loads(as_json(facts, judge(facts), works=True))
+    assert data["works"] is True
+    assert data["findings"][0] == {"level": "ok", "subject": "/disk", "text": judge(facts)[0].text, "do": ""}
+    assert data["paths"][0]["facts"]["mount"]["kind"] == "ext4"
+    assert data["paths"][0]["disk"]["speeds"][1] == {
+        "block_bytes": 16 << 20,
+        "write_bytes_per_s": 2e9,
+        "read_bytes_per_s": 3e9,
+        "moved_bytes": GIB,
+    }
+    assert {"name": "storage_paths", "value": ["/a"], "origin": "argument"} in data["settings"]
+
+
 # -- for real ----------------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +262,7 @@ def doctor(*arguments: str) -> Any:
 
 
 def test_a_real_directory_is_measured(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 16, 1 << 20))
+    monkeypatch.setattr(examination, "BLOCK_SIZES", (1 << 16, 1 << 20))
     result = doctor("--tier", "nvme", "--path", str(scratch), "--seconds", "0.01", "--json")
     data = json.loads(result.stdout)
     assert (result.exit_code, data["works"], data["tier"]) == (0, True, "nvme")
@@ -269,18 +314,18 @@ def test_a_tier_without_files_looks_at_no_directory(scratch: Path, monkeypatch: 
 
 def test_what_it_writes_counts_against_the_allowance(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(scratch / "state"))
-    monkeypatch.setattr(_examine, "BLOCK_SIZES", (1 << 20,))
-    config = OffloadConfig(storage_paths=scratch, max_write_bytes_per_day="100MiB")
-    for looks in (1, 2):
-        facts = examine(config, seconds=0.001)
-        assert facts.paths[0].disk is not None
-        (speed,) = facts.paths[0].disk.speeds
-        assert 0 < speed.moved_bytes <= 5 << 20
-        assert facts.endurance.problems == ()
-        assert facts.endurance.written_today_bytes >= looks << 20
-    spent = examine(config.model_copy(update={"max_write_bytes_per_day": 1 << 20}), seconds=0.001)
-    assert spent.paths[0].disk == DiskFacts(alignment=spent.paths[0].disk.alignment)  # nothing was written
-    assert any("until tomorrow" in finding.text for finding in judge(spent))
+    monkeypatch.setattr(examination, "BLOCK_SIZES", (1 << 20,))
+    found = examine(OffloadConfig(storage_paths=scratch, max_write_bytes_per_day="100MiB"), seconds=0.001)
+    assert found.paths[0].disk is not None
+    (speed,) = found.paths[0].disk.speeds
+    assert 0 < speed.moved_bytes <= 5 << 20
+    assert found.warnings == ()
+    assert sum(counts(scratch / "state" / "tba").values()) == speed.moved_bytes
+    spent = examine(OffloadConfig(storage_paths=scratch, max_write_bytes_per_day=1 << 20), seconds=0.001)
+    assert spent.paths[0].disk == DiskFacts(alignment=found.paths[0].disk.alignment)  # nothing was written
+    finding = told(spent, Level.WARNING, "endurance allowance")
+    assert "of the 1,048,576 bytes that may be written" in finding.text
+    assert finding.do.startswith("raise max_write_bytes_per_day")
 
 
 def test_shares_of_a_rank(scratch: Path) -> None:
@@ -290,7 +335,8 @@ def test_shares_of_a_rank(scratch: Path) -> None:
     assert facts.memory.nvme_budget_bytes == GIB // 4
 
 
-def test_it_is_a_command_of_its_own(scratch: Path) -> None:
-    command = [sys.executable, "-m", "tba", "doctor", "--tier", "keep", "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(result.stdout)["works"] is True
+def test_it_is_a_command_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["-m", "doctor", "--tier", "keep", "--json"])
+    with pytest.raises(SystemExit) as ended:  # as `python -m tba` does
+        runpy.run_module("tba", run_name="__main__")
+    assert (ended.value.code, json.loads(capsys.readouterr().out)["works"]) == (0, True)

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,8 @@ def test_leaving_points_at_the_with(scratch: Path) -> None:
 
 def test_a_setting_points_at_the_call(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.path.realpath(scratch)
-    monkeypatch.setattr(_storage_path, "_mountinfo", lambda: f"1 0 0:1 / {real} rw - nfs4 server:/x rw\n")
+    mount = SimpleNamespace(mountpoint=real, fstype="nfs4", device="server:/x")
+    monkeypatch.setattr(_storage_path, "_mounts", lambda: [mount])
     with pointed_at() as line:
         offload = offload_context(tier="nvme", storage_paths=scratch)
     assert line.text.startswith("offload = offload_context(")

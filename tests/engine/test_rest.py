@@ -133,7 +133,7 @@ def test_what_else_brings_the_hooks_back(change: str, scratch: Path) -> None:
 def test_memory_that_others_take_brings_the_hooks_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     free = [64 << 30]
-    monkeypatch.setattr("tba._memory.pressure.free_memory.free_bytes", lambda: free[0])
+    monkeypatch.setattr("tba._memory.free_memory.free_bytes", lambda: free[0])
     with _used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)

@@ -76,13 +76,10 @@ def test_limits(text: str, limit: int | None) -> None:
 
 
 def test_numbers_in_the_kernels_tables() -> None:
-    stat = b"inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
-    assert free_memory.stat_value(stat, b"inactive_file") == 7
-    assert free_memory.stat_value(stat, b"total_active_file") == 8192
-    assert free_memory.stat_value(stat, b"active_file") == 0  # the end of another name is not the name
-    info = b"MemTotal:       24682416 kB\nMemAvailable:   21045224 kB\n"
-    assert free_memory.meminfo_value(info, b"MemAvailable") == 21045224 * 1024
-    assert free_memory.meminfo_value(info, b"Available") is None
+    stat = "inactive_file 7\ntotal_inactive_file 4096\ntotal_active_file 8192"
+    assert free_memory.stat_value(stat, "inactive_file") == 7
+    assert free_memory.stat_value(stat, "total_active_file") == 8192
+    assert free_memory.stat_value(stat, "active_file") == 0  # the end of another name is not the name
 
 
 def test_v1_finds_every_limit_above_the_process() -> None:
@@ -131,7 +128,7 @@ def levels_in(directory: Path, *limits: tuple[int, int, int]) -> tuple[free_memo
         use_file, stat_file = directory / f"use{number}", directory / f"stat{number}"
         use_file.write_text(f"{use}\n")
         stat_file.write_text(f"inactive_file {cache // 4}\nactive_file {cache - cache // 4}\n")
-        levels.append(free_memory.Level(limit, str(use_file), str(stat_file), (b"inactive_file", b"active_file")))
+        levels.append(free_memory.Level(limit, str(use_file), str(stat_file), ("inactive_file", "active_file")))
     return tuple(levels)
 
 
@@ -154,7 +151,7 @@ def test_free_is_the_least_of_all_limits(
 
 
 def test_a_cgroup_that_has_gone_limits_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = free_memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), (b"x", b"y"))
+    gone = free_memory.Level(1, str(tmp_path / "gone"), str(tmp_path / "gone"), ("x", "y"))
     monkeypatch.setattr(free_memory, "_levels", lambda: (gone,))
     assert free_memory.free_bytes() > MIB
 
@@ -173,26 +170,23 @@ def test_limits_are_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatc
     assert len(looks) == 2
 
 
-def test_without_the_kernels_files_psutil_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_file(path: str) -> bytes:
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(free_memory, "_read", no_file)
-    monkeypatch.setattr(free_memory, "_levels", lambda: ())
-    assert 0 < free_memory.free_bytes() <= psutil.virtual_memory().total
-    assert free_memory.total_bytes() == psutil.virtual_memory().total
-
-
 def test_never_more_than_the_machine_has() -> None:
     assert 0 < free_memory.free_bytes() <= psutil.virtual_memory().total
     assert free_memory.free_bytes() <= free_memory.total_bytes() <= psutil.virtual_memory().total
 
 
-def test_what_a_device_has_left() -> None:
-    # free on the device, reserved and in use by PyTorch, allowed to the process
-    assert free_memory.device_rest_bytes(100, 50, 20, 1000) == 130
-    assert free_memory.device_rest_bytes(100, 50, 20, 60) == 40
-    assert free_memory.device_rest_bytes(0, 20, 20, 10) == 0
+@pytest.mark.parametrize(
+    ("driver_free", "reserved", "allocated", "fraction", "left"),
+    [(100, 50, 20, 1.0, 130), (100, 50, 20, 0.06, 40), (0, 20, 20, 0.01, 0)],
+)
+def test_what_a_device_has_left(
+    driver_free: int, reserved: int, allocated: int, fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver_free, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
+    assert free_memory.device_free_bytes(torch.device("cuda", 0)) == left
 
 
 def test_devices_other_than_cuda() -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from tba._config import Setting
-from tba._device_probe import DeviceFacts, KvikioFacts, Link
-from tba._disk_probe import DiskFacts, Speed
 from tba._storage_path import Mount, PathFacts
-from tba.cli._checks import AllocatorReport, Facts, MemoryReport, PathReport
+from tba.cli._doctor.checks import AllocatorReport, Facts, MemoryReport, PathReport
+from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts
+from tba.cli._doctor.disk_probe import DiskFacts, Speed
 
 GIB = 1 << 30
 FAST = DiskFacts(alignment=512, speeds=(Speed(1 << 20, 1e9, 1.2e9, GIB), Speed(16 << 20, 2e9, 3e9, GIB)))
 DISK = PathReport(
     path="/disk",
-    facts=PathFacts(path="/disk", device=1, mount=Mount(point="/", kind="ext4", source="/dev/vda")),
-    free_bytes=100 * GIB,
+    facts=PathFacts(
+        path="/disk", device=1, free_bytes=100 * GIB, mount=Mount(point="/", kind="ext4", source="/dev/vda")
+    ),
     disk=FAST,
 )
 GPU = DeviceFacts(
@@ -21,8 +21,6 @@ GPU = DeviceFacts(
     name="A GPU",
     total_bytes=80 * GIB,
     free_bytes=79 * GIB,
-    bus_id="0000:3b:00.0",
-    link=Link(16, 16, 16.0, 16.0),
     to_device_bytes_per_s=25e9,
     to_host_bytes_per_s=26e9,
 )
@@ -34,12 +32,11 @@ FIT = Facts(
     memory=MemoryReport(
         total_bytes=64 * GIB,
         free_bytes=50 * GIB,
-        locked_limit_bytes=8 << 20,
         local_ranks=1,
         cpu_budget_bytes=32 * GIB,
         nvme_budget_bytes=80 * GIB,
     ),
     kvikio=KvikioFacts(error="kvikio is not installed"),
     allocator=AllocatorReport(in_force="jemalloc", best="jemalloc"),
-    settings=(Setting("tier", "nvme", "argument"), Setting("io_threads", 2, "default")),
+    settings=({"name": "tier", "value": "nvme", "origin": "argument"},),
 )

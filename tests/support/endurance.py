@@ -5,32 +5,53 @@ from __future__ import annotations
 import datetime
 import os
 import sqlite3
-from contextlib import closing
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
-from tba._endurance import Allowance, file_name
+import pytest
+
+from tba import _endurance
+from tba._endurance import Allowance, counts_file
 
 DAY_S = 86_400
 NOON = datetime.datetime(2026, 3, 29, 12, tzinfo=datetime.UTC).timestamp()  # summer time began that night in Europe
 
 
 class Clock:
-    """The time of day, and seconds that only go forward; both move when told to."""
+    """The time of day, and seconds that only go forward; both move when told to. Stands in for the module `time`."""
 
     def __init__(self, wall_s: float = NOON) -> None:
         self.wall_s, self.monotonic_s = wall_s, 100.0
+        self.gmtime, self.strftime = time.gmtime, time.strftime
+
+    def time(self) -> float:
+        return self.wall_s
+
+    def monotonic(self) -> float:
+        return self.monotonic_s
 
     def wait(self, seconds: float) -> None:
         self.wall_s += seconds
         self.monotonic_s += seconds
 
 
-def allowance(directory: Path, limit: int | None, clock: Clock) -> Allowance:
-    return Allowance(limit, directory, wall_s=lambda: clock.wall_s, monotonic_s=lambda: clock.monotonic_s)
+@contextmanager
+def clock_in_force() -> Iterator[Clock]:
+    """A clock that every allowance goes by."""
+    clock = Clock()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_endurance, "time", clock)
+        yield clock
+
+
+def allowance(directory: Path, limit: int | None) -> Allowance:
+    return Allowance(limit, the_file(directory))
 
 
 def the_file(directory: Path) -> Path:
-    return directory / file_name(os.uname().nodename)
+    return directory / counts_file({}, "", os.uname().nodename).name
 
 
 def counts(directory: Path) -> dict[str, int]:

@@ -6,23 +6,25 @@ import itertools
 import os
 import sqlite3
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from support.endurance import DAY_S, NOON, Clock, allowance, counts, the_file
-from tba import ClosedError, OffloadWarning, _endurance, _storage_path
-from tba._endurance import SYNC_S, Allowance, file_name, projected_bytes_per_day, state_directory
+from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from tba import ClosedError, OffloadWarning, _storage_path
+from tba._endurance import SYNC_S, Allowance, counts_file, projected_bytes_per_day
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    with clock_in_force() as clock:
+        yield clock
 
 
-def test_up_to_the_limit_and_no_further(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+def test_up_to_the_limit_and_no_further(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100)
     assert taken.take(60)
     assert taken.take(40)
     assert taken.written_today_bytes == 100
@@ -34,21 +36,21 @@ def test_up_to_the_limit_and_no_further(tmp_path: Path, clock: Clock) -> None:
     assert counts(tmp_path) == {"2026-03-29": 100}
 
 
-def test_one_that_does_not_fit_leaves_room_for_a_smaller(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+def test_one_that_does_not_fit_leaves_room_for_a_smaller(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100)
     with pytest.warns(OffloadWarning, match="0 of the 100 bytes"):
         assert not taken.take(101)
     assert taken.take(100)
 
 
-def test_a_limit_of_nothing_declines_all(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 0, clock)
+def test_a_limit_of_nothing_declines_all(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 0)
     with pytest.warns(OffloadWarning, match="0 of the 0 bytes"):
         assert not taken.take(1)
 
 
 def test_it_is_said_once_a_day(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 10, clock)
+    taken = allowance(tmp_path, 10)
     said = []
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:
@@ -60,8 +62,8 @@ def test_it_is_said_once_a_day(tmp_path: Path, clock: Clock) -> None:
     assert ["2026-03-29" in said[0][0], "2026-03-30" in said[1][0]] == [True, True]
 
 
-def test_a_warning_turned_into_an_error_leaves_the_counts_right(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 10, clock)
+def test_a_warning_turned_into_an_error_leaves_the_counts_right(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 10)
     assert taken.take(6)
     with pytest.raises(OffloadWarning, match="6 of the 10 bytes"):
         taken.take(6)
@@ -93,32 +95,34 @@ def test_the_file_is_in_the_users_state_directory(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "state" / "tba").stat().st_mode & 0o777 == 0o700
 
 
-def test_where_counts_are_kept() -> None:
-    assert state_directory({"XDG_STATE_HOME": "/s"}, "/home/u") == Path("/s/tba")
-    assert state_directory({}, "/home/u") == Path("/home/u/.local/state/tba")
-    assert state_directory({"XDG_STATE_HOME": "relative"}, "/home/u") == Path("/home/u/.local/state/tba")
-    assert state_directory({}, "~") is None
-    assert file_name("node-7.example.org") == "written-node-7_example_org.sqlite3"
-    assert file_name("../x") == "written-___x.sqlite3"
-    assert file_name("") == "written-host.sqlite3"
+@pytest.mark.parametrize(
+    ("environment", "home", "host", "file"),
+    [
+        ({"XDG_STATE_HOME": "/s"}, "/home/u", "node-7.example.org", "/s/tba/written-node-7_example_org.sqlite3"),
+        ({}, "/home/u", "../x", "/home/u/.local/state/tba/written-___x.sqlite3"),
+        ({"XDG_STATE_HOME": "relative"}, "/home/u", "", "/home/u/.local/state/tba/written-host.sqlite3"),
+    ],
+)
+def test_where_counts_are_kept(environment: dict[str, str], home: str, host: str, file: str) -> None:
+    assert counts_file(environment, home, host) == Path(file)
 
 
-def test_counts_go_on_in_the_next_run(tmp_path: Path, clock: Clock) -> None:
+def test_counts_go_on_in_the_next_run(tmp_path: Path) -> None:
     for total in (30, 60, 90):
-        taken = allowance(tmp_path, 100, clock)
+        taken = allowance(tmp_path, 100)
         assert taken.take(30)
         assert taken.written_today_bytes == total
         taken.close()
         taken.close()
         assert counts(tmp_path) == {"2026-03-29": total}
     with pytest.warns(OffloadWarning, match="90 of the 100"):
-        assert not allowance(tmp_path, 100, clock).take(30)
+        assert not allowance(tmp_path, 100).take(30)
 
 
 def test_the_file_is_looked_at_every_few_seconds_at_most(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = allowance(tmp_path, 1 << 40, clock)
+    taken = allowance(tmp_path, 1 << 40)
     looks = []
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda *a, **b: (looks.append(clock.monotonic_s), connect(*a, **b))[1])
@@ -132,7 +136,7 @@ def test_the_file_is_looked_at_every_few_seconds_at_most(
 
 
 def test_midnight_gives_the_allowance_anew(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     assert taken.take(100)
     clock.wait(12 * 3600 - 1)  # 23:59:59
     with pytest.warns(OffloadWarning, match="2026-03-29"):
@@ -144,9 +148,9 @@ def test_midnight_gives_the_allowance_anew(tmp_path: Path, clock: Clock) -> None
     assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 70}
 
 
-def test_what_was_taken_before_midnight_is_counted_there(tmp_path: Path) -> None:
-    clock = Clock(NOON + 12 * 3600 - 1)
-    taken = allowance(tmp_path, 100, clock)
+def test_what_was_taken_before_midnight_is_counted_there(tmp_path: Path, clock: Clock) -> None:
+    clock.wait(12 * 3600 - 1)
+    taken = allowance(tmp_path, 100)
     assert taken.take(40)
     clock.wait(2)  # no look at the file is due yet
     assert taken.take(50)
@@ -155,7 +159,7 @@ def test_what_was_taken_before_midnight_is_counted_there(tmp_path: Path) -> None
 
 
 def test_a_clock_set_back_neither_gives_nor_takes(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     assert taken.take(80)
     clock.wall_s += DAY_S
     assert taken.take(90)
@@ -170,8 +174,17 @@ def test_a_clock_set_back_neither_gives_nor_takes(tmp_path: Path, clock: Clock) 
     assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 90}
 
 
+@pytest.mark.parametrize("wall_s", [-1e12, 4e11], ids=["long ago", "far ahead"])
+def test_a_clock_that_is_far_off_ends_no_training(wall_s: float, tmp_path: Path, clock: Clock) -> None:
+    clock.wall_s = wall_s
+    taken = allowance(tmp_path, 100)
+    assert taken.take(60)
+    taken.close()
+    assert list(counts(tmp_path).values()) == [60]
+
+
 def test_bytes_of_a_cancelled_write_come_back(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     assert taken.take(100)
     clock.wait(SYNC_S)
     assert taken.take(0)  # brings the 100 to the file
@@ -185,7 +198,7 @@ def test_bytes_of_a_cancelled_write_come_back(tmp_path: Path, clock: Clock) -> N
 
 
 def test_no_more_comes_back_than_was_taken_today(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     assert taken.take(100)
     clock.wait(DAY_S)
     assert taken.take(30)
@@ -200,8 +213,8 @@ def test_what_a_day_would_take() -> None:
     assert projected_bytes_per_day(10, 0.0) == 864_000  # no division by nothing, and no wild guess
 
 
-def test_after_close(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+def test_after_close(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100)
     assert taken.take(5)
     taken.close()
     with pytest.raises(ClosedError, match="closed"):
@@ -214,7 +227,7 @@ def test_after_close(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "state").write_text("a file where the directory should be")
-    taken = allowance(tmp_path / "state", 100, clock)
+    taken = allowance(tmp_path / "state", 100)
     with pytest.warns(OffloadWarning, match=r"the directory cannot be made \(.*\), so bytes .* in memory.*XDG_STATE"):
         assert taken.take(60)
     for _ in range(3):  # said once, tried again and again
@@ -240,9 +253,9 @@ def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     taken.close()
 
 
-def test_a_file_that_is_no_database_is_left_alone_and_counting_goes_on_in_memory(tmp_path: Path, clock: Clock) -> None:
+def test_a_file_that_is_no_database_is_left_alone_and_counting_goes_on_in_memory(tmp_path: Path) -> None:
     the_file(tmp_path).write_bytes(b"something else, and long enough not to pass for an empty database" * 20)
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     with pytest.warns(OffloadWarning, match=r"sqlite3' does not work \(.*\), so bytes .* in memory.*remove it"):
         assert taken.take(60)
     with pytest.warns(OffloadWarning, match="60 of the 100"):
@@ -254,7 +267,7 @@ def test_a_file_that_is_no_database_is_left_alone_and_counting_goes_on_in_memory
 
 
 def test_a_file_lost_in_the_middle_gives_this_process_no_allowance_anew(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+    taken = allowance(tmp_path, 100)
     assert taken.take(70)
     clock.wait(SYNC_S)
     assert taken.take(10)
@@ -265,10 +278,10 @@ def test_a_file_lost_in_the_middle_gives_this_process_no_allowance_anew(tmp_path
 
 
 def test_one_that_stopped_in_the_middle_of_a_change_holds_nobody_up(tmp_path: Path, clock: Clock) -> None:
-    allowance(tmp_path, 100, clock).take(0)
+    allowance(tmp_path, 100).take(0)
     with closing(sqlite3.connect(the_file(tmp_path), isolation_level=None)) as holder:
         holder.execute("BEGIN EXCLUSIVE")
-        taken = allowance(tmp_path, 100, clock)
+        taken = allowance(tmp_path, 100)
         assert taken.take(60)  # returns, though nothing is known of the file, and warns of nothing
         clock.wait(SYNC_S)
         assert taken.take(10)
@@ -280,48 +293,46 @@ def test_one_that_stopped_in_the_middle_of_a_change_holds_nobody_up(tmp_path: Pa
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["a file", "nothing yet"])
-def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path, clock: Clock) -> None:
+def test_a_planted_link_is_not_followed(there: bool, tmp_path: Path) -> None:
     state, target = tmp_path / "state", tmp_path / "target"
     state.mkdir(0o700)
     if there:
         target.write_bytes(b"precious")
     the_file(state).symlink_to(target)
-    taken = allowance(state, 100, clock)
-    with pytest.warns(OffloadWarning, match="sqlite3' is a link .*, so bytes written are counted in memory"):
+    taken = allowance(state, 100)
+    with pytest.warns(OffloadWarning, match="sqlite3' is a symbolic link.*, so bytes written are counted in memory"):
         assert taken.take(60)
     taken.close()
     assert taken.written_today_bytes == 60
     assert (target.read_bytes() if there else target.exists()) == (b"precious" if there else False)
 
 
-def test_a_directory_that_is_a_link_is_not_followed(tmp_path: Path, clock: Clock) -> None:
+def test_a_directory_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     (tmp_path / "state").symlink_to(tmp_path / "theirs")
-    taken = allowance(tmp_path / "state", 100, clock)
+    taken = allowance(tmp_path / "state", 100)
     with pytest.warns(OffloadWarning, match="the directory is a symbolic link"):
         assert taken.take(60)
     taken.close()
     assert list((tmp_path / "theirs").iterdir()) == []
 
 
-@pytest.mark.parametrize("what", ["directory", "file"])
+@pytest.mark.parametrize("uids", [[1], [0, 1]], ids=["directory", "file"])
 def test_what_belongs_to_another_user_is_not_used(
-    what: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    uids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allowance(tmp_path, 100, clock).take(0)
-    where = _endurance if what == "file" else _storage_path
-    monkeypatch.setattr(where, "user_id", lambda: os.getuid() + 1)
-    taken = allowance(tmp_path, 100, clock)
+    allowance(tmp_path, 100).take(0)
+    monkeypatch.setattr(_storage_path, "user_id", lambda: os.getuid() + (uids.pop(0) if uids else 0))
+    taken = allowance(tmp_path, 100)
     with pytest.warns(OffloadWarning, match=f"belongs to user {os.getuid()}, so"):
         assert taken.take(60)
-    taken.close()
     assert counts(tmp_path) == {}
 
 
-def test_nobody_else_can_read_or_write_what_is_kept(tmp_path: Path, clock: Clock) -> None:
+def test_nobody_else_can_read_or_write_what_is_kept(tmp_path: Path) -> None:
     umask = os.umask(0)
     try:
-        taken = allowance(tmp_path / "state", 100, clock)
+        taken = allowance(tmp_path / "state", 100)
         assert taken.take(60)
         taken.close()
         with closing(sqlite3.connect(the_file(tmp_path / "state"), isolation_level=None)) as database:
@@ -337,9 +348,9 @@ def test_nobody_else_can_read_or_write_what_is_kept(tmp_path: Path, clock: Clock
     assert (tmp_path / "state").stat().st_mode & 0o777 == 0o700
 
 
-def test_what_others_could_read_is_made_private(tmp_path: Path, clock: Clock) -> None:
-    allowance(tmp_path, 100, clock).take(0)
+def test_what_others_could_read_is_made_private(tmp_path: Path) -> None:
+    allowance(tmp_path, 100).take(0)
     tmp_path.chmod(0o777)
     the_file(tmp_path).chmod(0o666)
-    allowance(tmp_path, 100, clock).take(0)
+    allowance(tmp_path, 100).take(0)
     assert [path.stat().st_mode & 0o777 for path in (tmp_path, the_file(tmp_path))] == [0o700, 0o600]

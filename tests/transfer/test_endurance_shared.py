@@ -12,24 +12,25 @@ import tempfile
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.endurance import DAY_S, Clock, allowance, counts, the_file
-from tba import OffloadWarning
-from tba._endurance import Allowance
+from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from tba import OffloadWarning, _endurance
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[Clock]:
+    with clock_in_force() as clock:
+        yield clock
 
 
-def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None:
-    one, two = allowance(tmp_path, 100, clock), allowance(tmp_path, 100, clock)
+def test_two_in_one_process_count_together(tmp_path: Path) -> None:
+    one, two = allowance(tmp_path, 100), allowance(tmp_path, 100)
     assert one.take(40)
     one.close()
     assert two.take(50)  # its first look at the file
@@ -40,7 +41,7 @@ def test_two_in_one_process_count_together(tmp_path: Path, clock: Clock) -> None
 
 
 def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
-    taken = Allowance(1000, tmp_path)
+    taken = allowance(tmp_path, 1000)
     granted = Counter[bool]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,42 +57,51 @@ def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
     assert sum(counts(tmp_path).values()) == 999
 
 
-# Looks at the file at every take, so that processes meet there as often as can be.
-_TAKER = """
-import itertools, sys, warnings
-warnings.simplefilter("ignore")
-from tba._endurance import Allowance
-ticks = itertools.count(step=10)
-taken = Allowance(int(sys.argv[2]), sys.argv[1], monotonic_s=lambda: float(next(ticks)))
-print("ready", flush=True)
-sys.stdin.readline()
-granted = sum(taken.take(3) for _ in range(int(sys.argv[3])))
-print(granted, flush=True)
-"""
+def take_until_told(directory: Path, limit: int, takes: int, gate: int, told: int) -> None:
+    """In a child: once the gate is shut, take, looking at the file each time, and tell how often it was granted."""
+    _endurance.SYNC_S = 0.0
+    taken = allowance(directory, limit)
+    os.read(gate, 1)
+    granted = sum(taken.take(3) for _ in range(takes))
+    taken.close()
+    os.write(told, granted.to_bytes(8, "big"))
 
 
-def takers(directory: Path, limit: int, takes: int) -> list[subprocess.Popen[str]]:
-    """Two processes that take at the same time."""
-    command = [sys.executable, "-c", _TAKER, str(directory), str(limit), str(takes)]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    return processes
+def takers(directory: Path, limit: int, takes: int) -> tuple[list[int], int]:
+    """Two children that take at the same time: their process ids, and where they tell what was granted."""
+    (gate, shut), (results, told) = os.pipe(), os.pipe()
+    children = []
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
+            children.append(os.fork())
+            if children[-1] == 0:
+                try:
+                    os.close(shut)
+                    take_until_told(directory, limit, takes, gate, told)
+                finally:
+                    os._exit(0)
+    for descriptor in (gate, shut, told):
+        os.close(descriptor)
+    return children, results
 
 
 def test_processes_at_once_lose_no_byte(tmp_path: Path) -> None:
-    processes = takers(tmp_path, 3 * 400, 300)
-    granted = [int(process.communicate(timeout=60)[0]) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    # Each ends without `close`: what is pending goes to the file at exit.
+    children, results = takers(tmp_path, 3 * 400, 300)
+    with open(results, "rb") as file:
+        told = file.read()
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    granted = [int.from_bytes(told[at : at + 8], "big") for at in (0, 8)]
+    assert len(told) == 16
     assert sum(counts(tmp_path).values()) == 3 * sum(granted)
     assert 400 <= sum(granted) < 600  # no room left unused, and each saw what the other took
     assert os.listdir(tmp_path) == [the_file(tmp_path).name]
+
+
+def test_a_program_that_ends_without_close_adds_its_bytes(tmp_path: Path) -> None:
+    code = "from tba._endurance import Allowance; taken = Allowance(100); taken.take(7)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"XDG_STATE_HOME": str(tmp_path)})
+    assert list(counts(tmp_path / "tba").values()) == [7]
 
 
 def so_far(directory: Path) -> int:
@@ -104,21 +114,23 @@ def so_far(directory: Path) -> int:
 
 def test_a_killed_process_leaves_a_file_that_reads(tmp_path: Path) -> None:
     total = 0
-    for process in takers(tmp_path, 1 << 60, 1 << 40):
+    children, results = takers(tmp_path, 1 << 60, 1 << 40)
+    for child in children:
         while not the_file(tmp_path).exists() or so_far(tmp_path) <= total:
-            assert process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
+            assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
         total = sum(counts(tmp_path).values())
         assert total % 3 == 0
-    taken = Allowance(1 << 60, tmp_path)
+    os.close(results)
+    taken = allowance(tmp_path, 1 << 60)
     assert taken.take(1)  # the lock died with its holder
     taken.close()
     assert sum(counts(tmp_path).values()) == total + 1
 
 
-def test_a_forked_child_counts_for_itself(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100, clock)
+def test_a_forked_child_counts_for_itself(tmp_path: Path) -> None:
+    taken = allowance(tmp_path, 100)
     assert taken.take(40)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
@@ -150,11 +162,10 @@ operations = st.lists(
 @given(operations)
 def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]) -> None:
     limit = 100
-    clock = Clock()
-    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings(), clock_in_force() as clock:
         warnings.simplefilter("ignore", OffloadWarning)
         directory = Path(name)
-        both = [allowance(directory, limit, clock) for _ in range(2)]
+        both = [allowance(directory, limit) for _ in range(2)]
         total = Counter[str]()
         since_open = [Counter[str](), Counter[str]()]
         for what, who, amount in steps:
@@ -172,7 +183,7 @@ def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]
                 clock.wall_s += amount
             else:
                 both[who].close()
-                both[who] = allowance(directory, limit, clock)
+                both[who] = allowance(directory, limit)
                 since_open[who].clear()
         for taken in both:
             taken.close()

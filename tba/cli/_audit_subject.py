@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
         raise ConfigError(
             f"MODEL {name!r}: {module_name!r} is no name of a module; give `package.module:callable`"
         ) from None
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"MODEL {name!r}: {found!r} has no {part!r}; give `module:callable`")
-        found = getattr(found, part)
+    try:
+        found = attrgetter(attribute)(found)
+    except AttributeError as error:
+        raise ConfigError(f"MODEL {name!r}: {error}; give `module:callable`") from None
     if not callable(found):
         raise ConfigError(
             f"MODEL {name!r}: {attribute} is a {type(found).__name__}, but it must be callable without arguments and "
@@ -167,7 +168,5 @@ def _length(config: Any, file: Path, sequence: int | None) -> int:
 def _dtype(config: Any, asked: str | None) -> torch.dtype:
     if asked is not None and asked not in _DTYPES:
         raise ConfigError(f"--dtype {asked!r} is not known: choose of {', '.join(_DTYPES)}")
-    if asked is not None:
-        return _DTYPES[asked]
-    own = getattr(config, "dtype", None)
-    return own if isinstance(own, torch.dtype) and own in _DTYPES.values() else torch.float32
+    found = getattr(config, "dtype", None) if asked is None else _DTYPES[asked]
+    return found if isinstance(found, torch.dtype) and found in _DTYPES.values() else torch.float32

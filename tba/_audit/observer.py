@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 from compact import CodecError, Preset, Saved
 from io_backends import Store
 
-from ._compress.calls import Linear, SavedBy, kind_of
-from ._config import OffloadConfig
-from ._derive import recipe
-from ._engine.packing import Packed
-from ._engine.saver import Saver
-from ._errors import ConfigError
-from ._record.record import DERIVED, Record
-from ._torch.hook_stack import Pair
-from ._torch.modes import quiet
-from ._torch.private import current_node
+from .._compress.calls import Linear, SavedBy, kind_of
+from .._config import OffloadConfig
+from .._derive import recipe
+from .._engine.packing import Packed
+from .._engine.saver import Saver
+from .._errors import ConfigError
+from .._record.record import DERIVED, Record
+from .._torch.hook_stack import Pair
+from .._torch.modes import quiet
+from .._torch.private import current_node
 
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -40,19 +41,14 @@ _STRICTEST_FIRST = (
     *(Saved.ATTENTION, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.LINEAR_INPUT),
 )
 
-Bytes = dict[Saved, int]
 
-
+@dataclass(slots=True)
 class _Piece:
-    """One record: the classes of its savers, its bytes before and after the codecs, and who asked for it first."""
+    """One record: its bytes before the codecs, the classes of its savers, and who asked for it first."""
 
-    __slots__ = ("after_bytes", "asked_by", "before_bytes", "kinds", "number")
-
-    def __init__(self, record: Record) -> None:
-        self.number = record.number
-        self.before_bytes = self.after_bytes = record.nbytes
-        self.kinds: set[Saved] = set()
-        self.asked_by = NEVER_ASKED
+    nbytes: int
+    kinds: set[Saved] = field(default_factory=set)
+    asked_by: str = NEVER_ASKED
 
     @property
     def kind(self) -> Saved:
@@ -68,12 +64,17 @@ class Observer(Saver):
         seed: the codecs' noise is made of it and of the order of saving.
 
     Attributes:
+        before_bytes: by class, what was saved and is no weight, each storage once; 0 for a class whose bytes all count
+            for another one. Known when the forward is over.
+        after_bytes: by class, what is kept of it: what codecs made, nothing of what is made again.
         lossy: how many records went through a codec that is not exact, and layers through a projection.
     """
 
     def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
         config = OffloadConfig(tier="keep", compress=preset, seed=seed, min_tensor_bytes=0)
         super().__init__(config, lambda: model, _no_store)
+        self.before_bytes: dict[Saved, int] = {}
+        self.after_bytes: dict[Saved, int] = {}
         self.lossy = 0
         self._observed = model
         self._preset = preset
@@ -122,7 +123,7 @@ class Observer(Saver):
         record = packed[0]
         if isinstance(record, Record):
             if record.number not in self._pieces:
-                self._pieces[record.number] = _Piece(record)
+                self._pieces[record.number] = _Piece(record.nbytes)
                 self._records.append(record)
             self._pieces[record.number].kinds.add(kind)
         elif self.counters.weight_bytes == weight_bytes:
@@ -141,24 +142,16 @@ class Observer(Saver):
                 piece.asked_by = _CHECKPOINT if asker == _CHECKPOINT else node.name()
         return super().unpack(packed)
 
-    def before_bytes(self) -> Bytes:
-        """By class, what was saved and is no weight, each storage once; 0 for a class whose all counts for another."""
-        return self._by_kind(lambda piece: piece.before_bytes)
-
-    def after_bytes(self) -> Bytes:
-        """By class, what is kept of it: what codecs made, nothing of what is made again."""
-        return self._by_kind(lambda piece: piece.after_bytes)
-
     def unrecognised_bytes(self) -> Counter[str]:
         """Of the class UNKNOWN, by the node that asked for it in backward."""
         nbytes = Counter({KEPT: self._kept_bytes} if self._kept_bytes else {})
         for piece in self._pieces.values():
             if piece.kind is Saved.UNKNOWN:
-                nbytes[piece.asked_by] += piece.before_bytes
+                nbytes[piece.asked_by] += piece.nbytes
         return nbytes
 
     def _projected(self, linear: Linear) -> Linear:
-        """What a projected layer saves counts as its input."""
+        """Wrap a projected layer: what it saves counts as its input."""
 
         def observed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
             self._projecting = True
@@ -172,20 +165,19 @@ class Observer(Saver):
         return observed
 
     def _note_what_became(self) -> None:
+        before, after = Counter({Saved.UNKNOWN: self._kept_bytes}), Counter({Saved.UNKNOWN: self._kept_bytes})
         for record in self._records:
-            self._pieces[record.number].after_bytes = 0 if record.state is DERIVED else record.nbytes
+            piece = self._pieces[record.number]
+            for nbytes in (before, after):
+                nbytes.update(dict.fromkeys(piece.kinds, 0))
+            before[piece.kind] += piece.nbytes
+            after[piece.kind] += 0 if record.state is DERIVED else record.nbytes
             self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
         self._records = []
-
-    def _by_kind(self, size: Callable[[_Piece], int]) -> Bytes:
-        nbytes = Counter({Saved.UNKNOWN: self._kept_bytes})
-        for piece in self._pieces.values():
-            nbytes.update(dict.fromkeys(piece.kinds, 0))
-            nbytes[piece.kind] += size(piece)
-        return _in_order(nbytes)
+        self.before_bytes, self.after_bytes = _in_order(before), _in_order(after)
 
 
-def _in_order(nbytes: Mapping[Saved, int]) -> Bytes:
+def _in_order(nbytes: Counter[Saved]) -> dict[Saved, int]:
     return {kind: nbytes[kind] for kind in Saved if kind in nbytes and (nbytes[kind] or kind is not Saved.UNKNOWN)}
 
 

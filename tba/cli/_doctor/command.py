@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +11,9 @@ import typer
 from tba._config import OffloadConfig
 from tba._errors import ConfigError
 
-from ._checks import Level, judge
-from ._examine import examine
-from ._report import plain, show
+from .checks import Level, judge
+from .examine import examine
+from .report import as_json, show
 
 _CANNOT_WORK, _BAD_USAGE = 1, 2
 
@@ -25,7 +24,7 @@ def doctor(
         list[Path] | None,
         typer.Option(help="A storage path; again for several. Else TBA_STORAGE_PATHS or the default."),
     ] = None,
-    as_json: Annotated[
+    in_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object; bytes, and bytes per second.")
     ] = False,
     seconds: Annotated[
@@ -45,8 +44,8 @@ def doctor(
     facts = examine(config, seconds=seconds)
     findings = judge(facts)
     works = not any(finding.level is Level.FAILURE for finding in findings)
-    if as_json:
-        print(json.dumps({"works": works, "findings": plain(findings), **plain(facts)}, indent=2))
+    if in_json:
+        print(as_json(facts, findings, works=works))
     else:
         show(facts, findings, works=works)
     if not works:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba._config import OffloadConfig, describe
-from tba._device_probe import locked_memory_limit_bytes, probe_devices, probe_kvikio
-from tba._disk_probe import probe_bytes, probe_disk
 from tba._endurance import Allowance
 from tba._errors import OffloadWarning, StorageError
 from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
@@ -19,8 +17,10 @@ from tba._memory.free_memory import free_bytes, total_bytes
 from tba._storage_path import free_disk_bytes, look_at, refusal, storage_directories
 from tba._transfer.build import io_threads
 
-from ._allocators import allocator_environment, allocator_in_force
-from ._checks import AllocatorReport, EnduranceReport, Facts, MemoryReport, PathReport
+from .._allocators import allocator_environment, allocator_in_force
+from .checks import AllocatorReport, Facts, MemoryReport, PathReport
+from .device_probe import probe_devices, probe_kvikio
+from .disk_probe import probe_bytes, probe_disk
 
 # Small transfers show what each costs, large ones what the disk can do.
 BLOCK_SIZES = (1 << 20, 16 << 20)
@@ -34,21 +34,23 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
     Args:
         config: the settings; storage paths are examined for tiers that use them, and where they are named.
         seconds: to measure each path, block size and direction for; 0 measures none.
-        environ: what the allocator and the ranks of the node are told from.
+        environ: the environment that names the allocator and the ranks of the node.
     """
     devices = probe_devices()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("ignore")
+    threads = io_threads(config, on_device=bool(devices))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)  # the findings tell of the paths
         paths, no_path = _paths(config)
-        # Of the paths the findings tell; what warns from here on is the allowance.
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OffloadWarning)
         allowance = Allowance(config.max_write_bytes_per_day)
-        paths = tuple(_measured(path, config, seconds, allowance, on_device=bool(devices)) for path in paths)
-        written = allowance.written_today_bytes
+        paths = tuple(_measured(path, config, seconds, threads, allowance) for path in paths)
         allowance.close()
     ranks = local_ranks(environ)
     usable = [path.facts.path for path in paths if path.refusal is None]
     total = total_bytes()
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if sys.platform == "linux" else ""
+    best = allocator_environment("auto", environ).name
     return Facts(
         platform=sys.platform,
         tier=config.tier,
@@ -58,23 +60,16 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
         memory=MemoryReport(
             total_bytes=total,
             free_bytes=free_bytes(),
-            locked_limit_bytes=locked_memory_limit_bytes(),
             local_ranks=ranks,
             cpu_budget_bytes=cpu_budget_bytes(config.cpu_budget, total, ranks),
             nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable), ranks),
         ),
         devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
-        allocator=AllocatorReport(
-            in_force=allocator_in_force(_maps(), environ), best=allocator_environment("auto", environ).name
-        ),
-        endurance=EnduranceReport(
-            limit_bytes=config.max_write_bytes_per_day,
-            written_today_bytes=written,
-            problems=tuple(str(warning.message).removeprefix("endurance allowance: ") for warning in caught),
-        ),
-        io_threads=io_threads(config, on_device=bool(devices)),
-        settings=tuple(describe(config)),
+        allocator=AllocatorReport(in_force=allocator_in_force(maps, environ), best=best),
+        io_threads=threads,
+        settings=tuple(setting._asdict() for setting in describe(config)),
+        warnings=tuple(str(warning.message) for warning in caught),
     )
 
 
@@ -90,45 +85,25 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
             named = tuple(directory.path for directory in storage_directories(config))
         except StorageError as error:
             return (), str(error)
-    return tuple(_look(path) for path in named), None
-
-
-def _look(path: Path) -> PathReport:
-    facts = look_at(path)
-    reason = refusal(facts)
-    return PathReport(
-        path=str(path),
-        facts=facts,
-        refusal=reason,
-        free_bytes=free_disk_bytes([path]) if facts.exists else None,
-    )
+    looks = ((str(path), look_at(path)) for path in named)
+    return tuple(PathReport(path=path, facts=facts, refusal=refusal(facts)) for path, facts in looks), None
 
 
 def _measured(
-    path: PathReport, config: OffloadConfig, seconds: float, allowance: Allowance, *, on_device: bool
+    path: PathReport, config: OffloadConfig, seconds: float, threads: int, allowance: Allowance
 ) -> PathReport:
+    """The path with its speed, as far as the allowance lets it be measured."""
     if path.refusal is not None:
         return path
     sizes = BLOCK_SIZES if seconds > 0 else ()
-    most_bytes = probe_bytes(path.free_bytes)
+    most_bytes = probe_bytes(path.facts.free_bytes)
     if allowance.limit_bytes is not None:
-        rest_bytes = allowance.limit_bytes - allowance.written_today_bytes
-        most_bytes = max(0, min(most_bytes, int(rest_bytes * _ALLOWANCE_SHARE)))
-        allowance.take(most_bytes * len(sizes))
+        most_bytes = min(most_bytes, int(allowance.limit_bytes * _ALLOWANCE_SHARE))
+    planned_bytes = most_bytes * len(sizes)
+    if not allowance.take(planned_bytes):
+        sizes, planned_bytes = (), 0
     disk = probe_disk(
-        path.facts.path,
-        sizes,
-        threads=io_threads(config, on_device=on_device),
-        most_bytes=most_bytes,
-        seconds=seconds,
-        timeout_s=config.io_timeout,
+        path.facts.path, sizes, threads=threads, most_bytes=most_bytes, seconds=seconds, timeout_s=config.io_timeout
     )
-    allowance.give_back(most_bytes * len(sizes) - sum(speed.moved_bytes for speed in disk.speeds))
+    allowance.give_back(planned_bytes - sum(speed.moved_bytes for speed in disk.speeds))
     return replace(path, disk=disk)
-
-
-def _maps() -> str:
-    try:
-        return Path("/proc/self/maps").read_text(errors="surrogateescape")
-    except OSError:
-        return ""

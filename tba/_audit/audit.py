@@ -1,7 +1,7 @@
 """Audit: what each preset would do to the memory and to the gradient of a model, before anything trains.
 
 One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, by the engine's
-own hooks under tier `keep` (`_audit_hooks`): what is made smaller, made again or left as it is, and the error of that,
+own hooks under tier `keep` (`observer`): what is made smaller, made again or left as it is, and the error of that,
 are those of a training with `compress=`. All see the same weights, batch, dropout and buffers.
 
 Every saved tensor is looked at; a training leaves what is smaller than `min_tensor_bytes` as it is.
@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compact import Preset, PresetError, Saved, relative_error
+from compact import Preset, PresetError, Saved
 from compact import preset as preset_named
 
-from ._audit_hooks import Observer
-from ._audit_report import Audit, Outcome
-from ._errors import ConfigError
-from ._torch.user_frames import warn
+from .._errors import ConfigError
+from .._torch.user_frames import warn
+from .observer import Observer
+from .outcome import Outcome
+from .report import Audit
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 
@@ -91,7 +92,7 @@ def audit(
             observer = Observer(model, table, seed)
             begin()
             try:
-                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes())
+                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes)
             finally:
                 observer.mover.close()
             if plain is None:
@@ -101,7 +102,7 @@ def audit(
                 _check_effect(table, observer)
     assert plain is not None
     return Audit(
-        before_bytes=plain.before_bytes(),
+        before_bytes=plain.before_bytes,
         outcomes={table.name: outcomes[table.name] for table in tables},
         unrecognised=dict(plain.unrecognised_bytes()),
         weight_bytes=plain.counters.weight_bytes,
@@ -172,17 +173,18 @@ def _checked_norm(exact: Gradients) -> float:
 
 
 def _compare(found: Gradients, exact: Gradients, after_bytes: Mapping[Saved, int]) -> Outcome:
-    error2 = size2 = found2 = dot = 0.0
-    count = sum(g.numel() for g in exact.values())
-    shares: dict[str, tuple[float, float]] = {}
-    for name, g in exact.items():
-        mine, square = found[name], _dot(g, g)
-        difference = mine.double() - g.double()
-        error2 += _dot(difference, difference)
-        size2, found2, dot = size2 + square, found2 + _dot(mine, mine), dot + _dot(mine, g)
-        shares[name] = square / max(g.numel(), 1), relative_error(mine, g)
-    least = _LEAST_SHARE**2 * size2 / count
-    errors = {name: error if error == error else math.inf for name, (share, error) in shares.items() if share >= least}
+    parts = {}
+    for name, plain in exact.items():
+        mine, difference = found[name], found[name].double() - plain.double()
+        pairs = (difference, difference), (plain, plain), (mine, mine), (mine, plain)
+        parts[name] = tuple(_dot(a, b) for a, b in pairs)
+    error2, size2, found2, dot = map(sum, zip(*parts.values(), strict=True))
+    least = _LEAST_SHARE**2 * size2 / sum(g.numel() for g in exact.values())
+    errors = {
+        name: math.sqrt(e2 / s2) if math.isfinite(e2) else math.inf
+        for name, (e2, s2, *_) in parts.items()
+        if s2 and s2 >= least * exact[name].numel()
+    }
     worst = max(errors, key=errors.__getitem__)
     error = math.sqrt(error2 / size2) if math.isfinite(error2) else math.inf
     return Outcome(
@@ -203,7 +205,7 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _check_reached(plain: Observer) -> None:
-    if not sum(plain.before_bytes().values()):
+    if not sum(plain.before_bytes.values()):
         raise ConfigError(
             "no saved tensor but weights reached audit: this model saves nothing, or a context inside it has the "
             "innermost saved-tensor hooks (an attached Offloader: detach it; save_on_cpu: leave it out)"

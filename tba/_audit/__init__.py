@@ -1,0 +1,1 @@
+"""Audit: what each preset would do to the memory and the gradient of a model, before anything trains."""

@@ -1,0 +1,1 @@
+"""`tba doctor`: facts of a machine, the rules that judge them, and the report."""

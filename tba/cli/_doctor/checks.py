@@ -1,0 +1,227 @@
+"""Checks: the facts `tba doctor` found on a machine, and the rules that say what they mean for the chosen tier.
+
+A rule is a pure function of the facts; `RULES` lists them in the order of the report.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tba._sizes import size
+from tba._storage_path import PathFacts
+
+from .device_probe import DeviceFacts, KvikioFacts
+from .disk_probe import DiskFacts
+
+# A SATA SSD reaches this. Below it, a step that saves 1 GB of activations needs more than 2 s each way.
+_SLOW_BYTES_PER_S = 500e6
+# A small GPT (24 layers of 256) saves about 1 GB in a step; a disk should hold a few steps of such a model.
+_LITTLE_DISK_BYTES = 4 << 30
+
+
+class Level(enum.StrEnum):
+    """How a finding bears on the chosen tier."""
+
+    OK = "ok"  # as it should be
+    WARNING = "warning"  # it works, but not as well as it could, or not for long
+    FAILURE = "failure"  # the chosen tier cannot work
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One judgement. `do` says what to do about it, "" where nothing need be done."""
+
+    level: Level
+    subject: str
+    text: str
+    do: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathReport:
+    """One storage path. `refusal` is why it cannot serve, `disk` is None where nothing was tried."""
+
+    path: str
+    facts: PathFacts
+    refusal: str | None = None
+    disk: DiskFacts | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryReport:
+    """Host memory by the machine and its cgroups, and the budgets of one process. Bytes; None: no limit."""
+
+    total_bytes: int
+    free_bytes: int
+    local_ranks: int
+    cpu_budget_bytes: int
+    nvme_budget_bytes: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocatorReport:
+    """The allocator this process runs on, and the one `tba run` would start a program under."""
+
+    in_force: str
+    best: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything `tba doctor` found."""
+
+    platform: str
+    tier: str
+    io_backend: str
+    paths: tuple[PathReport, ...]
+    no_path: str | None = None  # why no default directory can serve
+    memory: MemoryReport
+    devices: tuple[DeviceFacts, ...] = ()
+    kvikio: KvikioFacts
+    allocator: AllocatorReport
+    io_threads: int = 2  # per path
+    settings: tuple[dict[str, Any], ...] = ()  # name, value and origin of each
+    warnings: tuple[str, ...] = ()  # as a training with these settings would give them
+
+    @property
+    def no_disk(self) -> Level:
+        """How bad it is that a storage path cannot be used."""
+        return Level.FAILURE if self.tier in ("nvme", "auto") else Level.WARNING
+
+
+def judge(facts: Facts) -> list[Finding]:
+    """What the facts mean, in the order of a report. The tier cannot work if any finding is a failure."""
+    return [finding for rule in RULES for finding in rule(facts)]
+
+
+def _system(facts: Facts) -> Iterator[Finding]:
+    if facts.no_disk is Level.FAILURE and not facts.platform.startswith("linux"):
+        text = f"tier {facts.tier} needs Linux (O_DIRECT, fallocate), this is {facts.platform}"
+        yield Finding(Level.FAILURE, "system", text, "choose --tier cpu or keep")
+    if facts.tier == "cpu" and not facts.devices:
+        text = "tier cpu moves tensors of a GPU to host memory, and there is no CUDA device: nothing will move"
+        yield Finding(Level.WARNING, "system", text, "choose --tier nvme")
+    if facts.tier == "keep":
+        yield Finding(Level.OK, "system", "tier keep moves nothing")
+
+
+def _paths(facts: Facts) -> Iterator[Finding]:
+    if facts.no_path is not None:
+        yield Finding(facts.no_disk, "storage paths", facts.no_path, "name a directory on a disk with --path")
+    for path in facts.paths:
+        if path.refusal is not None:
+            text, _, do = path.refusal.partition("; ")
+            yield Finding(facts.no_disk, path.path, text, do)
+        else:
+            yield from _disk(path, facts)
+    first: dict[int | None, str] = {}
+    for path in facts.paths:
+        other = first.setdefault(path.facts.device, path.path)
+        if other != path.path and path.facts.device is not None:
+            text = f"is on the same file system as {other}: using both is no faster than one"
+            yield Finding(Level.WARNING, path.path, text, "name directories on different drives")
+
+
+def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
+    disk, mount, free_bytes = path.disk, path.facts.mount, path.facts.free_bytes
+    if mount.over_network:
+        text = f"is on a network file system ({mount.kind}): expect waits"
+        do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
+        yield Finding(Level.WARNING, path.path, text, do)
+    if free_bytes is not None and free_bytes < _LITTLE_DISK_BYTES:
+        text = f"{free_bytes:,} bytes are free, less than a few steps of even a small model need"
+        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
+    if disk is None:
+        return
+    if disk.error is not None:
+        text = f"the probe failed: {disk.error}"
+        yield Finding(facts.no_disk, path.path, text, "look at the disk, or name another directory")
+        return
+    if not disk.direct:
+        text = (
+            "direct I/O (O_DIRECT) does not work there: bytes go through the page cache, which costs memory and CPU "
+            "time, and the speeds are not the disk's"
+        )
+        yield Finding(Level.WARNING, path.path, text, "name a directory on ext4 or xfs")
+    free = f", {size(free_bytes)} free" if free_bytes is not None else ""
+    place = f"{mount.kind or 'file system'} on {mount.source or 'an unknown device'}{free}"
+    if not disk.speeds:
+        yield Finding(Level.OK, path.path, f"{place}; can be used; its speed was not measured")
+        return
+    write = max(speed.write_bytes_per_s for speed in disk.speeds)
+    read = max(speed.read_bytes_per_s for speed in disk.speeds)
+    told = f"{place}; writes {write / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s, every byte as it was written"
+    if min(write, read) >= _SLOW_BYTES_PER_S:
+        yield Finding(Level.OK, path.path, told)
+        return
+    text = f"{told}: slow, a step that saves 1 GB moves it in {1e9 / min(write, read):.1f} s"
+    do = "name a directory on an NVMe drive, several on different drives, or measure again when nothing else runs"
+    yield Finding(Level.WARNING, path.path, text, do)
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    memory = facts.memory
+    told = f"{size(memory.free_bytes)} of {size(memory.total_bytes)} are free (machine and cgroup)"
+    shared = f" ({memory.local_ranks} ranks share the node)" if memory.local_ranks > 1 else ""
+    if facts.tier == "cpu" and memory.cpu_budget_bytes * memory.local_ranks > memory.free_bytes:
+        text = f"{told}, and tier cpu may take {size(memory.cpu_budget_bytes)} for each process{shared}"
+        yield Finding(Level.WARNING, "memory", text, "lower TBA_CPU_BUDGET, or end what else uses memory")
+    else:
+        yield Finding(Level.OK, "memory", told + shared)
+
+
+def _devices(facts: Facts) -> Iterator[Finding]:
+    if not facts.devices:
+        yield Finding(Level.OK, "GPU", "no CUDA device")
+    for device in facts.devices:
+        told = f"{device.name}, {size(device.free_bytes)} of {size(device.total_bytes)} are free"
+        if device.error is not None:
+            text = f"{told}; copying with pinned memory failed: {device.error}"
+            do = "raise the locked-memory limit (ulimit -l), or free memory of the device; copies go through pageable "
+            yield Finding(Level.WARNING, f"cuda:{device.index}", text, do + "memory, slower")
+        elif device.to_device_bytes_per_s is not None and device.to_host_bytes_per_s is not None:
+            rates = f"{device.to_device_bytes_per_s / 1e9:.1f} GB/s in and {device.to_host_bytes_per_s / 1e9:.1f} out"
+            yield Finding(Level.OK, f"cuda:{device.index}", f"{told}; copies {rates} with pinned memory")
+
+
+def _kvikio(facts: Facts) -> Iterator[Finding]:
+    kvikio, asked = facts.kvikio, facts.io_backend == "kvikio"
+    if kvikio.error is not None:
+        level = facts.no_disk if asked else Level.OK
+        text = kvikio.error + ("" if asked else ": the posix backend is used")
+        do = "pip install 'tba-offload[gds]', or choose TBA_IO_BACKEND=posix" if asked else ""
+        yield Finding(level, "kvikio", text, do)
+    elif kvikio.mode == "gds":
+        yield Finding(Level.OK, "kvikio", f"{kvikio.version}: GPUDirect Storage, from disk to GPU")
+    elif kvikio.mode is None:
+        yield Finding(Level.OK, "kvikio", f"{kvikio.version} imports; there was no storage path to ask it about")
+    else:
+        text = f"{kvikio.version}: compatibility mode, bytes go through the host"
+        do = "see whether nvidia-fs is loaded and the file system supports GDS (gdscheck -p)" if asked else ""
+        yield Finding(Level.WARNING if asked else Level.OK, "kvikio", text, do)
+
+
+def _allocator(facts: Facts) -> Iterator[Finding]:
+    allocator = facts.allocator
+    if allocator.in_force.startswith("glibc") and not facts.devices and facts.tier != "keep":
+        text = (
+            f"a program started like this one runs on {allocator.in_force}: what offloading frees stays in its heap, "
+            "or is faulted anew"
+        )
+        do = f"start it with `tba run -- ...`, which would choose {allocator.best}"
+        yield Finding(Level.WARNING, "allocator", text, do)
+    else:
+        yield Finding(Level.OK, "allocator", f"{allocator.in_force} is in force")
+
+
+def _warnings(facts: Facts) -> Iterator[Finding]:
+    for warning in facts.warnings:
+        subject, _, rest = warning.partition(": ")
+        text, _, do = rest.partition("; ")
+        yield Finding(Level.WARNING, subject, text, do)
+
+
+RULES = (_system, _paths, _memory, _devices, _kvikio, _allocator, _warnings)
