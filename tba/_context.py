@@ -17,7 +17,6 @@ from compact import Preset
 from ._config import OffloadConfig
 from ._errors import ConfigError
 from ._offloader import Offloader
-from ._torch.hook_stack import clear_dead
 
 
 class _Known:
@@ -99,7 +98,6 @@ def attach(
                 f"attach: this {type(model).__name__} is attached already, by {other!r}; close() that one first. "
                 f"Asked for: {_differences(offloader.config, other.config)}"
             )
-    clear_dead()
     offloader.tie_to(model)
     return offloader
 

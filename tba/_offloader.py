@@ -21,15 +21,14 @@ from ._config import OffloadConfig
 from ._engine import backward
 from ._engine.saver import Saver
 from ._errors import ClosedError, ConfigError
-from ._sizes import size
 from ._stats import OffloadStats, TraceEvent
-from ._storage_path import Directory, storage_directories
 from ._torch.foreign import Foreign
-from ._torch.hook_stack import Pair, hint, lifted
+from ._torch.hook_stack import Pair, clear_dead, hint, lifted
 from ._torch.module_hooks import before_forward, tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
 from ._transfer.fork import dies_in_child
+from ._transfer.scratch_paths import Directory, storage_directories
 
 
 class _PerThread(threading.local):
@@ -90,9 +89,7 @@ class Offloader:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "entered" if self.entered else "not entered"
-        count, nbytes = self._saver.progress
-        steps = f"{count:,} step{'s' * (count != 1)}"
-        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(nbytes)} offloaded>"
+        return f"<Offloader tier={self.config.tier!r} {state}, {self._saver.progress()}>"
 
     def __enter__(self) -> Self:
         if self.closed:
@@ -200,6 +197,7 @@ class Offloader:
 
     def tie_to(self, model: nn.Module) -> None:
         """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
+        clear_dead()
         if self._untie is None:
             weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
             self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))

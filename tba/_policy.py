@@ -24,10 +24,6 @@ DERIVED = "made again from others"
 USED_AT_ONCE = "recomputed"
 WHOLE = "compiled as one graph"
 
-# A compiled graph that saves at least this share of a step's bytes is the whole model. Moved, so much of the peak would
-# stay as it is, and what remains is no more than buffers take.
-_WHOLE_STEP_SHARE = 0.8
-
 
 class Decision(enum.Enum):
     """What becomes of a tensor that is neither weight nor duplicate."""
@@ -62,11 +58,6 @@ def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tupl
         (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=compresses)
         for on_device, used_at_once in product((False, True), repeat=2)
     }
-
-
-def is_whole_step(nbytes: int, step_bytes: int) -> bool:
-    """Whether what comes back at once is nearly all that a step saves."""
-    return nbytes >= _WHOLE_STEP_SHARE * step_bytes
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:

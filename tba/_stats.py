@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ._sizes import size
-from ._table import as_text
+from ._text import as_text, size
 
 
 class TraceEvent(NamedTuple):

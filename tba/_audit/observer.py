@@ -22,11 +22,11 @@ from io_backends import Store
 
 from .._compress.calls import Linear, SavedBy, kind_of
 from .._config import OffloadConfig
-from .._derive import recipe
 from .._engine.packing import Packed
 from .._engine.saver import Saver
 from .._errors import ConfigError
 from .._record.record import DERIVED, Record
+from .._record.user_code import is_for_operators
 from .._torch.hook_stack import Pair
 from .._torch.modes import quiet
 from .._torch.private import current_node
@@ -134,12 +134,13 @@ class Observer(Saver):
         """Called by autograd whenever it wants a saved tensor, and by recipes."""
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
-        asker = str(sys._getframe(1).f_globals.get("__name__"))
-        if piece is not None and piece.asked_by is NEVER_ASKED and asker != recipe.__name__:
+        asker = sys._getframe(1)
+        if piece is not None and piece.asked_by is NEVER_ASKED and not is_for_operators(asker):
             # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
             node = current_node()
             if node is not None:
-                piece.asked_by = _CHECKPOINT if asker == _CHECKPOINT else node.name()
+                by_checkpoint = asker.f_globals.get("__name__") == _CHECKPOINT
+                piece.asked_by = _CHECKPOINT if by_checkpoint else node.name()
         return super().unpack(packed)
 
     def unrecognised_bytes(self) -> Counter[str]:

@@ -11,7 +11,7 @@ from typing import Any
 from compact import Saved
 
 from .._errors import ConfigError
-from .._sizes import size
+from .._text import size
 from .outcome import Outcome
 
 # The Okabe-Ito palette, told apart by every kind of colour vision, with a light and a dark shade for its relatives:

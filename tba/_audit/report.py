@@ -10,8 +10,7 @@ from typing import Any
 
 from compact import Saved
 
-from .._sizes import size
-from .._table import as_text
+from .._text import as_text, size
 from .outcome import Outcome
 from .picture import draw
 

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
-from .._config import OffloadConfig
 from .._memory import streams
 from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
@@ -155,12 +154,13 @@ class Compressor:
         record.become(payload, Encoded(codec, replace(packed, buffers=()), sizes, record.begin, record.end))
 
 
-def compressor(config: OffloadConfig, counters: Counters) -> Compressor | None:
-    """What the settings ask for."""
-    if config.compress is None:
+def compressor(
+    preset: str | Preset | None, rank: int | float | None, seed: int, counters: Counters
+) -> Compressor | None:
+    """What the settings ask for; `rank` of the preset "compact"."""
+    if preset is None:
         return None
-    preset = config.compress if isinstance(config.compress, Preset) else named(config.compress, rank=config.rank)
-    return Compressor(preset, config.seed, counters)
+    return Compressor(preset if isinstance(preset, Preset) else named(preset, rank=rank), seed, counters)
 
 
 def strictness(codec: Codec) -> float:

@@ -13,9 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from compact import Saved
 
 from .. import _policy
-from .._compress.compressor import Compressor
 from .._config import OffloadConfig
-from .._derive.derivations import Derivations
 from .._memory import streams
 from .._policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
@@ -57,8 +55,6 @@ class Packing:
         mover: Mover,
         pending: Pending,
         read_ahead: ReadAhead,
-        compressor: Compressor | None,
-        derivations: Derivations | None,
         settle: Callable[[], None],
     ) -> None:
         self.chains = Chains()
@@ -70,8 +66,8 @@ class Packing:
         self._mover = mover
         self._pending = pending
         self._read_ahead = read_ahead
-        self._compressor = compressor
-        self._derivations = derivations
+        self._compressor = pending.compressor
+        self._derivations = pending.derivations
         self._settle = settle
         self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)

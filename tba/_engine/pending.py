@@ -44,8 +44,8 @@ class Pending:
     ) -> None:
         self._write_behind = write_behind
         self._counters = counters
-        self._derivations = derivations
-        self._compressor = compressor
+        self.derivations = derivations
+        self.compressor = compressor
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
@@ -59,41 +59,41 @@ class Pending:
             record = pending.popleft()[1]()
             if record is None or record.state is not PENDING:
                 continue
-            replaced = self._derivations is not None and self._derivations.replaces(record)
+            replaced = self.derivations is not None and self.derivations.replaces(record)
             if replaced is not None:
                 self._compared(record, replaced=replaced)
 
     def wanted(self, record: Record) -> None:
         """Backward wants a pending record, so its operator has finished: it stays in memory."""
-        if self._compressor is not None and not self._compressor.encode(record):
+        if self.compressor is not None and not self.compressor.encode(record):
             self.settle(wait=True)
         record.hold()
 
     @property
     def waits(self) -> bool:
         """Whether values that decide are on their way from a device: `settle` looks."""
-        compressor, derivations = self._compressor, self._derivations
+        compressor, derivations = self.compressor, self.derivations
         return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
 
     def settle(self, *, wait: bool) -> None:
         """Pass on what was to be looked at, as far as its values have come from the device; all of it if `wait`."""
-        assert self._compressor is not None
-        if self._derivations is not None:
-            for record, replaced in self._derivations.settle(wait=wait):
+        assert self.compressor is not None
+        if self.derivations is not None:
+            for record, replaced in self.derivations.settle(wait=wait):
                 self._compared(record, replaced=replaced)
-        for record in self._compressor.settle(wait=wait):
+        for record in self.compressor.settle(wait=wait):
             if record.state is PENDING:
                 self._go(record)
 
     def _compared(self, record: Record, *, replaced: bool) -> None:
         if replaced:
             self._let_go(record)
-        elif self._compressor is None or self._compressor.encode(record):
+        elif self.compressor is None or self.compressor.encode(record):
             self._go(record)
 
     def _let_go(self, record: Record) -> None:
         self._counters.derived_bytes += record.nbytes
-        record.count_as_kept(self._counters, DERIVED)
+        self._counters.kept_to_offloaded(record.set_offloaded(False), DERIVED)
 
     def _go(self, record: Record) -> None:
         if record.stays:

@@ -1,4 +1,4 @@
-"""Saver: the pair of saved-tensor hooks, wired to recognition, decision, transfer and read_ahead.
+"""Saver: the pair of saved-tensor hooks, wired to recognition, decision, transfer and read-ahead.
 
 Guarantees:
 
@@ -30,7 +30,6 @@ from .._compress.calls import SavedBy
 from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations, again
-from .._endurance import projected_bytes_per_day
 from .._errors import StalledError, edited_in_place
 from .._memory import streams
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
@@ -38,10 +37,12 @@ from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from .._record.view import View, is_edited
 from .._stats import Counters, OffloadStats, TraceEvent
+from .._text import size
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
+from .._transfer.daily_allowance import projected_bytes_per_day
 from . import backward
 from .packing import Packed, Packing
 from .pending import Pending
@@ -66,21 +67,12 @@ class Saver:
         self._marked = False  # the model's weights, in this step
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
-        self.compressor = compressor(config, self.counters)
+        self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         self.derivations = Derivations(self.unpack) if self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
-        self._packing = Packing(
-            config,
-            self.counters,
-            self.mover,
-            self.pending,
-            self.read_ahead,
-            self.compressor,
-            self.derivations,
-            self.settle,
-        )
+        self._packing = Packing(config, self.counters, self.mover, self.pending, self.read_ahead, self.settle)
         self._remains = self._packing.remains
         self._started_s = time.monotonic()
 
@@ -218,10 +210,10 @@ class Saver:
         """Whether `stop` was called: nothing is moved any more."""
         return self.mover.closed
 
-    @property
-    def progress(self) -> tuple[int, int]:
-        """Steps ended and bytes handed to the tier, so far."""
-        return self.counters.steps, self.counters.offloaded_bytes
+    def progress(self) -> str:
+        """Tell how much has been done, as "3 steps, 1.0 MiB offloaded"."""
+        steps = self.counters.steps
+        return f"{steps:,} step{'s' * (steps != 1)}, {size(self.counters.offloaded_bytes)} offloaded"
 
     @property
     def nothing_came(self) -> bool:

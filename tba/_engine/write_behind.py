@@ -81,10 +81,10 @@ class WriteBehind:
             record = reference()
             if record is None:
                 continue
-            record.count_as_offloaded(self._counters, _policy.FITS)
+            self._counters.kept_to_offloaded(record.set_offloaded(True), _policy.FITS)
             why_not = self._mover.send(record)
             if why_not is not None:
-                record.count_as_kept(self._counters, why_not)
+                self._counters.kept_to_offloaded(record.set_offloaded(False), why_not)
 
     @property
     def room_bytes(self) -> int:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from .._sizes import size
+from .._text import size
 
 _LOOKS = 3  # the first step's gaps are filled by the optimizer's state; later ones show what stays
 _LEAST_BYTES = 64 << 20

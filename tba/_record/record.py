@@ -19,7 +19,6 @@ from compact import Codec, Spec
 from io_backends import Ticket
 
 from .._errors import edited_in_place
-from .._stats import Counters
 from .encoded import Encoded
 from .source import Source
 from .view import View
@@ -255,17 +254,11 @@ class Record(Source):
         self.asks += 1
         return self.asks >= self.saves
 
-    def count_as_offloaded(self, counters: Counters, reason: str) -> None:
-        """Count it, kept until now for `reason`, as handed to the tier, unless it is already."""
-        if not self.offloaded:
-            self.offloaded = True
-            counters.kept_to_offloaded(self.logical_bytes, reason)
-
-    def count_as_kept(self, counters: Counters, reason: str) -> None:
-        """Count it, handed to the tier until now, as kept for `reason`, unless it is already."""
-        if self.offloaded:
-            self.offloaded = False
-            counters.kept_to_offloaded(-self.logical_bytes, reason)
+    def set_offloaded(self, offloaded: bool) -> int:
+        """Count from now on as handed to the tier, or as kept: the bytes by which what is handed over changes."""
+        change = self.logical_bytes * (offloaded - self.offloaded)
+        self.offloaded = offloaded
+        return change
 
     def use_codec(self, codec: Codec | None) -> None:
         """Settle which codec may make it smaller; None for none."""

@@ -36,6 +36,11 @@ def asks_for_operators(module_globals: dict[str, Any]) -> None:
     _asks_for_operators.append(module_globals)
 
 
+def is_for_operators(asker: FrameType) -> bool:
+    """Whether a module of ours asks, which hands what it gets to operators."""
+    return any(asker.f_globals is each for each in _asks_for_operators)
+
+
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
     """What pack gives for a tensor that stays, where it is not the very one that was saved: an alias, its version."""
 
@@ -64,7 +69,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     if task == -1:
         return True
     if asker is not None and asker.f_code is not _RUN_BACKWARD:
-        return not any(asker.f_globals is each for each in _asks_for_operators)
+        return not is_for_operators(asker)
     if _looks.task != task:
         _looks.task, _looks.left = task, _LOOKS
     if not _looks.left:

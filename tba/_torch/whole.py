@@ -11,9 +11,12 @@ from __future__ import annotations
 import sys
 import threading
 
-from .. import _policy
 from .private import compiled_graph
 from .user_frames import warn
+
+# A compiled graph that saves at least this share of a step's bytes is the whole model. Moved, so much of the peak would
+# stay as it is, and what remains is no more than buffers take.
+_WHOLE_STEP_SHARE = 0.8
 
 
 class _Run(threading.local):
@@ -63,7 +66,7 @@ class Whole:
         if largest is None:
             return
         nbytes, graph = largest
-        if not _policy.is_whole_step(nbytes, step_bytes):
+        if nbytes < _WHOLE_STEP_SHARE * step_bytes:
             self._graphs.discard(graph)
         elif moves:
             self._graphs.add(graph)

@@ -11,14 +11,14 @@ from torch import nn
 from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore, TwoLevelStore
 
 from .._config import OffloadConfig
-from .._endurance import Allowance
 from .._errors import ConfigError
 from .._memory import budgets, free_memory
 from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
 from .._stats import Counters
-from .._storage_path import Directory, free_disk_bytes
+from .daily_allowance import Allowance
 from .mover import Mover
+from .scratch_paths import Directory, free_disk_bytes
 
 
 def open_store(config: OffloadConfig, directories: Sequence[Directory], *, on_device: bool) -> Store:

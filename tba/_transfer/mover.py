@@ -31,7 +31,6 @@ from torch import Tensor
 from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
 from .. import _policy
-from .._endurance import Allowance
 from .._errors import ClosedError, StalledError, TransferError
 from .._memory import gpudirect, streams
 from .._memory import limits as _limits
@@ -42,6 +41,7 @@ from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Rec
 from .._stats import Counters, TraceEvent
 from .._torch.private import storage_use_count
 from .._torch.user_frames import warn
+from .daily_allowance import Allowance
 from .staging import Staging
 
 _MOVED = "storage resized or replaced before it was written"
@@ -367,7 +367,7 @@ class Mover:
     def _take_back(self, record: Record, reason: str) -> None:
         """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
         self._discard_write(record)
-        record.count_as_kept(self.counters, reason)
+        self.counters.kept_to_offloaded(record.set_offloaded(False), reason)
 
     def _discard_write(self, record: Record) -> None:
         ticket = record.take_back()

@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 
 from support.doctor import DISK, FAST, FIT, GIB, GPU
 from support.endurance import counts
-from tba import OffloadConfig, _storage_path, describe
-from tba._storage_path import Mount, PathFacts
+from tba import OffloadConfig, describe
+from tba._transfer import scratch_paths
+from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli import app
 from tba.cli._allocators import allocator_in_force
 from tba.cli._doctor import examine as examination
@@ -294,7 +295,7 @@ def test_status_1_where_the_tier_cannot_work(scratch: Path) -> None:
 
 
 def test_status_1_where_no_default_directory_serves(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_storage_path, "default_directories", lambda *_: ())
+    monkeypatch.setattr(scratch_paths, "default_directories", lambda *_: ())
     result = doctor("--tier", "auto", "--seconds", "0", "--json")
     assert result.exit_code == 1
     assert "no default directory" in json.loads(result.stdout)["no_path"]

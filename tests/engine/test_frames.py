@@ -20,8 +20,9 @@ from torch import nn
 
 from io_backends.testing import Fault
 from support.engine import activation, chain, engine
-from tba import OffloadWarning, _storage_path, attach, audit, offload_context
+from tba import OffloadWarning, attach, audit, offload_context
 from tba._torch import user_frames
+from tba._transfer import scratch_paths
 
 
 class Line:
@@ -54,7 +55,7 @@ def test_leaving_points_at_the_with(scratch: Path) -> None:
 def test_a_setting_points_at_the_call(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.path.realpath(scratch)
     mount = SimpleNamespace(mountpoint=real, fstype="nfs4", device="server:/x")
-    monkeypatch.setattr(_storage_path, "_mounts", lambda: [mount])
+    monkeypatch.setattr(scratch_paths, "_mounts", lambda: [mount])
     with pointed_at() as line:
         offload = offload_context(tier="nvme", storage_paths=scratch)
     assert line.text.startswith("offload = offload_context(")

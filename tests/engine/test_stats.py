@@ -9,8 +9,8 @@ from types import MappingProxyType
 import pytest
 
 from tba import OffloadStats
-from tba._sizes import size
 from tba._stats import _SUMS, Counters, difference
+from tba._text import size
 
 DERIVED = {"saved_bytes", "kept_bytes"}
 OTHERS = {"file_bytes", "written_today_bytes", "projected_bytes_per_day"}  # readings that are no counters

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba._storage_path import Mount, PathFacts
+from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli._doctor.checks import AllocatorReport, Facts, MemoryReport, PathReport
 from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts, Speed

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tba import _endurance
-from tba._endurance import Allowance, counts_file
+from tba._transfer import daily_allowance
+from tba._transfer.daily_allowance import Allowance, counts_file
 
 DAY_S = 86_400
 NOON = datetime.datetime(2026, 3, 29, 12, tzinfo=datetime.UTC).timestamp()  # summer time began that night in Europe
@@ -42,7 +42,7 @@ def clock_in_force() -> Iterator[Clock]:
     """A clock that every allowance goes by."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_endurance, "time", clock)
+        patch.setattr(daily_allowance, "time", clock)
         yield clock
 
 

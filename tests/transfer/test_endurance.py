@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
-from tba import ClosedError, OffloadWarning, _storage_path
-from tba._endurance import SYNC_S, Allowance, counts_file, projected_bytes_per_day
+from tba import ClosedError, OffloadWarning
+from tba._transfer import scratch_paths
+from tba._transfer.daily_allowance import SYNC_S, Allowance, counts_file, projected_bytes_per_day
 
 
 @pytest.fixture(autouse=True)
@@ -322,7 +323,7 @@ def test_what_belongs_to_another_user_is_not_used(
     uids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowance(tmp_path, 100).take(0)
-    monkeypatch.setattr(_storage_path, "user_id", lambda: os.getuid() + (uids.pop(0) if uids else 0))
+    monkeypatch.setattr(scratch_paths, "user_id", lambda: os.getuid() + (uids.pop(0) if uids else 0))
     taken = allowance(tmp_path, 100)
     with pytest.warns(OffloadWarning, match=f"belongs to user {os.getuid()}, so"):
         assert taken.take(60)

@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
-from tba import OffloadWarning, _endurance
+from tba import OffloadWarning
+from tba._transfer import daily_allowance
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
 
 def take_until_told(directory: Path, limit: int, takes: int, gate: int, told: int) -> None:
     """In a child: once the gate is shut, take, looking at the file each time, and tell how often it was granted."""
-    _endurance.SYNC_S = 0.0
+    daily_allowance.SYNC_S = 0.0
     taken = allowance(directory, limit)
     os.read(gate, 1)
     granted = sum(taken.take(3) for _ in range(takes))

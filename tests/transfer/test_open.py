@@ -10,8 +10,8 @@ import pytest
 
 from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
 from tba import ConfigError, OffloadConfig
-from tba._storage_path import Directory
 from tba._transfer.build import check, cpu_budget_bytes, open_store
+from tba._transfer.scratch_paths import Directory
 
 GIB = 1 << 30
 

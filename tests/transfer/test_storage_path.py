@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tba import OffloadConfig, OffloadWarning, StorageError, _storage_path
-from tba._storage_path import (
+from tba import OffloadConfig, OffloadWarning, StorageError
+from tba._transfer import scratch_paths
+from tba._transfer.scratch_paths import (
     Mount,
     PathFacts,
     default_directories,
@@ -133,11 +134,11 @@ def test_each_of_several_that_cannot_serve_is_named(scratch: Path) -> None:
 
 def test_free_space_of_a_file_system_counts_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (scratch / "below").mkdir()
-    monkeypatch.setattr(_storage_path, "_free_bytes", lambda _: 1000)
+    monkeypatch.setattr(scratch_paths, "_free_bytes", lambda _: 1000)
     assert free_disk_bytes([scratch, scratch / "below"]) == 1000
     elsewhere = [path for path in ("/dev/shm", "/proc") if os.path.isdir(path)]
     assert free_disk_bytes([scratch, *elsewhere]) == 1000 * (1 + len(elsewhere))
-    monkeypatch.setattr(_storage_path, "_free_bytes", lambda _: None)
+    monkeypatch.setattr(scratch_paths, "_free_bytes", lambda _: None)
     assert free_disk_bytes([scratch]) is None
     with pytest.raises(OSError, match="No such file"):
         free_disk_bytes([scratch / "none"])
@@ -230,7 +231,7 @@ def test_the_default_falls_back_to_the_temp_directory(scratch: Path, monkeypatch
 def test_somebody_elses_directory_is_not_used(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (scratch / "elsewhere").mkdir()
     (scratch / f"tba-{os.getuid()}").symlink_to(scratch / "elsewhere")
-    monkeypatch.setattr(_storage_path, "default_directories", lambda *_: (scratch / f"tba-{os.getuid()}",))
+    monkeypatch.setattr(scratch_paths, "default_directories", lambda *_: (scratch / f"tba-{os.getuid()}",))
     with pytest.raises(StorageError, match="is a symbolic link") as caught:
         storage_directories(OffloadConfig())[0]
     assert "TBA_STORAGE_PATHS" in str(caught.value)

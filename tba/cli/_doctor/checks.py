@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tba._sizes import size
-from tba._storage_path import PathFacts
+from tba._text import size
+from tba._transfer.scratch_paths import PathFacts
 
 from .device_probe import DeviceFacts, KvikioFacts
 from .disk_probe import DiskFacts

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba._config import OffloadConfig, describe
-from tba._endurance import Allowance
 from tba._errors import OffloadWarning, StorageError
 from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
 from tba._memory.free_memory import free_bytes, total_bytes
-from tba._storage_path import free_disk_bytes, look_at, refusal, storage_directories
 from tba._transfer.build import io_threads
+from tba._transfer.daily_allowance import Allowance
+from tba._transfer.scratch_paths import free_disk_bytes, look_at, refusal, storage_directories
 
 from .._allocators import allocator_environment, allocator_in_force
 from .checks import AllocatorReport, Facts, MemoryReport, PathReport

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba._memory.limits import default_window_bytes
-from tba._sizes import size
+from tba._text import size
 
 from .checks import Facts, Finding, Level
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from ._config import OffloadConfig
-from ._errors import StorageError
-from ._torch.user_frames import warn
+from .._config import OffloadConfig
+from .._errors import StorageError
+from .._torch.user_frames import warn
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
 _RAM_DEVICES = ("/dev/ram", "/dev/zram")

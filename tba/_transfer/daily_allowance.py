@@ -29,10 +29,10 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
-from ._errors import ClosedError
-from ._storage_path import make_private
-from ._torch.user_frames import warn
-from ._transfer.fork import dies_in_child
+from .._errors import ClosedError
+from .._torch.user_frames import warn
+from .fork import dies_in_child
+from .scratch_paths import make_private
 
 SYNC_S = 5.0
 # Who writes to the file needs about a millisecond. One that is stopped must not stop a training step.
