@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
-from ._bars import Bar
-from ._harness import Grid, Result, environment_block, median, median_ratio, mib, progress
-from ._one_shot import ask
-from ._processes import Spec
+from ._processes.arms import Spec, ask
+from ._report.bar import Bar, bar_table
+from ._report.environment import environment_block
+from ._report.progress import progress
+from ._report.ratios import median_ratio
+from ._report.results import Grid, Result, mib
 
 AS_IS, PLAIN, KEEP, NVME = "plain, as Python comes", "plain", "CompAct, keep", "CompAct, nvme"
 _BARS = {KEEP: 0.55, NVME: 0.35}
@@ -72,7 +75,7 @@ def run_bert(*, rounds: int, threads: int, rank: int = RANK, quick: bool = False
     what = f"BERT-base, fp32, batch {_BATCH}, sequence {_SEQUENCE}" if not quick else "a tiny BERT"
     tables = [
         _table(what, found, rank, rounds),
-        Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars]),
+        bar_table(bars),
     ]
     data = {
         "model": what,
@@ -80,7 +83,7 @@ def run_bert(*, rounds: int, threads: int, rank: int = RANK, quick: bool = False
         "steps": steps,
         "rounds": rounds,
         "arms": {name: vars(one) for name, one in found.items()},
-        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+        "bars": [bar.data() for bar in bars],
     }
     environment = environment_block({name: one.allocator for name, one in found.items()}, threads=threads)
     return Result(theme="bert", tables=tables, data=data, environment=environment)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from ._bars import Bar
-from ._harness import MIB, Grid, Result, environment_block, median, median_ratio, progress, spread
-from ._one_shot import ask
-from ._processes import Spec
-from ._stored import PLAIN
-from .io import Floor
+from ._arms.stored_bytes import PLAIN
+from ._processes.arms import Spec, ask
+from ._report.bar import Bar, bar_table
+from ._report.environment import environment_block
+from ._report.progress import progress
+from ._report.ratios import median_ratio, spread
+from ._report.results import MIB, Grid, Result
 
 PRESETS = ("exact", "safe8", "balanced", "max")
 # The codec that nearly all bytes of the presets pass through, and what it has to reach: (encode, decode) in GB/s.
@@ -58,14 +60,14 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False, presets: Sequen
     tables = [
         _speed_table(codecs, tensor, rounds),
         _block_table(stored, block),
-        Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars]),
+        bar_table(bars),
     ]
     data = {
         "codecs": codecs,
         "tensor": tensor,
         "linear": {**layer, "seconds": seconds},
         "block": {**block, **stored},
-        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+        "bars": [bar.data() for bar in bars],
         "rounds": rounds,
     }
     environment = environment_block(allocators, threads=threads)
@@ -83,7 +85,9 @@ def make_bars(
         for direction, limit in zip(("encode", "decode"), _SPEED_BARS[facts["dtype"]], strict=True):
             speeds = [speed / 1e9 for speed in facts[f"{direction}_bytes_per_s"]]
             what = f"{facts['codec']} {direction}, {facts['dtype']}, one core"
-            bars.append(Floor(what=what, measured=median(speeds), limit=limit, unit=" GB/s", spread=spread(speeds)))
+            bars.append(
+                Bar(what=what, measured=median(speeds), limit=limit, sign=">=", unit=" GB/s", spread=spread(speeds))
+            )
     wrong = [f"{facts['codec']} {facts['dtype']}" for facts in codecs if not facts["as_promised"]]
     bars.append(Bar(what="codecs of another size than promised", measured=len(wrong), limit=0, unit=""))
     ratio = median_ratio(seconds["compact_linear"], seconds["nn.Linear"])

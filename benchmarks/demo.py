@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from ._harness import Grid, ProgressBar, Result, environment_block, median, median_ratio, mib, progress
-from ._pictures import draw_memory
-from ._processes import ArmProcess, Spec, in_turns, running
-from .step import Model
+from ._pictures.pictures import draw_memory
+from ._processes.arms import Arm, Spec, in_turns, running
+from ._report.environment import environment_block
+from ._report.progress import ProgressBar, progress
+from ._report.ratios import median_ratio
+from ._report.results import Grid, Result, mib
+from ._workload.sizes import Model
 
 _LEARNING_RATE = 6e-4
 _SAMPLE_INTERVAL_S = 0.01
@@ -83,15 +87,13 @@ def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) 
     return Spec(name=name, role="train", options=merged, allocator=allocator, threads=threads)
 
 
-def _under(arms: list[ArmProcess]) -> str:
+def _under(arms: list[Arm]) -> str:
     """What `tba run` chose, and why."""
     chosen = arms[1]
     return f"arms run under {chosen.allocator}: {chosen.allocator_reason}"
 
 
-def _train(
-    arms: list[ArmProcess], steps: int, until_s: float, bar: ProgressBar, text: str
-) -> dict[str, list[dict[str, Any]]]:
+def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
     """Every arm's answers, a round at a time, so that all have trained the same steps when time is up."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
     longest_s = 0.0

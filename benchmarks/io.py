@@ -10,16 +10,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 
-from ._bars import Bar
-from ._fio import Fio, Mode
-from ._harness import Grid, Result, doubt, environment_block, median, ratios, spread
-from ._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, known, measure
-from ._processes import ArmError
-from ._train import scratch_directory
+from ._io.fio import Fio, Mode
+from ._io.rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, known, measure
+from ._report.bar import Bar
+from ._report.environment import environment_block
+from ._report.ratios import doubt, ratios, spread
+from ._report.results import CannotMeasure, Grid, Result
+from ._workload.tools import scratch_directory
 
 MIB = 1 << 20
 SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
@@ -57,12 +59,12 @@ def run_io(
     """Measure in `path` (None: below `out/`): `nbytes` at a time, in buffers of each of `sizes`.
 
     Raises:
-        ArmError: the folder is in RAM or has no direct I/O, fio fails, or what is read is not what was written.
+        CannotMeasure: the folder is in RAM or has no direct I/O, fio fails, or what is read is not what was written.
     """
     directory = scratch_directory((path,) if path is not None else None)
     kind = file_system(directory)
     if kind in _RAM_FILE_SYSTEMS:
-        raise ArmError(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
+        raise CannotMeasure(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
     nbytes = -(-nbytes // (max(sizes) * threads)) * max(sizes) * threads  # whole buffers for every thread
     found: dict[int, dict[str, Series]] = {}
     missing: dict[str, str] = {}

@@ -17,20 +17,18 @@ import torch
 from torch import Tensor, nn
 
 import compact
-from benchmarks import _codec_speed, _one_shot
-from benchmarks._codec_speed import cases, make_data, measure_codecs
-from benchmarks._fidelity_arm import FidelityOptions, best_rate, course, scheduled_rate, train
-from benchmarks._held_out import is_held_out, split_library, validation_batches
-from benchmarks._one_shot import Answer, ask, ask_all
-from benchmarks._pareto import frontier, labelled_below
-from benchmarks._processes import ArmError, Spec
-from benchmarks._stored import stored_bytes, unique_bytes
+from benchmarks._arms import codec_speed
+from benchmarks._arms.codec_speed import cases, make_data, measure_codecs
+from benchmarks._arms.fidelity import FidelityOptions, best_rate, course, scheduled_rate, train
+from benchmarks._arms.stored_bytes import stored_bytes, unique_bytes
+from benchmarks._pictures.pareto import frontier, labelled_below
+from benchmarks._workload.held_out import is_held_out, split_library, validation_batches
+from benchmarks._workload.text import Text, sources
 from benchmarks.bert import AS_IS, KEEP, NVME, PLAIN, Measured
 from benchmarks.bert import make_bars as bert_bars
 from benchmarks.codec import make_bars as codec_bars
 from benchmarks.fidelity import ARMS, TINY, picture_path, run_fidelity, spread, summarise
 from benchmarks.fidelity import make_bars as fidelity_bars
-from benchmarks.text import Text, sources
 from compact import Packed, Quantized, Saved
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,51 +121,6 @@ def test_bert_measures_every_arm(tmp_path: Path) -> None:
     assert [bar["limit"] for bar in found["bars"] if bar["limit"] is not None] == [0.55, 0.35]
 
 
-# -- one-shot arms ---------------------------------------------------------------------------------------------------
-
-
-def test_a_one_shot_arm_that_fails_is_an_error_with_its_own_words() -> None:
-    spec = Spec(name="wrong", role="nonesuch", options={}, threads=1)
-    with pytest.raises(ArmError, match=r"'wrong' ended \(exit status 1\)(?s:.*)unknown role 'nonesuch'"):
-        ask(spec)
-
-
-def test_a_one_shot_arm_that_hangs_is_ended() -> None:
-    spec = Spec(name="slow", role="linear", options={}, threads=1)
-    with pytest.raises(ArmError, match=r"'slow' gave no answer within 0\.01 s"):
-        ask(spec, timeout_s=0.01)
-
-
-def test_a_one_shot_arm_tells_how_far_it_is_and_answers() -> None:
-    options = {"tokens": 4, "width": 8, "out": 8, "rank": 2, "rounds": 1, "threads": 1}
-    notes: list[str] = []
-    answer = ask(Spec(name="layer", role="linear", options=options, threads=1), tell=notes.append)
-    assert notes == ["round 0 of 1", "round 1 of 1"]
-    assert answer.allocator == "as Python comes"
-    assert {name: len(seconds) for name, seconds in answer.body["seconds"].items()} == {
-        "nn.Linear": 1,
-        "compact_linear": 1,
-    }
-
-
-def test_when_one_of_many_arms_fails_those_not_begun_never_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-
-    def fake(spec: Spec, *, tell: Any) -> Answer:
-        begun.append(spec.name)
-        if spec.name == "b":
-            raise ArmError("b")
-        return Answer(spec, {}, "")
-
-    monkeypatch.setattr(_one_shot, "ask", fake)
-    specs = [Spec(name=name, role="linear", options={}) for name in "aebcdfgh"]
-    with pytest.raises(ArmError, match="b"):
-        ask_all(specs, jobs=1, tell=lambda spec, note: None)
-    assert begun[:3] == ["a", "e", "b"]
-    answers = ask_all(specs[:2], jobs=2, tell=lambda spec, note: None)
-    assert [answer.spec.name for answer in answers] == ["a", "e"]
-
-
 # -- codecs ----------------------------------------------------------------------------------------------------------
 
 
@@ -189,9 +142,9 @@ def test_a_codec_of_another_size_than_promised_is_found(monkeypatch: pytest.Monk
             back: Tensor = super().decode(Packed(packed.spec, packed.form, packed.buffers[:1]))
             return back
 
-    fat = _codec_speed.Case(Fat("int8"), "normal", torch.float32)
-    fine = _codec_speed.Case(Quantized("int8"), "normal", torch.float32)
-    monkeypatch.setattr(_codec_speed, "cases", lambda: [fine, fat])
+    fat = codec_speed.Case(Fat("int8"), "normal", torch.float32)
+    fine = codec_speed.Case(Quantized("int8"), "normal", torch.float32)
+    monkeypatch.setattr(codec_speed, "cases", lambda: [fine, fat])
     threads = torch.get_num_threads()
     found = measure_codecs({"tokens": 8, "width": 64, "rounds": 1}, lambda note: None)["codecs"]
     torch.set_num_threads(threads)

@@ -1,6 +1,6 @@
 """The fault campaign: random faults at random points of training steps end exactly or in an error that names them.
 
-`python -m benchmarks faults --count 10000` is the long one. Here too: that the campaign sees what it looks for.
+`python -m tests.campaigns faults --count 10000` is the long one. Here too: that the campaign sees what it looks for.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns.faults import campaign as campaign_module
+from campaigns.faults import trial
+from campaigns.faults.campaign import BAD, Campaign, tally
+from campaigns.faults.cases import ALWAYS, KINDS, MODELS, Case, draw
+from campaigns.faults.sabotage import Sabotage, cut
+from campaigns.faults.small_disk import NotAllowed, small_disk
+from campaigns.faults.trial import Outcome, run_trial
 
-from benchmarks import _campaign, _trial
-from benchmarks._campaign import BAD, Campaign, run_campaign, tally
-from benchmarks._cases import ALWAYS, KINDS, MODELS, Case, draw
-from benchmarks._sabotage import Sabotage, cut
-from benchmarks._small_disk import NotAllowed, small_disk
-from benchmarks._trial import Outcome, run_trial
 from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 
@@ -67,7 +68,8 @@ def assert_exact(outcome: Outcome) -> None:
 
 @pytest.mark.slow
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
-    outcomes = list(run_campaign(range(CASES), scratch))
+    with Campaign(scratch) as campaign:
+        outcomes = [campaign.run(seed) for seed in range(CASES)]
     bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
     assert not bad, "\n".join(bad)
     counts = tally(outcomes)
@@ -87,7 +89,7 @@ def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> Non
 @pytest.mark.slow
 def test_the_command_counts_files_and_reproduces(scratch: Path) -> None:
     def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "benchmarks", "faults", "--json", "--path", str(scratch), *arguments]
+        command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch), *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
@@ -182,7 +184,7 @@ def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest
         raise ValueError("not one of tba's")
 
     monkeypatch.setattr(FaultyStore, "read", fail)
-    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    monkeypatch.setattr(trial, "size_of", lambda *_: (1 << 20, 10))
     outcome = run_trial(case_of("late"), scratch)
     assert outcome.verdict == "wrong"
     assert "not one of tba's" in outcome.detail
@@ -199,11 +201,11 @@ def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest
     ],
 )
 def test_an_error_has_to_name_tensor_and_cause(text: str, named: bool) -> None:
-    assert bool(_trial._NAMES_TENSOR.search(text) or _trial._NAMES_STORE.search(text)) is named
+    assert bool(trial._NAMES_TENSOR.search(text) or trial._NAMES_STORE.search(text)) is named
 
 
 def test_it_notices_extents_that_are_never_given_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(trial, "_GRACE_S", 0.1)
     monkeypatch.setattr(PosixStore, "discard", lambda self, ticket: None)
     outcome = run_trial(case_of("late"), scratch)
     assert outcome.verdict == "leaked"
@@ -213,8 +215,8 @@ def test_it_notices_extents_that_are_never_given_back(scratch: Path, monkeypatch
 def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[Callable[[], None]] = []
     close = PosixStore.close
-    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
-    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    monkeypatch.setattr(trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(trial, "size_of", lambda *_: (1 << 20, 10))
     monkeypatch.setattr(PosixStore, "close", lambda self: left.append(lambda: close(self)))
     outcome = run_trial(case_of("late"), scratch)
     for end in left:
@@ -225,23 +227,23 @@ def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch
 
 
 def test_it_notices_a_case_that_hangs_or_dies_and_goes_on(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_campaign, "small_disk", _no_disk)
+    monkeypatch.setattr(campaign_module, "small_disk", _no_disk)
     with Campaign(scratch) as campaign:
         assert campaign.no_disk == "not in this test"
         assert campaign.run(1, "disk full").verdict == "skipped"
         assert_exact(campaign.run(1, "late"))
-        campaign._timeout_s = 0.0
+        campaign.runner.timeout_s = 0.0
         hung = campaign.run(2, "late")
         assert hung.verdict == "hung"
-        assert "no end within 0 s" in hung.detail
-        assert "_trial.py" in hung.detail  # where it stands
-        campaign._timeout_s = 60.0
+        assert "no answer within 0 s" in hung.detail
+        assert "trial.py" in hung.detail  # where it stands
+        campaign.runner.timeout_s = 60.0
         assert_exact(campaign.run(2, "late"))
-        assert campaign._process is not None
-        campaign._process._process.kill()
+        assert campaign.runner.child is not None
+        os.kill(campaign.runner.child.pid, signal.SIGKILL)
         died = campaign.run(3, "late")
         assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 3)
-        assert "the process died" in died.detail
+        assert "the process ended (exit status -9)" in died.detail
         assert_exact(campaign.run(3, "late"))
     assert list(scratch.iterdir()) == []
 
@@ -275,7 +277,7 @@ def test_the_tally_counts_by_kind() -> None:
 
 
 def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "faults", "--count", "1000", "--path", str(scratch)]
+    command = [sys.executable, "-m", "tests.campaigns", "faults", "--count", "1000", "--path", str(scratch)]
     try:
         with small_disk(scratch, 8 << 20):
             pass

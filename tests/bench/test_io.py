@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from benchmarks import io
-from benchmarks._fio import Fio, FioError, arguments, parse
-from benchmarks._io_arms import Arm, BareArm, StoreArm
-from benchmarks._io_memory import Memory, WrongBytes, verify
-from benchmarks._io_peers import make_peers
-from benchmarks._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, _ArmTurns, _Rig, measure
-from benchmarks._processes import ArmError
+from benchmarks._io.arms import Arm, BareArm, StoreArm
+from benchmarks._io.fio import Fio, FioError, arguments, parse
+from benchmarks._io.memory import Memory, WrongBytes, verify
+from benchmarks._io.peers import make_peers
+from benchmarks._io.rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, _ArmTurns, _Rig, measure
+from benchmarks._report.results import CannotMeasure
 from benchmarks.io import make_bars, run_io
 from io_backends import PosixStore, Syscalls
 
@@ -88,7 +88,7 @@ def test_without_fio_it_says_so_and_compares_with_the_bare_calls(
 
 def test_a_folder_in_ram_is_refused(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io, "file_system", lambda directory: "tmpfs")
-    with pytest.raises(ArmError, match="is on tmpfs, in RAM; name a folder on a disk with --path"):
+    with pytest.raises(CannotMeasure, match="is on tmpfs, in RAM; name a folder on a disk with --path"):
         run_io(scratch)
 
 
@@ -102,7 +102,7 @@ def test_without_direct_io_nothing_is_measured(scratch: Path, monkeypatch: pytes
         return PosixStore(directory, threads=threads, syscalls=Syscalls(open=buffered))
 
     monkeypatch.setattr("benchmarks._io_rounds.PosixStore", make)
-    with pytest.raises(ArmError, match="there is no direct I/O in"):
+    with pytest.raises(CannotMeasure, match="there is no direct I/O in"):
         measure(scratch, BLOCK, 4 * BLOCK, threads=1, rounds=1, tell=print)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks._harness import doubt, spread
-from benchmarks._io_arms import Span, together
-from benchmarks._io_rounds import BARE, FIO, MORE_WORKERS, STORE, TWO_PATHS, Series
+from benchmarks._io.arms import Span, together
+from benchmarks._io.rounds import BARE, FIO, MORE_WORKERS, STORE, TWO_PATHS, Series
+from benchmarks._report.ratios import doubt, spread
 from benchmarks.io import Floor, make_bars, parts
 
 
