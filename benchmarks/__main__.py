@@ -125,11 +125,11 @@ def io(
     save: Save = False,
     machine: Machine = MACHINE,
 ) -> None:
-    """Stores against the bare disk and fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
+    """Stores against fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
     from .io import MIB, run_io
 
     if quick:
-        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads)
+        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)
     else:
         result = run_io(path, rounds=rounds, threads=threads)
     finish(result, json, save, machine)
