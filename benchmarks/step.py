@@ -7,20 +7,16 @@ rounds; memory is the worst step of all, over what was resident just before the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import Any
 
-from ._processes.arms import Spec, available, in_turns, running
+from ._processes.arms import Spec, available
+from ._processes.measure import measure
 from ._report.bar import bar_table
 from ._report.environment import environment_block
-from ._report.progress import progress
-from ._report.ratios import median_ratio
-from ._report.results import Grid, Result, mib
-from ._report.step_bars import Measured, cpu_bars, cuda_bars
+from ._report.results import Grid, Result
+from ._report.steps import Measured, arm_table, cpu_bars, cuda_bars, same_gradients
 from ._workload.sizes import Model
 
-# Rounds that only warm up: their memory counts, their time does not.
-WARM_UP_ROUNDS = 2
 # Two processes that do the same may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So
 # many sets of processes with few rounds in each say more than many rounds in one.
 STARTS = 8
@@ -53,7 +49,7 @@ def run_step(
             arms |= measure(memory_only, rounds=0, title=f"memory {model.name}", warm_up=min(rounds, MEMORY_ROUNDS))
         bars = cuda_bars(arms) if device == "cuda" else cpu_bars(model.name, arms)
         tables += [
-            _arm_table(model, arms, device),
+            arm_table(f"{model.describe()}, {device}", arms, _note(arms, device)),
             bar_table(bars, f"Bars, {model.name}", "Behind ±: about 95 % confidence."),
         ]
         data[model.name] = {
@@ -103,68 +99,7 @@ def cuda_arms(model: Model, settings: Mapping[str, Any]) -> list[Spec]:
     ]
 
 
-def measure(
-    specs: Sequence[Spec], *, rounds: int, title: str, warm_up: int = WARM_UP_ROUNDS, starts: int = 1
-) -> dict[str, Measured]:
-    """All arms in turns, at least `rounds` timed rounds, in `starts` sets of processes with `warm_up` others each."""
-    each = warm_up + -(-rounds // starts)
-    found: dict[str, Measured] = {}
-    with progress(title, starts * each * len(specs)) as bar:
-        for start in range(starts):
-            with running(specs) as arms:
-                for arm, number, answer in in_turns(arms, range(start * each, (start + 1) * each)):
-                    one = found.setdefault(arm.spec.name, Measured(name=arm.spec.name, allocator=arm.allocator))
-                    one.take(number, answer, timed=number >= start * each + warm_up)
-                    bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s, {mib(answer['peak_bytes'])} MiB over idle")
-                for arm in arms:
-                    arm.close()
-    return {spec.name: found[spec.name] for spec in specs}
-
-
-def same_gradients(arms: Sequence[Measured]) -> bool:
-    """Whether every arm had the same loss and the same gradients, to the last bit, in every round it shares."""
-    first = arms[0]
-    return all(
-        arm.gradients[number] == first.gradients[number] and arm.losses[number] == first.losses[number]
-        for arm in arms[1:]
-        for number in arm.gradients.keys() & first.gradients.keys()
-    )
-
-
-def _arm_table(model: Model, arms: Mapping[str, Measured], device: str) -> Grid:
-    base = arms["plain"]
-    rows = []
-    for arm in arms.values():
-        paired = bool(arm.wall_s)  # an arm outside the turns has no partners to be compared with
-        rows.append(
-            (
-                arm.name,
-                arm.allocator,
-                mib(arm.peak_bytes),
-                f"{arm.peak_bytes / base.peak_bytes:.2f}",
-                f"{median(arm.wall_s):.3f}" if paired else "-",
-                f"{median_ratio(arm.wall_s, base.wall_s):.3f}" if paired else "-",
-                f"{median(arm.cpu_s):.3f}" if paired else "-",
-                f"{median_ratio(arm.cpu_s, base.cpu_s):.3f}" if paired else "-",
-                f"{median(arm.waited_share):.2%}" if paired and arm.moved else "-",
-                mib(arm.moved["written_bytes"]) if arm.moved else "-",
-            )
-        )
-    columns = (
-        "arm",
-        "allocator",
-        "peak MiB",
-        "/ plain",
-        "step s",
-        "/ plain",
-        "CPU s",
-        "/ plain",
-        "waited",
-        "written MiB",
-    )
-    what = "allocated on the device" if device == "cuda" else "resident"
-    note = (
-        f"Peak: {what}, over idle, worst of all steps. Times: medians; ratios: medians over {len(base.wall_s)} rounds. "
-        f"Losses and gradients of all arms bit-equal: {'yes' if same_gradients(list(arms.values())) else 'NO'}."
-    )
-    return Grid(f"{model.describe()}, {device}", columns, rows, note)
+def _note(arms: Mapping[str, Measured], device: str) -> str:
+    memory = "allocated on the device" if device == "cuda" else "resident"
+    equal = "yes" if same_gradients(list(arms.values())) else "NO"
+    return f"Peak: {memory}, over idle, worst of all steps. Losses and gradients of all arms bit-equal: {equal}."

@@ -39,18 +39,18 @@ class TimelineArm(TrainArm):
         ]
         return answer
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def step(self, *batch: Tensor) -> Tensor:
         self._spans = []
         self._begun_s = time.perf_counter()
         if self.offload is None:
-            return self._spanned_step(tokens, targets)
+            return self._spanned_step(*batch)
         with self.offload.trace() as self._events:
-            return self._spanned_step(tokens, targets)
+            return self._spanned_step(*batch)
 
-    def _spanned_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _spanned_step(self, *batch: Tensor) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
         self._open_forward_s = time.perf_counter()
-        loss: Tensor = self.model(tokens, targets)
+        loss: Tensor = self.model(*batch)
         self._open_backward_s = self._span("forward", "head", self._open_forward_s)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         begun_s = self._span("backward", "embedding", self._open_backward_s)

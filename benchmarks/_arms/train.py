@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,28 +18,21 @@ from torch import Tensor
 from .._processes.resident_memory import Sampler, peak_bytes, reset_peak, resident_bytes
 from .._processes.serve import Tell
 from .._workload.gpt import GPT, GPTConfig
-from .._workload.text import standard_library
+from .._workload.text import Text, standard_library
 from .._workload.tools import gradient_hash, make_optimizer, scratch_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """What one training arm does; sent to its process as JSON."""
+class Options:
+    """Options of any training arm; sent to its process as JSON."""
 
-    layers: int
-    width: int
-    heads: int
     sequence: int
     batch: int
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
     empty_hooks: bool = False
     """Train under a pair of saved-tensor hooks that do nothing: the floor of what any offloading costs."""
-    checkpoint: bool = False
-    optimizer: str = "sgd"
-    learning_rate: float = 0.01
     device: str = "cpu"
-    dtype: str = "float32"
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `OffloadConfig`."""
@@ -48,30 +42,65 @@ class TrainOptions:
     """Note resident memory this often."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Options):
+    """Options of the arm that trains a GPT."""
+
+    layers: int
+    width: int
+    heads: int
+    checkpoint: bool = False
+    optimizer: str = "sgd"
+    learning_rate: float = 0.01
+    dtype: str = "float32"
+
+
 class TrainArm:
-    """A model, an optimizer and the text; `turn(i)` is the step on batch `i`."""
+    """A GPT, an optimizer and the text; `turn(i)` is the step on batch `i`. Subclasses train other models.
+
+    Options: the fields of `TrainOptions`.
+    """
+
+    options_class: type[Options] = TrainOptions
 
     def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
-        self.options = options = TrainOptions(**raw)
-        self.device = torch.device(options.device)
+        self.options: Any = self.options_class(**raw)
+        self.device = torch.device(self.options.device)
         self._prepare_torch()
-        self.text = standard_library()
-        torch.manual_seed(options.seed)
-        config = GPTConfig(layers=options.layers, width=options.width, heads=options.heads, sequence=options.sequence)
-        self.model = GPT(config, checkpoint=options.checkpoint).to(self.device, getattr(torch, options.dtype))
-        self.optimizer = make_optimizer(self.model, options.optimizer, options.learning_rate)
+        torch.manual_seed(self.options.seed)
+        self.model = self.make_model()
+        self.optimizer = self.make_optimizer()
         self._stack = ExitStack()
         self.offload = self._enter_context()
-        self._sampler = Sampler(options.sample_interval_s) if options.sample_interval_s else None
+        interval_s = self.options.sample_interval_s
+        self._sampler = Sampler(interval_s) if interval_s else None
         self.idle_bytes: int | None = None
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.about = {"parameters": parameters, "text_sha256": self.text.sha256, "text_bytes": len(self.text.data)}
+        self.about = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.describe()}
+
+    @cached_property
+    def text(self) -> Text:
+        return standard_library()
+
+    def make_model(self) -> Any:
+        o = self.options
+        config = GPTConfig(layers=o.layers, width=o.width, heads=o.heads, sequence=o.sequence)
+        return GPT(config, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)
+
+    def make_batch(self, index: int) -> tuple[Tensor, ...]:
+        """The arguments of the model, which returns the loss."""
+        o = self.options
+        return self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
+
+    def describe(self) -> dict[str, Any]:
+        """The arm's own part of `about`."""
+        return {"text_sha256": self.text.sha256, "text_bytes": len(self.text.data)}
 
     def turn(self, index: int) -> dict[str, Any]:
         """One step on batch `index`: seconds, CPU seconds of all threads, peak over idle, loss, gradients' hash."""
-        o = self.options
-        tokens, targets = self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
-        tokens, targets = tokens.to(self.device), targets.to(self.device)
+        batch = [tensor.to(self.device) for tensor in self.make_batch(index)]
         if self.idle_bytes is None:
             gc.collect()
             self.idle_bytes = self._resident()
@@ -80,7 +109,7 @@ class TrainArm:
         if self._sampler is not None:
             self._sampler.start()
         begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-        loss = self.step(tokens, targets)
+        loss = self.step(*batch)
         self._synchronize()
         ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
         peak = self._peak()
@@ -102,10 +131,10 @@ class TrainArm:
         answer["gradients_sha256"] = gradient_hash(self.model)
         return answer
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """What is measured: a training step as anybody writes it; the loss, detached."""
+    def step(self, *batch: Tensor) -> Tensor:
+        """The training step that is measured; returns the loss, detached."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss: Tensor = self.model(tokens, targets)
+        loss: Tensor = self.model(*batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         return loss.detach()

@@ -22,7 +22,7 @@ ROLES = {
     "linear": "codec_speed:measure_linear",
     "block": "stored_bytes:measure_block",
     "fidelity": "fidelity:train_arm",
-    "bert": "bert:fine_tune",
+    "bert": "bert:BertArm",
 }
 
 

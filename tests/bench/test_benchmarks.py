@@ -15,39 +15,35 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import step
 from benchmarks._pictures.trace import away_bytes, busy_s, chrome_trace, hidden_share, lanes
+from benchmarks._processes import measure
 from benchmarks._processes.arms import Spec
 from benchmarks._report.bar import Bar
 from benchmarks._report.ratios import median_ratio
 from benchmarks._report.results import Grid, Result, check_machine, file_result
+from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
 from benchmarks.overlap import needed_rate, parse_rate
 from io_backends._rate import BURST_S
+from support.benchmarks import run_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_benchmark(*arguments: str, scratch: Path) -> Any:
-    """`python -m benchmarks ...` with --json and --quick; what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)}
+@pytest.mark.slow
+def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json"],
+        [sys.executable, "-m", "benchmarks", "step", "--threads", "1", "--floor", "--quick", "--json"],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_step_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
-    found = run_benchmark("step", "--threads", "1", "--floor", scratch=tmp_path)
+    found = json.loads(done.stdout)
     [model] = found["models"].values()
     assert model["gradients_bit_equal"] is True
     arms = model["arms"]
@@ -70,9 +66,9 @@ def test_step_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
 
 
 class FakeArm:
-    """Answers a turn at once; `allocator` and `close` are those of an arm's process."""
+    """Answers a turn at once; otherwise as an `Arm`."""
 
-    allocator = "none"
+    allocator, about = "none", {"parameters": 1}
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -94,9 +90,9 @@ def test_step_pools_the_rounds_of_several_sets_of_processes(monkeypatch: pytest.
         started.append(specs)
         yield [FakeArm(spec) for spec in specs]
 
-    monkeypatch.setattr(step, "running", running)
+    monkeypatch.setattr(measure, "running", running)
     specs = [Spec(name=name, role="train", options={}) for name in ("plain", "again", "other")]
-    found = step.measure(specs, rounds=3, title="step", warm_up=1, starts=2)
+    found = measure.measure(specs, rounds=3, title="step", warm_up=1, starts=2)
     assert started == [specs] * 2
     assert list(found) == ["plain", "again", "other"]
     for arm in found.values():
@@ -104,12 +100,11 @@ def test_step_pools_the_rounds_of_several_sets_of_processes(monkeypatch: pytest.
         assert sorted(arm.losses) == sorted(arm.gradients) == list(range(2 * 3))
         assert arm.peak_bytes == 5
     plain, again, other = found.values()
-    assert step.same_gradients([plain, again])
-    assert not step.same_gradients([plain, again, other])
-    assert not step.same_gradients([plain, replace(again, gradients={**again.gradients, 3: "another"})])
+    assert same_gradients([plain, again])
+    assert not same_gradients([plain, again, other])
+    assert not same_gradients([plain, replace(again, gradients={**again.gradients, 3: "another"})])
 
 
-@pytest.mark.slow
 def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     found = run_benchmark("hooks", scratch=tmp_path)
     assert set(found["kinds"]) == {"weight", "below minimum size", "further view", "new record"}
@@ -139,7 +134,6 @@ def test_what_a_limited_link_can_have_moved() -> None:
     )
 
 
-@pytest.mark.slow
 def test_overlap_draws_and_traces(tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_benchmark("overlap", "--threads", "1", "--rate", "50MB", "--out", str(out), scratch=tmp_path)
@@ -164,7 +158,6 @@ def test_overlap_draws_and_traces(tmp_path: Path) -> None:
         assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-@pytest.mark.slow
 def test_demo_trains_all_arms_alike(tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_benchmark("demo", "--threads", "1", "--steps", "2", "--out", str(out), scratch=tmp_path)

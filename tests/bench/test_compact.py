@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,32 +19,24 @@ from benchmarks._arms.codec_speed import cases, make_data, measure_codecs
 from benchmarks._arms.fidelity import FidelityOptions, best_rate, course, scheduled_rate, train
 from benchmarks._arms.stored_bytes import stored_bytes, unique_bytes
 from benchmarks._pictures.pareto import frontier, labelled_below
+from benchmarks._report.steps import Measured
 from benchmarks._workload.held_out import is_held_out, split_library, validation_batches
 from benchmarks._workload.text import Text, sources
-from benchmarks.bert import AS_IS, KEEP, NVME, PLAIN, Measured
+from benchmarks.bert import AS_IS, KEEP, NVME, PLAIN
 from benchmarks.bert import make_bars as bert_bars
 from benchmarks.codec import make_bars as codec_bars
 from benchmarks.fidelity import ARMS, TINY, picture_path, run_fidelity, spread, summarise
 from benchmarks.fidelity import make_bars as fidelity_bars
 from compact import Packed, Quantized, Saved
+from support.benchmarks import arms_in_this_process, run_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
 
 
-def run_benchmark(*arguments: str, scratch: Path) -> Any:
-    """`python -m benchmarks ...` with --json and --quick; what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)}
-    command = [sys.executable, "-m", "benchmarks", *arguments, "--quick", "--json"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 # -- end to end ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> None:
     found = run_benchmark("codec", "--threads", "1", scratch=tmp_path)
     assert [(one["codec"], one["dtype"]) for one in found["codecs"]] == [(c.name, c.type_name) for c in cases()]
@@ -74,13 +63,12 @@ def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> N
     assert len(found["bars"]) == 4 + 1 + 1 + 4 + 1
 
 
-@pytest.mark.slow
-def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TBA_STORAGE_PATHS", str(tmp_path))
+def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path) -> None:
     picture = tmp_path / "fidelity.png"
     kinds = ("exact", "balanced", "CompAct n/4", "fresh Gaussian n/4, Adam")  # one of each: a process each takes long
     arms = {name: ARMS[name] for name in kinds}
-    result = run_fidelity(TINY, seeds=2, rates=[1e-2], jobs=2, picture=picture, arms=arms)
+    with arms_in_this_process(tmp_path):
+        result = run_fidelity(TINY, seeds=2, rates=[1e-2], jobs=1, picture=picture, arms=arms)
     found = json.loads(json.dumps(result.data, default=dict))
     assert list(found["arms"]) == list(kinds)
     exact = found["arms"]["exact"]
@@ -103,21 +91,20 @@ def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path, monke
     assert found["seed_spread"] == abs(exact["losses"]["0"] - exact["losses"]["1"])
 
 
-@pytest.mark.slow
 def test_bert_measures_every_arm(tmp_path: Path) -> None:
     found = run_benchmark("bert", "--threads", "1", scratch=tmp_path)
     arms = found["arms"]
     assert list(arms) == [AS_IS, PLAIN, KEEP, NVME]
     for name, arm in arms.items():
-        assert arm["peak_bytes"] > 0
-        assert arm["over_bare_bytes"] >= arm["peak_bytes"]
-        assert arm["parameters"] == arms[PLAIN]["parameters"]
+        assert arm["peak_bytes"] >= 0
+        assert arm["about"]["parameters"] == arms[PLAIN]["about"]["parameters"]
         # Of each of two layers q, k, v and the feed-forward's two; the attention's output and the rest stay plain.
-        assert arm["converted"] == (10 if name in (KEEP, NVME) else 0)
+        assert arm["about"]["converted"] == (10 if name in (KEEP, NVME) else 0)
         assert len(arm["wall_s"]) == 1
     # A sketch changes weight gradients only: the first forward is the same in every arm.
-    assert len({tuple(arm["first_losses"]) for arm in arms.values()}) == 1
-    assert arms[KEEP]["written_bytes"] == 0 < arms[NVME]["written_bytes"]
+    assert len({arm["losses"]["0"] for arm in arms.values()}) == 1
+    assert arms[PLAIN]["gradients"] == arms[AS_IS]["gradients"]
+    assert arms[KEEP]["moved"]["written_bytes"] == 0 < arms[NVME]["moved"]["written_bytes"]
     assert [bar["limit"] for bar in found["bars"] if bar["limit"] is not None] == [0.55, 0.35]
 
 
@@ -316,16 +303,14 @@ def test_codec_bars_know_their_limits() -> None:
     }
 
 
-def test_bert_keeps_the_worst_step_of_all_rounds() -> None:
-    found = {name: Measured() for name in (AS_IS, PLAIN, KEEP, NVME)}
-    answer = {"bare_bytes": 10, "idle_bytes": 30, "losses": [0.7], "parameters": 5, "converted": 0, "written_bytes": 0}
+def test_bert_bars_are_of_the_worst_step() -> None:
+    found = {name: Measured(name=name, allocator="") for name in (AS_IS, PLAIN, KEEP, NVME)}
+    answer = {"idle_bytes": 30, "loss": 0.7, "gradients_sha256": "", "moved": {}, "cpu_s": 1.0}
     for name, peaks in ((AS_IS, [200, 100]), (PLAIN, [100, 80]), (KEEP, [54, 20]), (NVME, [36, 10])):
-        for number in range(2):
-            body = {**answer, "peak_bytes": peaks[number:], "wall_s": [9.0, 1.0][number:]}
-            found[name].take(body, "jemalloc")
+        for number, peak in enumerate(peaks):
+            found[name].take(number, {**answer, "peak_bytes": peak, "wall_s": 9.0 - 8 * number}, timed=number > 0)
     assert found[PLAIN].peak_bytes == 100
-    assert found[PLAIN].over_bare_bytes == 120
-    assert found[PLAIN].wall_s == [1.0, 1.0]  # the first of several steps warms up
+    assert found[PLAIN].wall_s == [1.0]  # the first of several steps warms up
     bars = {bar.what: bar for bar in bert_bars(found)}
     assert bars[f"{KEEP}: peak over idle / plain, same allocator"].measured == 0.54
     assert bars[f"{KEEP}: peak over idle / plain, same allocator"].met is True

@@ -13,25 +13,30 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns.__main__ import app
 from campaigns.faults import campaign as campaign_module
-from campaigns.faults import trial
+from campaigns.faults import command, trial
 from campaigns.faults.campaign import BAD, Campaign, tally
 from campaigns.faults.cases import ALWAYS, KINDS, MODELS, Case, draw
 from campaigns.faults.sabotage import Sabotage, cut
 from campaigns.faults.small_disk import NotAllowed, small_disk
 from campaigns.faults.trial import Outcome, run_trial
+from campaigns.runner import Runner
+from typer.testing import CliRunner
 
+from benchmarks._processes.child import ChildError
+from benchmarks._report.results import Result
 from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 250
+EACH = 8  # cases of each kind
 
 
 def case_of(kind: str, **changes: Any) -> Case:
@@ -69,39 +74,53 @@ def assert_exact(outcome: Outcome) -> None:
 @pytest.mark.slow
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
     with Campaign(scratch) as campaign:
-        outcomes = [campaign.run(seed) for seed in range(CASES)]
+        outcomes = [campaign.run(seed, kind) for kind in KINDS for seed in range(EACH)]
     bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
     assert not bad, "\n".join(bad)
     counts = tally(outcomes)
-    assert sum(kind["cases"] for kind in counts.values()) == len(outcomes) == CASES
     for kind, count in counts.items():
-        if count["skipped"] < count["cases"]:
+        assert count["cases"] == EACH
+        if not count["skipped"]:
             assert count["struck"], f"no fault of kind {kind!r} ever befell a call: {count}"
         if KINDS[kind].survived:
-            assert count["exact"] == count["cases"], f"{kind}: {count}"
+            assert count["exact"] == EACH, f"{kind}: {count}"
     total = sum(counts.values(), Counter[str]())
     assert total["raised"] > 0
     assert total["exact"] > 0
-    assert total["struck"] > CASES / 2
+    assert total["struck"] > len(outcomes) / 2
     assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_the_command_counts_files_and_reproduces(scratch: Path) -> None:
-    def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch), *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+def test_the_command_counts_what_it_runs(scratch: Path) -> None:
+    command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch)]
+    done = subprocess.run(
+        [*command, "--only", "43"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["command"].startswith("python -m tests.campaigns faults --json")
+    assert (found["seeds"], found["bad"], found["failing"]) == ([43, 43], 0, [])
+    assert {kind for kind, count in found["counts"].items() if count} == {draw(43).kind}
 
-    seeds = range(40, 48)
-    several = run("--quick", "--seed", str(seeds[0]))
-    assert several["seeds"] == [seeds[0], seeds[-1]]
-    drawn = Counter(draw(seed).kind for seed in seeds)
-    assert {kind: count["cases"] for kind, count in several["counts"].items() if count} == drawn
-    assert (several["bad"], several["failing"]) == (0, [])
-    alone = run("--only", "43")
-    assert {kind for kind, count in alone["counts"].items() if count} == {draw(43).kind}
+
+@pytest.mark.parametrize(
+    ("arguments", "seeds"),
+    [(["--count", "5", "--seed", "7"], range(7, 12)), (["--quick"], range(8)), (["--only", "3"], [3])],
+)
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_command_runs_the_seeds_asked_for_and_fails_where_one_is_bad(
+    arguments: list[str], seeds: Sequence[int], bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(seeds: Sequence[int], path: Path | None) -> Result:
+        asked.append(seeds)
+        return Result(theme="faults", tables=[], data={"bad": bad})
+
+    monkeypatch.setattr(command, "run_faults", run)
+    assert CliRunner().invoke(app, ["faults", *arguments]).exit_code == (1 if bad else 0)
+    assert asked == [seeds]
 
 
 def test_draws_repeat_and_reach_everything() -> None:
@@ -132,7 +151,7 @@ def test_draws_repeat_and_reach_everything() -> None:
         (case_of("interrupted", count=5), "exact", ""),
         (case_of("flipped", checksum=True, count=ALWAYS), "raised", "checksum"),
         (case_of("flipped", checksum=True, call="write", on_disk=True, count=ALWAYS), "raised", "checksum"),
-        (case_of("dying worker"), "raised", "the worker that had the transfer of .* died"),
+        (case_of("dying worker"), "raised", "could not be read back: .*"),
         (case_of("directory gone", call="before"), "exact", ""),
         (case_of("directory gone", call="after"), "exact", ""),
     ],
@@ -226,26 +245,39 @@ def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch
     assert "descriptor" in outcome.detail
 
 
-def test_it_notices_a_case_that_hangs_or_dies_and_goes_on(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_notices_a_case_that_hangs_or_dies(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(campaign_module, "small_disk", _no_disk)
+
+    def gone(question: Any) -> Any:
+        hung = question["seed"] == 1
+        raise ChildError("the process stands in trial.py" if hung else "the process ended", hung=hung, words="")
+
     with Campaign(scratch) as campaign:
         assert campaign.no_disk == "not in this test"
-        assert campaign.run(1, "disk full").verdict == "skipped"
-        assert_exact(campaign.run(1, "late"))
-        campaign.runner.timeout_s = 0.0
-        hung = campaign.run(2, "late")
-        assert hung.verdict == "hung"
-        assert "no answer within 0 s" in hung.detail
-        assert "trial.py" in hung.detail  # where it stands
-        campaign.runner.timeout_s = 60.0
-        assert_exact(campaign.run(2, "late"))
-        assert campaign.runner.child is not None
-        os.kill(campaign.runner.child.pid, signal.SIGKILL)
-        died = campaign.run(3, "late")
-        assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 3)
-        assert "the process ended (exit status -9)" in died.detail
-        assert_exact(campaign.run(3, "late"))
+        monkeypatch.setattr(campaign.runner, "ask", gone)
+        hung, died = campaign.run(1, "late"), campaign.run(2, "late")
+    assert (hung.verdict, hung.kind, hung.seed, hung.case) == ("hung", "late", 1, draw(1, "late").describe())
+    assert "trial.py" in hung.detail
+    assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 2)
+    assert "the process ended" in died.detail
     assert list(scratch.iterdir()) == []
+
+
+def test_the_next_case_after_one_that_hangs_or_dies_has_another_process() -> None:
+    arguments = iter([[], ["second"], ["third"]])
+    with Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0) as runner:
+        _, first = runner.ask("one")
+        assert runner.ask("two") == ["two", first]
+        with pytest.raises(ChildError, match="gave no answer within 1 s") as caught:
+            runner.ask("hang")
+        assert caught.value.hung
+        _, second = runner.ask("three")
+        with pytest.raises(ChildError, match=r"the process ended \(exit status 3\)") as caught:
+            runner.ask("die")
+        assert not caught.value.hung
+        _, third = runner.ask("four")
+    assert len({first, second, third}) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second, third))
 
 
 def _no_disk(directory: Path, nbytes: int) -> Any:

@@ -1,4 +1,4 @@
-"""Measurements of the step benchmark's arms, and the bars they must keep."""
+"""Training steps of several arms: their measurements as a table, and the bars they must keep."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from .bar import Bar
-from .ratios import doubt, ratios
+from .ratios import doubt, median_ratio, ratios
+from .results import Grid, mib
 
 # Peak over idle of the offloaded run, as a share of plain's: (as Python comes, same allocator, under mimalloc).
 _MEMORY_BARS = {"24x256": (0.30, 0.35, 0.35), "8x512": (0.40, 0.50, 0.45)}
@@ -17,10 +18,11 @@ _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
 
 @dataclass(kw_only=True)
 class Measured:
-    """The measurements of one arm; each list has one value per timed round."""
+    """The measurements of one arm; each list has one value per timed round, each dict one per round."""
 
     name: str
     allocator: str
+    about: Mapping[str, Any] = field(default_factory=dict)
     idle_bytes: int = 0
     peak_bytes: int = 0
     wall_s: list[float] = field(default_factory=list)
@@ -41,6 +43,38 @@ class Measured:
             self.wall_s.append(answer["wall_s"])
             self.cpu_s.append(answer["cpu_s"])
             self.waited_share.append(answer["moved"].get("wait_s", 0.0) / answer["wall_s"])
+
+
+def same_gradients(arms: Sequence[Measured]) -> bool:
+    """Whether every arm had the same loss and the same gradients, to the last bit, in every round it shares."""
+    first = arms[0]
+    return all(
+        arm.gradients[number] == first.gradients[number] and arm.losses[number] == first.losses[number]
+        for arm in arms[1:]
+        for number in arm.gradients.keys() & first.gradients.keys()
+    )
+
+
+def arm_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
+    """Memory, time and bytes of all arms; ratios are to the arm "plain"."""
+    base = arms["plain"]
+    rows = []
+    for arm in arms.values():
+        times = ("-",) * 5  # an arm outside the turns has no partners to be compared with
+        if arm.wall_s:
+            times = (
+                f"{median(arm.wall_s):.3f}",
+                f"{median_ratio(arm.wall_s, base.wall_s):.3f}",
+                f"{median(arm.cpu_s):.3f}",
+                f"{median_ratio(arm.cpu_s, base.cpu_s):.3f}",
+                f"{median(arm.waited_share):.2%}" if arm.moved else "-",
+            )
+        peak = mib(arm.peak_bytes), f"{_memory(arm, base):.2f}"
+        written = f"{mib(arm.moved['written_bytes'])} MiB" if arm.moved else "-"
+        rows.append((arm.name, arm.allocator, *peak, *times, written))
+    columns = ("arm", "allocator", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain", "waited", "written")
+    times_note = f" Times: medians; ratios: medians over {len(base.wall_s)} rounds."
+    return Grid(title, columns, rows, note + times_note)
 
 
 def cpu_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
