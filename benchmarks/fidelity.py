@@ -47,14 +47,12 @@ class Found:
 
     Attributes:
         rate: the learning rate that was best for the first seed.
-        rate_losses: validation loss of the first seed by rate.
         losses: validation loss by seed, at that rate.
         gaps: by seed, to `exact` of the same seed.
         stored_share: bytes that stand between forward and backward, of plain PyTorch's.
     """
 
     rate: float
-    rate_losses: Mapping[float, float]
     losses: Mapping[int, float]
     gaps: Mapping[int, float]
     stored_bytes: int
@@ -131,10 +129,8 @@ def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
     exact = _losses(raw[EXACT])
     for name, body in raw.items():
         losses = _losses(body)
-        first = body["runs"][0]["seed"]
         found[name] = Found(
             rate=body["best_rate"],
-            rate_losses={r["learning_rate"]: r["validation_loss"] for r in body["runs"] if r["seed"] == first},
             losses=losses,
             gaps={seed: loss - exact[seed] for seed, loss in losses.items()},
             stored_bytes=body["stored_bytes"],

@@ -20,7 +20,6 @@ from .stored_bytes import stored_bytes, unique_bytes
 
 # Of AdamW and CompActAdamW alike: warm-up over the first twentieth of the steps, then half a cosine to a tenth.
 _BETAS, _WARM_UP, _LAST = (0.9, 0.95), 0.05, 0.1
-_COURSE = 20
 # CompAct's refresh (arXiv 2410.15352, section 4.1). Its alpha of 0.25 goes with its learning rate of 0.01; with 1 a
 # step is as long as Adam's, so that the grid of rates is as wide for these arms as for the others.
 _REFRESH, _ALPHA = 50, 1.0
@@ -94,7 +93,7 @@ def best_rate(runs: Sequence[Mapping[str, Any]]) -> float:
 
 
 def train(options: FidelityOptions, texts: tuple[Text, Text]) -> dict[str, Any]:
-    """One run: its `validation_loss` (infinite where it is no number) and `losses`, the `course` of training."""
+    """Train once. Returns `validation_loss` (infinite where it is no number) and `losses`, twenty of the training's."""
     begun_s = time.perf_counter()
     model, optimizer = _make(options)
     losses = []
@@ -113,15 +112,9 @@ def train(options: FidelityOptions, texts: tuple[Text, Text]) -> dict[str, Any]:
         "learning_rate": options.learning_rate,
         "seed": options.seed,
         "validation_loss": validation if math.isfinite(validation) else math.inf,
-        "losses": course(losses),
+        "losses": losses[:: max(1, len(losses) // 20)],
         "wall_s": time.perf_counter() - begun_s,
     }
-
-
-def course(losses: Sequence[float]) -> list[float]:
-    """Means over each twentieth of the steps, or the losses themselves where there are so few."""
-    size = max(1, len(losses) // _COURSE)
-    return [math.fsum(part) / len(part) for part in (losses[at : at + size] for at in range(0, len(losses), size))]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._processes.resident_memory import Sampler, peak_bytes, reset_peak, resident_bytes
+from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes, sampled
 from .._processes.serve import Tell
 from .._workload.gpt import GPT, GPTConfig
 from .._workload.text import Text, standard_library
@@ -72,8 +72,6 @@ class TrainArm:
         self.optimizer = self.make_optimizer()
         self._stack = ExitStack()
         self.offload = self._enter_context()
-        interval_s = self.options.sample_interval_s
-        self._sampler = Sampler(interval_s) if interval_s else None
         self.idle_bytes: int | None = None
         self.about = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.describe()}
 
@@ -106,22 +104,21 @@ class TrainArm:
             self.idle_bytes = self._resident()
         before = self._counters()
         self._reset_peak()
-        if self._sampler is not None:
-            self._sampler.start()
-        begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-        loss = self.step(*batch)
-        self._synchronize()
-        ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
-        peak = self._peak()
+        interval_s = self.options.sample_interval_s
+        with sampled(interval_s) if interval_s else nullcontext([]) as samples:
+            begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
+            loss = self.step(*batch)
+            self._synchronize()
+            ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
+            peak = self._peak()
         answer = {
             "wall_s": ended_s - begun_s,
             "cpu_s": ended_cpu_s - begun_cpu_s,
             "idle_bytes": self.idle_bytes,
             "peak_bytes": peak - self.idle_bytes,
             "loss": loss.item(),
+            "memory": [(at_s - begun_s, size - self.idle_bytes) for at_s, size in samples],
         }
-        if self._sampler is not None:
-            answer["memory"] = [(at_s - begun_s, size - self.idle_bytes) for at_s, size in self._sampler.stop()]
         if self.offload is not None:
             # A step that backward has ended leaves nothing in flight; this makes sure that no write of this arm
             # runs beside the next arm's turn.
@@ -142,8 +139,6 @@ class TrainArm:
     def close(self) -> dict[str, Any]:
         """Leave the context and close the offloader; its final counters."""
         last: dict[str, Any] = {}
-        if self._sampler is not None:
-            self._sampler.close()
         self._stack.close()
         if self.offload is not None:
             stats = dataclasses.asdict(dataclasses.replace(self.offload.stats(), kept_by_reason={}, last_step=None))

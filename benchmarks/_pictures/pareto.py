@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter
 
-from .pictures import BACKWARD, OPTIMIZER, READ, WAIT
+from .pictures import BACKWARD, OPTIMIZER, READ, WAIT, picture
 
 # Losses within this of exact's are drawn on a straight scale, those above on a logarithmic one.
 _STRAIGHT_NATS = 0.01
@@ -37,33 +32,31 @@ def draw_pareto(
     means = {name: (share, sum(gaps) / len(gaps)) for name, (share, gaps) in points.items()}
     means["exact"] = (exact_share, 0.0)
     drawn = {name: place for name, place in means.items() if math.isfinite(place[1])}
-    figure, axes = pyplot.subplots(figsize=(9, 5.4), layout="constrained")
-    axes.axhspan(-spread, spread, color=OPTIMIZER, alpha=0.18, linewidth=0, label="spread of exact's seeds")
     front = frontier(drawn)
-    if front:
-        shares, gaps = zip(*(drawn[name] for name in front), strict=True)
-        axes.step(
-            shares, gaps, where="post", color=READ, linewidth=1.2, linestyle="--", label="no arm is better in both"
-        )
     below = labelled_below(drawn)
-    for name, (share, gap) in drawn.items():
-        colour = READ if name in front else WAIT if name.startswith("CompAct") else BACKWARD
-        seeds = [value for value in points[name][1] if math.isfinite(value)] if name in points else [0.0]
-        axes.plot([share] * 2, [min(seeds), max(seeds)], color=colour, linewidth=1.2)
-        axes.plot([share], [gap], "o", color=colour, markersize=6)
-        place = (7, -12) if name in below else (7, 5)
-        axes.annotate(name, (share, gap), xytext=place, textcoords="offset points", fontsize=9)
-    axes.set_yscale("symlog", linthresh=_STRAIGHT_NATS)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
-    axes.set_xlim(0, 1.18 * max(share for share, _ in drawn.values()))
-    axes.set_xlabel("stored between forward and backward, of what plain PyTorch stores")
-    axes.set_ylabel("validation loss above exact's, nats per byte")
-    axes.set_title(title, loc="left", fontsize=11)
-    axes.grid(alpha=0.3)
-    # Outside, where no point can lie.
-    figure.legend(frameon=False, fontsize=9, loc="outside lower right", ncols=2)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with picture(path, figsize=(9, 5.4)) as (figure, axes):
+        axes.axhspan(-spread, spread, color=OPTIMIZER, alpha=0.18, linewidth=0, label="spread of exact's seeds")
+        if front:
+            shares, gaps = zip(*(drawn[name] for name in front), strict=True)
+            axes.step(
+                shares, gaps, where="post", color=READ, linewidth=1.2, linestyle="--", label="no arm is better in both"
+            )
+        for name, (share, gap) in drawn.items():
+            colour = READ if name in front else WAIT if name.startswith("CompAct") else BACKWARD
+            seeds = [value for value in points[name][1] if math.isfinite(value)] if name in points else [0.0]
+            axes.plot([share] * 2, [min(seeds), max(seeds)], color=colour, linewidth=1.2)
+            axes.plot([share], [gap], "o", color=colour, markersize=6)
+            place = (7, -12) if name in below else (7, 5)
+            axes.annotate(name, (share, gap), xytext=place, textcoords="offset points", fontsize=9)
+        axes.set_yscale("symlog", linthresh=_STRAIGHT_NATS)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda nats, _: f"{nats:g}"))
+        axes.set_xlim(0, 1.18 * max(share for share, _ in drawn.values()))
+        axes.set_xlabel("stored between forward and backward, of what plain PyTorch stores")
+        axes.set_ylabel("validation loss above exact's, nats per byte")
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.grid(alpha=0.3)
+        # Outside, where no point can lie.
+        figure.legend(frameon=False, fontsize=9, loc="outside lower right", ncols=2)
 
 
 def labelled_below(points: Mapping[str, tuple[float, float]]) -> set[str]:

@@ -162,11 +162,10 @@ def test_demo_trains_all_arms_alike(tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_benchmark("demo", "--threads", "1", "--steps", "2", "--out", str(out), scratch=tmp_path)
     assert found["gradients_bit_equal"] is True
-    assert found["losses_equal"] is True
     assert found["steps"] == 2
     plain, offload = found["arms"]["plain"], found["arms"]["offload nvme"]
     assert plain["losses"] == offload["losses"]
-    assert plain["losses"][1] < plain["losses"][0]
+    assert plain["losses"]["1"] < plain["losses"]["0"]
     assert offload["moved"]["written_bytes"] > 0
     assert found["stats"]["errors"] == 0
     assert found["stats"]["live_records"] == 0
