@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,17 +32,13 @@ _PAUSE_S = 0.004
 KINDS = ("weight", "below minimum size", "further view", "new record")
 
 
-@dataclass
 class _Clock:
     """Seconds of the calling thread's CPU and of wall time, while it runs."""
 
-    cpu_s: float = 0.0
-    wall_s: float = 0.0
-    matrix: Tensor = field(default_factory=lambda: torch.ones(128, 128), repr=False)
-    _begun: tuple[float, float] | None = field(default=None, repr=False)
-
-    def start(self) -> None:
-        self._begun = time.thread_time(), time.perf_counter()
+    def __init__(self) -> None:
+        self.cpu_s = self.wall_s = 0.0
+        self._matrix = torch.ones(128, 128)
+        self._begun: tuple[float, float] | None = None
 
     def pause(self) -> None:
         """Let the transfers go on for a moment, then run (on)."""
@@ -51,8 +46,8 @@ class _Clock:
         # Computing without Python's lock, as training would: a sleeping core comes back slow, with cold caches.
         until_s = time.perf_counter() + _PAUSE_S
         while time.perf_counter() < until_s:
-            torch.mm(self.matrix, self.matrix)
-        self.start()
+            torch.mm(self._matrix, self._matrix)
+        self._begun = time.thread_time(), time.perf_counter()
 
     def stop(self) -> None:
         now_cpu_s, now_s = time.thread_time(), time.perf_counter()
