@@ -1,1 +1,1 @@
-"""What tba costs and saves, measured, and programs that look for what it breaks: `python -m benchmarks --help`."""
+"""Benchmarks: the costs and savings of tba, measured: `python -m benchmarks --help`."""

@@ -1,8 +1,7 @@
-"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|faults|programs|demo`."""
+"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -11,33 +10,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from ._harness import Result, check_machine, file_result, show
-from ._processes import ArmError
+from ._processes.child import ChildError
+from ._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, finish
+from ._report.results import CannotMeasure
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 
-def _neutral(machine: str) -> str:
-    try:
-        return check_machine(machine)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
-Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
-Save = Annotated[bool, typer.Option("--save/--no-save", help="File the result under benchmarks/results/.")]
-Machine = Annotated[
-    str, typer.Option(help="Short neutral name of this machine for the result's file, such as vm2.", callback=_neutral)
-]
 Out = Annotated[Path, typer.Option(help="Folder for pictures and traces.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 
-Path_ = Annotated[
-    Path | None, typer.Option("--path", help="A folder on the disk to use (default: out/scratch).", file_okay=False)
-]
-
-_MACHINE = f"cpu{os.cpu_count()}"
 _OUT = Path("out")
 
 
@@ -54,10 +36,11 @@ def step(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    from .step import CPU_MODELS, CUDA_MODELS, STARTS, TINY, TINY_SETTINGS, run_step
+    from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS
+    from .step import STARTS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
     names = model or (["16x1024"] if device == "cuda" else list(known))
@@ -68,7 +51,7 @@ def step(
     else:
         models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
         result = run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
-    _finish(result, json, save, machine)
+    finish(result, json, save, machine)
 
 
 @app.command()
@@ -77,12 +60,12 @@ def hooks(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Cost per saved tensor on the calling thread, above an empty pair of hooks."""
     from .hooks import run_hooks
 
-    _finish(run_hooks(rounds=3 if quick else rounds, tensors=16 if quick else 128), json, save, machine)
+    finish(run_hooks(rounds=3 if quick else rounds, tensors=16 if quick else 128), json, save, machine)
 
 
 @app.command()
@@ -95,11 +78,11 @@ def overlap(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
+    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
     from .overlap import parse_rate, run_overlap
-    from .step import CPU_MODELS, TINY, TINY_SETTINGS
 
     if model not in CPU_MODELS:
         raise typer.BadParameter(f"unknown model {model!r}; known are {', '.join(CPU_MODELS)}")
@@ -109,7 +92,7 @@ def overlap(
         raise typer.BadParameter(str(error)) from None
     size, rounds, settings = (TINY, 1, TINY_SETTINGS) if quick else (CPU_MODELS[model], rounds, {})
     result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out, settings=settings)
-    _finish(result, json, save, machine)
+    finish(result, json, save, machine)
 
 
 @app.command()
@@ -121,35 +104,35 @@ def demo(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
+    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
     from .demo import run_demo
-    from .step import CPU_MODELS, TINY, TINY_SETTINGS
 
     size, steps, settings = (TINY, min(steps, 3), TINY_SETTINGS) if quick else (CPU_MODELS["24x256"], steps, {})
     result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out, settings=settings)
-    _finish(result, json, save, machine)
+    finish(result, json, save, machine)
 
 
 @app.command()
 def io(
     rounds: Annotated[int, typer.Option(min=2, help="Timed turns of each arm.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="I/O workers of each path, and jobs of fio.")] = 2,
-    path: Path_ = None,
+    path: Folder = None,
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
-    """Stores against the bare disk and fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
+    """Stores against fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
     from .io import MIB, run_io
 
     if quick:
-        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads)
+        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)
     else:
         result = run_io(path, rounds=rounds, threads=threads)
-    _finish(result, json, save, machine)
+    finish(result, json, save, machine)
 
 
 @app.command()
@@ -159,12 +142,12 @@ def codec(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Speed, size and error of every codec; compact_linear; stored bytes of a Llama block under each preset."""
     from .codec import run_codec
 
-    _finish(run_codec(rounds=2 if quick else rounds, threads=threads, quick=quick), json, save, machine)
+    finish(run_codec(rounds=2 if quick else rounds, threads=threads, quick=quick), json, save, machine)
 
 
 @app.command()
@@ -180,7 +163,7 @@ def fidelity(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Validation loss on held-out text under every preset and CompAct rank, one tuned rate per arm (20 minutes)."""
     from .fidelity import DEFAULT, RATES, TINY, picture_path, run_fidelity
@@ -195,7 +178,7 @@ def fidelity(
     )
     rates, seeds = ((rate or RATES)[:1], min(seeds, 2)) if quick else (rate or RATES, seeds)
     picture = picture_path(machine if save else None, out)
-    _finish(run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, picture=picture), json, save, machine)
+    finish(run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, picture=picture), json, save, machine)
 
 
 @app.command()
@@ -206,59 +189,12 @@ def bert(
     json: AsJson = False,
     quick: Quick = False,
     save: Save = False,
-    machine: Machine = _MACHINE,
+    machine: Machine = MACHINE,
 ) -> None:
     """Peak memory of fine-tuning BERT-base: plain, CompAct, CompAct on NVMe."""
     from .bert import run_bert
 
-    _finish(run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick), json, save, machine)
-
-
-@app.command()
-def faults(
-    count: Annotated[int, typer.Option(min=1, help="How many cases.")] = 1000,
-    seed: Annotated[int, typer.Option(help="The seed of the first; each has the next.")] = 0,
-    only: Annotated[int | None, typer.Option(help="Run the case of this seed alone, and tell all about it.")] = None,
-    path: Path_ = None,
-    json: AsJson = False,
-    quick: Quick = False,
-    save: Save = False,
-    machine: Machine = _MACHINE,
-) -> None:
-    """Random faults at random points of training steps: exact or an error that names it; exit status 1 otherwise."""
-    from .faults import run_faults
-
-    result = run_faults([only] if only is not None else range(seed, seed + (8 if quick else count)), path)
-    _finish(result, json, save, machine)
-    if result.data["bad"]:
-        raise typer.Exit(1)
-
-
-@app.command()
-def programs(
-    count: Annotated[int, typer.Option(min=1, help="How many programs.")] = 2000,
-    seed: Annotated[int, typer.Option(help="The seed of the first; each has the next.")] = 0,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
-    path: Path_ = None,
-    json: AsJson = False,
-    quick: Quick = False,
-    save: Save = False,
-    machine: Machine = _MACHINE,
-) -> None:
-    """Random programs against plain PyTorch, under interrupts and failing stores; exit status 1 if one is not exact."""
-    from .programs import run_programs
-
-    result = run_programs(seed, 24 if quick else count, jobs=jobs, path=path)
-    _finish(result, json, save, machine)
-    if result.data["bad"]:
-        raise typer.Exit(1)
-
-
-def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
-    show(result, as_json=as_json)
-    if save:
-        for path in file_result(result, machine):
-            print(f"filed {path.name}", file=sys.stderr)
+    finish(run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick), json, save, machine)
 
 
 def _terminated(number: int, _: object) -> None:
@@ -269,7 +205,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _terminated)  # so that what a benchmark has started or mounted ends with it
     try:
         app()
-    except ArmError as error:
+    except (CannotMeasure, ChildError) as error:
         sys.exit(f"benchmarks: {error}")
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from ._harness import Grid, ProgressBar, Result, environment_block, median, median_ratio, mib, progress
-from ._pictures import draw_memory
-from ._processes import ArmProcess, Spec, in_turns, running
-from .step import Model
+from ._pictures.pictures import draw_memory
+from ._processes.arms import Arm, Spec, in_turns, running
+from ._report.environment import environment_block
+from ._report.progress import ProgressBar, progress
+from ._report.ratios import median_ratio
+from ._report.results import Grid, Result, mib
+from ._report.steps import Measured, same_gradients
+from ._workload.sizes import Model
 
 _LEARNING_RATE = 6e-4
 _SAMPLE_INTERVAL_S = 0.01
@@ -51,9 +56,8 @@ def run_demo(
         bar.note("starting the three arms")
         with running(specs) as arms:
             text = arms[0].about
-            bar.say(
-                f"{model.describe()}; text {text['text_sha256']}, {text['text_bytes'] / 1e6:.1f} MB; {_under(arms)}"
-            )
+            under = f"arms run under {arms[1].allocator}: {arms[1].allocator_reason}"
+            bar.say(f"{model.describe()}; text {text['text_sha256']}, {text['text_bytes'] / 1e6:.1f} MB; {under}")
             answers = _train(arms, steps, until_s, bar, text["text_sha256"])
             allocators = {arm.spec.name: arm.allocator for arm in arms}
             final = {arm.spec.name: arm.close() for arm in arms}
@@ -62,17 +66,16 @@ def run_demo(
     labels = {AS_IS: AS_IS, **{name: f"{name}, {allocators[name]}" for name in (PLAIN, OFFLOAD)}}
     courses = {labels[name]: [step["memory"] for step in found] for name, found in answers.items()}
     draw_memory(courses, picture, title=f"{model.describe()}, AdamW: resident memory over idle")
-    summary = {name: _summary(found, answers[PLAIN]) for name, found in answers.items()}
+    found = {name: _measured(name, allocators[name], steps) for name, steps in answers.items()}
     data = {
         "model": {**model.options(), "parameters": text["parameters"]},
         "text_sha256": text["text_sha256"],
         "steps": len(answers[PLAIN]),
-        "arms": {name: {"allocator": allocators[name], **row} for name, row in summary.items()},
+        "arms": {name: vars(arm) for name, arm in found.items()},
         "stats": final[OFFLOAD]["stats"],
-        "gradients_bit_equal": all(row["gradients_bit_equal"] for row in summary.values()),
-        "losses_equal": all(row["losses"] == summary[PLAIN]["losses"] for row in summary.values()),
+        "gradients_bit_equal": same_gradients(list(found.values())),
     }
-    table = _table(model, summary, allocators, text)
+    table = _table(model, found, text)
     environment = environment_block(allocators, threads=threads)
     return Result(theme="demo", tables=[table], data=data, files=[picture], environment=environment)
 
@@ -83,15 +86,7 @@ def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) 
     return Spec(name=name, role="train", options=merged, allocator=allocator, threads=threads)
 
 
-def _under(arms: list[ArmProcess]) -> str:
-    """What `tba run` chose, and why."""
-    chosen = arms[1]
-    return f"arms run under {chosen.allocator}: {chosen.allocator_reason}"
-
-
-def _train(
-    arms: list[ArmProcess], steps: int, until_s: float, bar: ProgressBar, text: str
-) -> dict[str, list[dict[str, Any]]]:
+def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
     """Every arm's answers, a round at a time, so that all have trained the same steps when time is up."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
     longest_s = 0.0
@@ -110,57 +105,40 @@ def _train(
     return answers
 
 
-def _summary(steps: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+def _measured(name: str, allocator: str, steps: list[dict[str, Any]]) -> Measured:
     skipped = _WARM_UP_ROUNDS if len(steps) > 2 * _WARM_UP_ROUNDS else 0
-    timed, base = steps[skipped:], plain[skipped:]
-
-    def column(found: list[dict[str, Any]], name: str) -> list[float]:
-        return [step[name] for step in found]
-
-    moved = [step["moved"] for step in timed]
-    return {
-        "peak_bytes": max(column(steps, "peak_bytes")),
-        "wall_s": median(column(timed, "wall_s")),
-        "wall_ratio": median_ratio(column(timed, "wall_s"), column(base, "wall_s")),
-        "cpu_s": median(column(timed, "cpu_s")),
-        "cpu_ratio": median_ratio(column(timed, "cpu_s"), column(base, "cpu_s")),
-        "moved": {name: median([step[name] for step in moved]) for name in moved[0]},
-        "losses": column(steps, "loss"),
-        "gradients_bit_equal": column(steps, "gradients_sha256") == column(plain, "gradients_sha256"),
-    }
+    arm = Measured(name=name, allocator=allocator)
+    for number, step in enumerate(steps):
+        arm.take(number, step, timed=number >= skipped)
+    return arm
 
 
-def _table(
-    model: Model, summary: Mapping[str, Mapping[str, Any]], allocators: Mapping[str, str], text: Mapping[str, Any]
-) -> Grid:
-    plain = summary[PLAIN]
-    arms = list(summary.items())
-    count = len(plain["losses"])
+def _table(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]) -> Grid:
+    plain, last = found[PLAIN], len(found[PLAIN].losses)
 
-    def row(what: str, cell: Any) -> tuple[str, ...]:
-        return (what, *(cell(arm) for _, arm in arms))
+    def row(what: str, cell: Callable[[Measured], str]) -> tuple[str, ...]:
+        return (what, *map(cell, found.values()))
 
-    def moved(counter: str) -> Any:
-        return lambda arm: mib(arm["moved"][counter]) if arm["moved"] else "-"
+    def moved(counter: str, text: Callable[[float], str]) -> Callable[[Measured], str]:
+        return lambda arm: text(arm.moved[counter]) if arm.moved else "-"
 
-    # With time for one step only, its loss stands there already.
-    last = [row(f"loss at step {count}, text {text['text_sha256']}", lambda arm: f"{arm['losses'][-1]:.6f}")]
-    last = last if count > 1 else []
     rows = [
-        ("allocator", *(allocators[name] for name, _ in arms)),
-        row("peak memory over idle, MiB", lambda arm: mib(arm["peak_bytes"])),
-        row("  of plain's", lambda arm: f"{arm['peak_bytes'] / plain['peak_bytes']:.2f}"),
-        row("step, seconds", lambda arm: f"{arm['wall_s']:.3f}"),
-        row("  of plain's", lambda arm: f"{arm['wall_ratio']:.3f}"),
-        row("CPU, seconds per step", lambda arm: f"{arm['cpu_s']:.3f}"),
-        row("  of plain's", lambda arm: f"{arm['cpu_ratio']:.3f}"),
-        *(row(f"{what}, MiB per step", moved(counter)) for what, counter in _BYTES),
-        row("backward waited, ms per step", lambda arm: f"{1e3 * arm['moved']['wait_s']:.2f}" if arm["moved"] else "-"),
-        row(f"loss at step 1, text {text['text_sha256']}", lambda arm: f"{arm['losses'][0]:.6f}"),
-        *last,
-        row("gradients bit-equal to plain's", lambda arm: "yes" if arm["gradients_bit_equal"] else "NO"),
+        row("allocator", lambda arm: arm.allocator),
+        row("peak memory over idle, MiB", lambda arm: mib(arm.peak_bytes)),
+        row("  of plain's", lambda arm: f"{arm.peak_bytes / plain.peak_bytes:.2f}"),
+        row("step, seconds", lambda arm: f"{median(arm.wall_s):.3f}"),
+        row("  of plain's", lambda arm: f"{median_ratio(arm.wall_s, plain.wall_s):.3f}"),
+        row("CPU, seconds per step", lambda arm: f"{median(arm.cpu_s):.3f}"),
+        row("  of plain's", lambda arm: f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}"),
+        *(row(f"{what}, MiB in the last step", moved(counter, mib)) for what, counter in _BYTES),
+        row("backward waited, ms in the last step", moved("wait_s", lambda wait_s: f"{1e3 * wait_s:.2f}")),
+        *(
+            row(f"loss at step {step}, text {text['text_sha256']}", lambda arm, at=step: f"{arm.losses[at - 1]:.6f}")
+            for step in sorted({1, last})
+        ),
+        row("gradients bit-equal to plain's", lambda arm: "yes" if same_gradients([plain, arm]) else "NO"),
     ]
     note = (
-        f"{count} steps of every arm, taken in turns; peak: the worst step; times: medians; ratios: medians of rounds."
+        f"{last} steps of every arm, taken in turns; peak: the worst step; times: medians; ratios: medians of rounds."
     )
-    return Grid(f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters", ("", *summary), rows, note)
+    return Grid(f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters", ("", *found), rows, note)

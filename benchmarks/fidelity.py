@@ -14,11 +14,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ._bars import Bar
-from ._fidelity_arm import FidelityOptions
-from ._harness import RESULTS, Grid, Result, environment_block, progress
-from ._one_shot import ask_all
-from ._processes import Spec
+from ._arms.fidelity import FidelityOptions
+from ._processes.arms import Spec, ask_all
+from ._report.bar import Bar, bar_table
+from ._report.environment import environment_block
+from ._report.progress import progress
+from ._report.results import RESULTS, Grid, Result
 
 EXACT = "exact"
 RATES = (3e-4, 1e-3, 3e-3)
@@ -46,14 +47,12 @@ class Found:
 
     Attributes:
         rate: the learning rate that was best for the first seed.
-        rate_losses: validation loss of the first seed by rate.
         losses: validation loss by seed, at that rate.
         gaps: by seed, to `exact` of the same seed.
         stored_share: bytes that stand between forward and backward, of plain PyTorch's.
     """
 
     rate: float
-    rate_losses: Mapping[float, float]
     losses: Mapping[int, float]
     gaps: Mapping[int, float]
     stored_bytes: int
@@ -89,7 +88,7 @@ def run_fidelity(
         picture: the PNG to write.
         arms: fields of `FidelityOptions` by name; `exact` must be among them.
     """
-    from ._pareto import draw_pareto  # here, so that a machine without matplotlib says so before it trains
+    from ._pictures.pareto import draw_pareto  # here, so that a machine without matplotlib says so before it trains
 
     options = {"rates": list(rates), "seeds": list(range(seeds))}
     specs = [
@@ -112,9 +111,9 @@ def run_fidelity(
         "arms": {name: {**vars(one), "loss": one.loss, "gap": one.gap} for name, one in found.items()},
         "runs": {name: body["runs"] for name, body in raw.items()},
         "seed_spread": spread(found),
-        "bars": [{**vars(one), "met": one.met} for one in bars],
+        "bars": [bar.data() for bar in bars],
     }
-    tables = [_table(base, found, rates), Grid("Bars", ("what", "bar", "measured", "met"), [b.row() for b in bars])]
+    tables = [_table(base, found, rates), bar_table(bars)]
     environment = environment_block({"every arm": answers[0].allocator}, threads=1)
     return Result(theme="fidelity", tables=tables, data=data, files=[picture], environment=environment)
 
@@ -130,10 +129,8 @@ def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
     exact = _losses(raw[EXACT])
     for name, body in raw.items():
         losses = _losses(body)
-        first = body["runs"][0]["seed"]
         found[name] = Found(
             rate=body["best_rate"],
-            rate_losses={r["learning_rate"]: r["validation_loss"] for r in body["runs"] if r["seed"] == first},
             losses=losses,
             gaps={seed: loss - exact[seed] for seed, loss in losses.items()},
             stored_bytes=body["stored_bytes"],

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
-from ._bars import Bar
-from ._harness import Grid, Result, environment_block, median, progress
-from ._hook_cost import KINDS
-from ._processes import ArmError, Spec, in_turns, running
+from ._arms.hook_cost import KINDS
+from ._processes.arms import Spec, in_turns, running
+from ._report.bar import Bar
+from ._report.environment import environment_block
+from ._report.progress import progress
+from ._report.results import CannotMeasure, Grid, Result
 
 # Microseconds above the empty pair. Passed through: a weight, or a tensor below the minimum size.
 _BARS_US = {"weight": 5.0, "below minimum size": 5.0, "further view": 15.0, "new record": 60.0}
@@ -57,6 +60,6 @@ def _check(counters: dict[str, dict[str, int]]) -> None:
     moves, passes = counters["moves"], counters["passes"]
     for name in ("weight_bytes", "duplicate_bytes", "offloaded_bytes", "read_bytes"):
         if not moves[name]:
-            raise ArmError(f"the hooks benchmark measured nothing of {name}: the engine counted {moves}")
+            raise CannotMeasure(f"the hooks benchmark measured nothing of {name}: the engine counted {moves}")
     if not passes["kept_bytes"] or passes["offloaded_bytes"]:
-        raise ArmError(f"tensors below the minimum size were not passed through: the engine counted {passes}")
+        raise CannotMeasure(f"tensors below the minimum size were not passed through: the engine counted {passes}")

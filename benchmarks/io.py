@@ -1,49 +1,38 @@
-"""The io benchmark: the stores against the bare disk: bandwidth, CPU seconds and the cost of submitting.
+"""The io benchmark: the stores against fio: bandwidth, CPU seconds and the cost of submitting.
 
-Cold (direct I/O, so that no cache answers) and verified: every byte read is compared, outside of the clock. The arms
-take turns in an order drawn by lot for each round, and are compared by medians of ratios within a round.
+Cold (direct I/O, so that no cache answers) and verified: in every round all that was written is read back and compared,
+outside of the clock. The arms take turns in an order drawn by lot for each round, and are compared by medians of ratios
+within a round.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
 
 import psutil
 
-from ._bars import Bar
-from ._fio import Fio, Mode
-from ._harness import Grid, Result, doubt, environment_block, median, ratios, spread
-from ._io_rounds import BARE, FIO, MODES, MORE_WORKERS, STORE, TWO_PATHS, Series, known, measure
-from ._processes import ArmError
-from ._train import scratch_directory
+from ._io.fio import RUN_MS, Fio, Mode
+from ._io.rounds import FIO, MODES, STORE, TWO_PATHS, Series, measure
+from ._report.bar import Bar, bar_table
+from ._report.environment import environment_block
+from ._report.ratios import doubt, ratios, spread
+from ._report.results import MIB, CannotMeasure, Grid, Result
+from ._workload.tools import scratch_directory
 
-MIB = 1 << 20
 SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
 TOTAL_BYTES = 512 * MIB  # of an arm's turn: some tenths of a second at the speed of an NVMe drive
 _SESSIONS = 3
 _SHARE_BAR, _STRIPES_BAR, _SUBMIT_BAR_US = 0.90, 1.0, 30.0
 _CPU_BARS: dict[Mode, float] = {"write": 0.04, "read": 0.05}
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Floor(Bar):
-    """A bar the other way round: at least `limit`. `noise` is forgiven: what a difference has to exceed to count."""
-
-    noise: float = 0.0
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.limit is None else self.measured + self.noise >= self.limit
-
-    def row(self) -> tuple[str, str, str, str]:
-        what, _, measured, met = super().row()
-        limit = "-" if self.limit is None else f">= {self._text(self.limit)}"
-        return what, limit, measured, met
+_BARS_NOTE = (
+    "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range; over all sizes ± half "
+    "the notch of a box plot, about 95 % confidence: two paths count as no slower where 1 is within that. Each path "
+    "has workers of its own, so two have twice as many as one."
+)
 
 
 def run_io(
@@ -53,31 +42,31 @@ def run_io(
     nbytes: int = TOTAL_BYTES,
     rounds: int = 7,
     threads: int = 2,
+    fio_run_ms: int = RUN_MS,
 ) -> Result:
     """Measure in `path` (None: below `out/`): `nbytes` at a time, in buffers of each of `sizes`.
 
     Raises:
-        ArmError: the folder is in RAM or has no direct I/O, fio fails, or what is read is not what was written.
+        CannotMeasure: the folder is in RAM or has no direct I/O, fio fails, or a read brings back wrong bytes.
     """
     directory = scratch_directory((path,) if path is not None else None)
     kind = file_system(directory)
     if kind in _RAM_FILE_SYSTEMS:
-        raise ArmError(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
+        raise CannotMeasure(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
     nbytes = -(-nbytes // (max(sizes) * threads)) * max(sizes) * threads  # whole buffers for every thread
-    found: dict[int, dict[str, Series]] = {}
+    found: dict[int, dict[str, Series]] = {size: {} for size in sizes}
     missing: dict[str, str] = {}
-    for size in sizes:
-        found[size] = {}
+    for size, series in found.items():
         # Each time with other memory and other files: where those lie makes a tenth, which more rounds do not even out.
         for part in parts(rounds):
-            series, missing = measure(directory, size, nbytes, threads=threads, rounds=part, tell=_tell)
-            for name, one in series.items():
-                found[size].setdefault(name, Series()).extend(one)
+            missing = measure(
+                series, directory, size, nbytes, threads=threads, rounds=part, fio_run_ms=fio_run_ms, tell=_tell
+            )
     bars = make_bars(found)
-    tables = [_speed_table(found, missing, nbytes, rounds), _cpu_table(found), _bar_table(bars)]
+    tables = [_speed_table(found, missing, nbytes, rounds), _cpu_table(found), bar_table(bars, note=_BARS_NOTE)]
     data = {
         "sizes": {str(size): {name: vars(one) for name, one in series.items()} for size, series in found.items()},
-        "bars": [{**vars(bar), "met": bar.met} for bar in bars],
+        "bars": [bar.data() for bar in bars],
         "missing": missing,
         "nbytes": nbytes,
         "rounds": rounds,
@@ -90,12 +79,12 @@ def run_io(
 
 
 def parts(rounds: int) -> list[int]:
-    """Rounds in up to `_SESSIONS` parts."""
+    """Divide the rounds into up to `_SESSIONS` parts."""
     return [part for part in (rounds // _SESSIONS + (index < rounds % _SESSIONS) for index in range(_SESSIONS)) if part]
 
 
 def file_system(directory: Path) -> str:
-    """The type of the file system that holds a directory; "" where that is not known."""
+    """The type of the file system that holds a directory, or ""."""
     resolved = directory.resolve()
     mounts = [
         (len(Path(part.mountpoint).parts), part.fstype)
@@ -106,16 +95,23 @@ def file_system(directory: Path) -> str:
 
 
 def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
-    """What the measurements must reach. Without fio the store's share of the bare calls is shown, without a bar."""
+    """Compare the store with fio, and two paths on one disk with one; limit CPU time and the cost of submitting."""
     bars: list[Bar] = []
     for size, series in found.items():
-        store, other = series[STORE], FIO if FIO in series else BARE
-        for mode in MODES:
-            shares = ratios_of(store, series[other], mode)
-            what = f"{mode}, {size // MIB} MiB: store / {other}"
-            limit = _SHARE_BAR if other == FIO else None
-            bars.append(Floor(what=what, measured=median(shares), limit=limit, spread=spread(shares)))
-    bars += _stripes_bars(found)
+        for mode in MODES if FIO in series else ():
+            shares = ratios_of(series[STORE], series[FIO], mode)
+            what = f"{mode}, {size // MIB} MiB: store / fio"
+            bars.append(Bar(what=what, measured=median(shares), limit=_SHARE_BAR, sign=">=", spread=spread(shares)))
+    for mode in MODES:
+        # Over the rounds of all sizes, which together tell what no size's own do.
+        every: list[float] = []
+        for size, series in found.items():
+            shares = ratios_of(series[TWO_PATHS], series[STORE], mode)
+            what = f"{mode}, {size // MIB} MiB: two paths on this disk / one"
+            bars.append(Bar(what=what, measured=median(shares), limit=None, spread=spread(shares)))
+            every += shares
+        what, noise = f"{mode}, all sizes: two paths on this disk / one", doubt(every)
+        bars.append(Bar(what=what, measured=median(every), limit=_STRIPES_BAR, sign=">=", spread=noise, noise=noise))
     for mode, limit in _CPU_BARS.items():
         for size, series in found.items():
             what = f"CPU seconds per GiB, {mode}, {size // MIB} MiB"
@@ -127,56 +123,40 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
     return bars
 
 
-def _stripes_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
-    """Two paths on one disk against one path, in each mode; the bar is over all sizes, whose rounds together tell
-    what no size's own do."""
-    bars: list[Bar] = []
-    for other, called in ((STORE, "one"), (MORE_WORKERS, "one with as many workers")):
-        for mode in MODES:
-            every: list[float] = []
-            for size, series in found.items():
-                shares = ratios_of(series[TWO_PATHS], series[other], mode)
-                what = f"{mode}, {size // MIB} MiB: two paths on this disk / {called}"
-                bars.append(Floor(what=what, measured=median(shares), limit=None, spread=spread(shares)))
-                every += shares
-            what = f"{mode}, all sizes: two paths on this disk / {called}"
-            limit, noise = _STRIPES_BAR if other == STORE else None, doubt(every)
-            bars.append(Floor(what=what, measured=median(every), limit=limit, spread=noise, noise=noise))
-    return bars
-
-
 def ratios_of(one: Series, other: Series, mode: Mode) -> list[float]:
-    """Bandwidth of one arm over the other's, round by round."""
+    """The bandwidth of one arm over that of the other, round by round."""
     return ratios(one.bytes_per_s[mode], other.bytes_per_s[mode])
 
 
 def _tell(text: str) -> None:
-    """A line, and no progress bar: that has a thread of its own, whose CPU time would count."""
+    """Print a line; a progress bar has a thread of its own, whose CPU time would count."""
     print(f"io: {text}", file=sys.stderr, flush=True)
+
+
+def _arms(found: Mapping[int, Mapping[str, Series]]) -> list[str]:
+    return sorted(next(iter(found.values())), key=lambda name: name != STORE)
 
 
 def _speed_table(
     found: Mapping[int, Mapping[str, Series]], missing: Mapping[str, str], nbytes: int, rounds: int
 ) -> Grid:
-    names = known(found)
-    columns = [*names, *missing]
-    rows = []
-    for size, series in found.items():
-        for mode in MODES:
-            cells = [_speed(series[name], mode) if name in series else "" for name in columns]
-            rows.append((f"{mode}, {size // MIB} MiB", *cells))
+    names = _arms(found)
+    rows = [
+        (f"{mode}, {size // MIB} MiB", *(_speed(series[name], mode) for name in names))
+        for size, series in found.items()
+        for mode in MODES
+    ]
     note = (
         f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, a third of them each with memory and "
-        "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Bare: "
-        "os.pwrite and os.preadv on threads, the same memory. Two paths: a StripedStore of two, each with workers of "
-        "its own; as many workers: a PosixStore with as many as those have together. fio: psync, direct, as many "
-        "jobs as workers, for 0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the "
-        "others, one pass over all buffers does not count before each that does. Reads that count go into as few "
-        "buffers in turn as are under way at once, as fio's do (DeepSpeed's into its own); what those hold in the end "
-        "was verified, and, not counted, all that was written."
+        "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Two "
+        "paths: a StripedStore of two, each with workers of its own. fio: psync, direct, as many jobs as workers, for "
+        "0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the others, one pass over "
+        "all buffers does not count before each that does. Reads that count go into as few buffers in turn as are "
+        "under way at once, as fio's do (DeepSpeed's into its own); outside of the clock, everything is read into "
+        "memory of its own and verified, ahead of the reads that count and after the writes."
     )
     note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
-    return Grid("Bandwidth", ("what", *columns), rows, note)
+    return Grid("Bandwidth", ("what", *names), rows, note)
 
 
 def _speed(series: Series, mode: Mode) -> str:
@@ -184,20 +164,11 @@ def _speed(series: Series, mode: Mode) -> str:
 
 
 def _cpu_table(found: Mapping[int, Mapping[str, Series]]) -> Grid:
-    names = known(found)
-    rows: list[tuple[Any, ...]] = []
-    for size, series in found.items():
-        for mode in _CPU_BARS:
-            cells = [f"{median(series[name].cpu_s_per_gib[mode]):.3f}" if name in series else "" for name in names]
-            rows.append((f"{mode}, {size // MIB} MiB", *cells))
+    names = _arms(found)
+    rows = [
+        (f"{mode}, {size // MIB} MiB", *(f"{median(series[name].cpu_s_per_gib[mode]):.3f}" for name in names))
+        for size, series in found.items()
+        for mode in _CPU_BARS
+    ]
     note = "CPU seconds of all threads per GiB moved, user and system, medians."
     return Grid("CPU seconds per GiB", ("what", *names), rows, note)
-
-
-def _bar_table(bars: Sequence[Bar]) -> Grid:
-    note = (
-        "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range; over all sizes ± "
-        "half the notch of a box plot, about 95 % confidence: two paths count as no slower where 1 is within that. "
-        "Each path has workers of its own, so two have twice as many as one."
-    )
-    return Grid("Bars", ("what", "bar", "measured", "met"), [bar.row() for bar in bars], note)

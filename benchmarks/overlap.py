@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from ._harness import Grid, Result, environment_block, median, median_ratio, mib, progress
-from ._pictures import draw_rates, draw_timeline
-from ._processes import Spec, in_turns, running
-from ._trace import TRANSFERS, busy_s, chrome_trace, hidden_share, of_kind, phase_s
-from .step import Model
+from ._pictures.pictures import draw_rates, draw_timeline
+from ._pictures.trace import TRANSFERS, busy_s, chrome_trace, hidden_share, of_kind, phase_s
+from ._processes.arms import Spec, in_turns, running
+from ._report.environment import environment_block
+from ._report.progress import progress
+from ._report.ratios import median_ratio
+from ._report.results import Grid, Result, mib
+from ._workload.sizes import Model
 
 _WARM_UP_ROUNDS = 2
 

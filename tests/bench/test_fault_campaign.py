@@ -1,6 +1,6 @@
 """The fault campaign: random faults at random points of training steps end exactly or in an error that names them.
 
-`python -m benchmarks faults --count 10000` is the long one. Here too: that the campaign sees what it looks for.
+`python -m tests.campaigns faults --count 10000` is the long one. Here too: that the campaign sees what it looks for.
 """
 
 from __future__ import annotations
@@ -13,24 +13,30 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from campaigns.__main__ import app
+from campaigns.faults import campaign as campaign_module
+from campaigns.faults import command, trial
+from campaigns.faults.campaign import BAD, Campaign, tally
+from campaigns.faults.cases import ALWAYS, KINDS, MODELS, Case, draw
+from campaigns.faults.sabotage import Sabotage, cut
+from campaigns.faults.small_disk import NotAllowed, small_disk
+from campaigns.faults.trial import Outcome, run_trial
+from campaigns.runner import Runner
+from typer.testing import CliRunner
 
-from benchmarks import _campaign, _trial
-from benchmarks._campaign import BAD, Campaign, run_campaign, tally
-from benchmarks._cases import ALWAYS, KINDS, MODELS, Case, draw
-from benchmarks._sabotage import Sabotage, cut
-from benchmarks._small_disk import NotAllowed, small_disk
-from benchmarks._trial import Outcome, run_trial
+from benchmarks._processes.child import ChildError
+from benchmarks._report.results import Result
 from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = 250
+EACH = 8  # cases of each kind
 
 
 def case_of(kind: str, **changes: Any) -> Case:
@@ -67,39 +73,54 @@ def assert_exact(outcome: Outcome) -> None:
 
 @pytest.mark.slow
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
-    outcomes = list(run_campaign(range(CASES), scratch))
+    with Campaign(scratch) as campaign:
+        outcomes = [campaign.run(seed, kind) for kind in KINDS for seed in range(EACH)]
     bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
     assert not bad, "\n".join(bad)
     counts = tally(outcomes)
-    assert sum(kind["cases"] for kind in counts.values()) == len(outcomes) == CASES
     for kind, count in counts.items():
-        if count["skipped"] < count["cases"]:
+        assert count["cases"] == EACH
+        if not count["skipped"]:
             assert count["struck"], f"no fault of kind {kind!r} ever befell a call: {count}"
         if KINDS[kind].survived:
-            assert count["exact"] == count["cases"], f"{kind}: {count}"
+            assert count["exact"] == EACH, f"{kind}: {count}"
     total = sum(counts.values(), Counter[str]())
     assert total["raised"] > 0
     assert total["exact"] > 0
-    assert total["struck"] > CASES / 2
+    assert total["struck"] > len(outcomes) / 2
     assert list(scratch.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_the_command_counts_files_and_reproduces(scratch: Path) -> None:
-    def run(*arguments: str) -> Any:
-        command = [sys.executable, "-m", "benchmarks", "faults", "--json", "--path", str(scratch), *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)
+def test_the_command_counts_what_it_runs(scratch: Path) -> None:
+    command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch)]
+    done = subprocess.run(
+        [*command, "--only", "43"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["command"].startswith("python -m tests.campaigns faults --json")
+    assert (found["seeds"], found["bad"], found["failing"]) == ([43, 43], 0, [])
+    assert {kind for kind, count in found["counts"].items() if count} == {draw(43).kind}
 
-    seeds = range(40, 48)
-    several = run("--quick", "--seed", str(seeds[0]))
-    assert several["seeds"] == [seeds[0], seeds[-1]]
-    drawn = Counter(draw(seed).kind for seed in seeds)
-    assert {kind: count["cases"] for kind, count in several["counts"].items() if count} == drawn
-    assert (several["bad"], several["failing"]) == (0, [])
-    alone = run("--only", "43")
-    assert {kind for kind, count in alone["counts"].items() if count} == {draw(43).kind}
+
+@pytest.mark.parametrize(
+    ("arguments", "seeds"),
+    [(["--count", "5", "--seed", "7"], range(7, 12)), (["--quick"], range(8)), (["--only", "3"], [3])],
+)
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_command_runs_the_seeds_asked_for_and_fails_where_one_is_bad(
+    arguments: list[str], seeds: Sequence[int], bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def run(seeds: Sequence[int], path: Path | None) -> Result:
+        asked.append(seeds)
+        return Result(theme="faults", tables=[], data={"bad": bad})
+
+    monkeypatch.setattr(command, "run_faults", run)
+    assert CliRunner().invoke(app, ["faults", *arguments]).exit_code == (1 if bad else 0)
+    assert asked == [seeds]
 
 
 def test_draws_repeat_and_reach_everything() -> None:
@@ -130,7 +151,7 @@ def test_draws_repeat_and_reach_everything() -> None:
         (case_of("interrupted", count=5), "exact", ""),
         (case_of("flipped", checksum=True, count=ALWAYS), "raised", "checksum"),
         (case_of("flipped", checksum=True, call="write", on_disk=True, count=ALWAYS), "raised", "checksum"),
-        (case_of("dying worker"), "raised", "the worker that had the transfer of .* died"),
+        (case_of("dying worker"), "raised", "could not be read back: .*"),
         (case_of("directory gone", call="before"), "exact", ""),
         (case_of("directory gone", call="after"), "exact", ""),
     ],
@@ -182,7 +203,7 @@ def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest
         raise ValueError("not one of tba's")
 
     monkeypatch.setattr(FaultyStore, "read", fail)
-    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    monkeypatch.setattr(trial, "size_of", lambda *_: (1 << 20, 10))
     outcome = run_trial(case_of("late"), scratch)
     assert outcome.verdict == "wrong"
     assert "not one of tba's" in outcome.detail
@@ -199,11 +220,11 @@ def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest
     ],
 )
 def test_an_error_has_to_name_tensor_and_cause(text: str, named: bool) -> None:
-    assert bool(_trial._NAMES_TENSOR.search(text) or _trial._NAMES_STORE.search(text)) is named
+    assert bool(trial._NAMES_TENSOR.search(text) or trial._NAMES_STORE.search(text)) is named
 
 
 def test_it_notices_extents_that_are_never_given_back(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(trial, "_GRACE_S", 0.1)
     monkeypatch.setattr(PosixStore, "discard", lambda self, ticket: None)
     outcome = run_trial(case_of("late"), scratch)
     assert outcome.verdict == "leaked"
@@ -213,8 +234,8 @@ def test_it_notices_extents_that_are_never_given_back(scratch: Path, monkeypatch
 def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[Callable[[], None]] = []
     close = PosixStore.close
-    monkeypatch.setattr(_trial, "_GRACE_S", 0.1)
-    monkeypatch.setattr(_trial, "size_of", lambda *_: (1 << 20, 10))
+    monkeypatch.setattr(trial, "_GRACE_S", 0.1)
+    monkeypatch.setattr(trial, "size_of", lambda *_: (1 << 20, 10))
     monkeypatch.setattr(PosixStore, "close", lambda self: left.append(lambda: close(self)))
     outcome = run_trial(case_of("late"), scratch)
     for end in left:
@@ -224,26 +245,39 @@ def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch
     assert "descriptor" in outcome.detail
 
 
-def test_it_notices_a_case_that_hangs_or_dies_and_goes_on(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_campaign, "small_disk", _no_disk)
+def test_it_notices_a_case_that_hangs_or_dies(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign_module, "small_disk", _no_disk)
+
+    def gone(question: Any) -> Any:
+        hung = question["seed"] == 1
+        raise ChildError("the process stands in trial.py" if hung else "the process ended", hung=hung, words="")
+
     with Campaign(scratch) as campaign:
         assert campaign.no_disk == "not in this test"
-        assert campaign.run(1, "disk full").verdict == "skipped"
-        assert_exact(campaign.run(1, "late"))
-        campaign._timeout_s = 0.0
-        hung = campaign.run(2, "late")
-        assert hung.verdict == "hung"
-        assert "no end within 0 s" in hung.detail
-        assert "_trial.py" in hung.detail  # where it stands
-        campaign._timeout_s = 60.0
-        assert_exact(campaign.run(2, "late"))
-        assert campaign._process is not None
-        campaign._process._process.kill()
-        died = campaign.run(3, "late")
-        assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 3)
-        assert "the process died" in died.detail
-        assert_exact(campaign.run(3, "late"))
+        monkeypatch.setattr(campaign.runner, "ask", gone)
+        hung, died = campaign.run(1, "late"), campaign.run(2, "late")
+    assert (hung.verdict, hung.kind, hung.seed, hung.case) == ("hung", "late", 1, draw(1, "late").describe())
+    assert "trial.py" in hung.detail
+    assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 2)
+    assert "the process ended" in died.detail
     assert list(scratch.iterdir()) == []
+
+
+def test_the_next_case_after_one_that_hangs_or_dies_has_another_process() -> None:
+    arguments = iter([[], ["second"], ["third"]])
+    with Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0) as runner:
+        _, first = runner.ask("one")
+        assert runner.ask("two") == ["two", first]
+        with pytest.raises(ChildError, match="gave no answer within 1 s") as caught:
+            runner.ask("hang")
+        assert caught.value.hung
+        _, second = runner.ask("three")
+        with pytest.raises(ChildError, match=r"the process ended \(exit status 3\)") as caught:
+            runner.ask("die")
+        assert not caught.value.hung
+        _, third = runner.ask("four")
+    assert len({first, second, third}) == 3
+    assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second, third))
 
 
 def _no_disk(directory: Path, nbytes: int) -> Any:
@@ -275,7 +309,7 @@ def test_the_tally_counts_by_kind() -> None:
 
 
 def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "faults", "--count", "1000", "--path", str(scratch)]
+    command = [sys.executable, "-m", "tests.campaigns", "faults", "--count", "1000", "--path", str(scratch)]
     try:
         with small_disk(scratch, 8 << 20):
             pass

@@ -14,10 +14,10 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gpt import GPT, GPTConfig
 from support.derive import Harness, about, gradients, settle, threads
 from support.engine import save
 from support.exactness import assert_bit_equal
+from support.gpt import GPT, GPTConfig
 from support.zoo import FAMILIES, Family
 from tba._derive.operators import same_bits
 from tba._derive.search import recipe

@@ -19,8 +19,8 @@ import transformers
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
-from benchmarks.gpt import Block, GPTConfig
 from support.exactness import adamw, assert_bit_equal, assert_through_file
+from support.gpt import Block, GPTConfig
 from support.zoo import ConvBlock
 from tba import Offloader, OffloadStats, offload_context
 

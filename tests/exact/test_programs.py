@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from campaigns.programs.check import WAYS, compare, difference, through_engine
+from campaigns.programs.machine import EDITED, NAMES, Instruction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.program import EDITED, NAMES, Instruction
-from benchmarks.program_check import WAYS, compare, difference, through_engine
 from support.engine import ALL_INT8, engine
 
 NUMBERS = st.integers(0, 255)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.gpt import GPT, GPTConfig
 from support.exactness import Run, assert_bit_equal, raw_bytes
+from support.gpt import GPT, GPTConfig
 from support.gpu import DEVICE, TIERS, assert_moved, deterministic, gpu_only, offloader, open_device, train
 from tba import Offloader, offload_context
 

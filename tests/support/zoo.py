@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.gpt import GPT, GPTConfig
+from support.gpt import GPT, GPTConfig
 
 BATCH, SEQUENCE, WIDTH, VOCAB = 2, 16, 32, 61
 

@@ -1,0 +1,1 @@
+"""Arms: the work of a benchmark that runs in a process of its own."""

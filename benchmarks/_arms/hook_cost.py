@@ -1,0 +1,166 @@
+"""The hook-cost arm: what saving one tensor costs the calling thread, by kind, above an empty pair of hooks.
+
+A chain of products by one prepared tensor each saves just that tensor. The chain is run under the
+empty pair and under the engine, in turns within one process, and the difference is divided by the number of tensors.
+What is counted is the calling thread: pack in the forward, unpack in the backward (of CPU tensors that is the calling
+thread too) and letting the graph go. In training, compute goes on between one tensor and the next, and the transfers
+with it; here it is a pause outside of the clock after every few tensors, under both pairs. Without it the cost of
+waiting for the disk would be measured instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._processes.serve import Tell
+
+# Small, as the products cost what they cost under both pairs; no work of the hooks depends on the size.
+_WIDTH = 64
+_RECORD_BYTES = 4 * _WIDTH * _WIDTH
+# The engine reads ahead, and holds back from writing, as many tensors as this. So many are saved before the counted
+# ones: then each counted pack sends one tensor off, and each counted unpack asks for one, as in a long graph.
+_WINDOW_TENSORS = 32
+_PAUSE_EVERY = 16
+_PAUSE_S = 0.004
+
+KINDS = ("weight", "below minimum size", "further view", "new record")
+
+
+class _Clock:
+    """Seconds of the calling thread's CPU and of wall time, while it runs."""
+
+    def __init__(self) -> None:
+        self.cpu_s = self.wall_s = 0.0
+        self._matrix = torch.ones(128, 128)
+        self._begun: tuple[float, float] | None = None
+
+    def pause(self) -> None:
+        """Let the transfers go on for a moment, then run (on)."""
+        self.stop()
+        # Computing without Python's lock, as training would: a sleeping core comes back slow, with cold caches.
+        until_s = time.perf_counter() + _PAUSE_S
+        while time.perf_counter() < until_s:
+            torch.mm(self._matrix, self._matrix)
+        self._begun = time.thread_time(), time.perf_counter()
+
+    def stop(self) -> None:
+        now_cpu_s, now_s = time.thread_time(), time.perf_counter()
+        if self._begun is not None:
+            self.cpu_s += now_cpu_s - self._begun[0]
+            self.wall_s += now_s - self._begun[1]
+        self._begun = None
+
+
+class _Then(torch.autograd.Function):
+    """Passes a tensor through; in backward, `call` is called when its turn comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradients[0], None
+
+
+class HookArm:
+    """Every kind of saved tensor, once under the empty pair and once under the engine per turn.
+
+    Options: `tensors`, how many a chain saves.
+    """
+
+    def __init__(self, options: Mapping[str, Any], tell: Tell) -> None:
+        from tba import offload_context
+
+        self.about: dict[str, Any] = {}
+        self.count: int = options["tensors"]
+        self.model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(self.count))
+        self.model.requires_grad_(False)  # else each product would save its other factor too
+        # Kinds differ by what is saved and by the minimum size that lets it in or not.
+        window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
+        self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
+        self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
+
+    def turn(self, index: int) -> dict[str, Any]:
+        """Per kind: microseconds per tensor of calling-thread CPU and of wall time less waiting, under each pair."""
+        answer: dict[str, Any] = {}
+        for kind in KINDS:
+            pairs = ("empty", "engine") if index % 2 == 0 else ("engine", "empty")
+            answer[kind] = {pair: self._measure(kind, pair) for pair in pairs}
+        return answer
+
+    def close(self) -> dict[str, Any]:
+        """Close both offloaders; the counters prove that each kind was what it is called."""
+        counters = {}
+        for name, offload in (("moves", self.moves), ("passes", self.passes)):
+            stats = offload.stats()
+            fields = ("saved_bytes", "weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes", "read_bytes")
+            counters[name] = {field: getattr(stats, field) for field in fields}
+            offload.close()
+        return counters
+
+    def _measure(self, kind: str, pair: str) -> dict[str, float]:
+        count = self.count
+        offload = self.passes if kind == "below minimum size" else self.moves
+        under: Callable[[], AbstractContextManager[Any]]
+        under = _empty_pair if pair == "empty" else lambda: offload
+        held = self._tensors(kind)
+        out = torch.zeros(held[0].shape, requires_grad=True) * 1
+        clock, before_s = _Clock(), 0.0
+
+        def behind_the_last() -> None:
+            nonlocal before_s
+            before_s = offload.stats().wait_s
+            clock.pause()
+
+        with under():
+            for _ in range(_WINDOW_TENSORS + 1):  # of views, the first makes the record
+                out = out * held.pop()  # taken out: from here on the graph alone holds the tensor, as an activation
+            out = _Then.apply(out, clock.stop)  # in backward, when the turn comes to these
+            clock.pause()
+            for number in range(count):
+                pausing = kind == "new record" and number % _PAUSE_EVERY == 0
+                if pausing:
+                    clock.pause()
+                out = out * held.pop()
+                if pausing:
+                    out = _Then.apply(out, clock.pause)
+            clock.stop()
+            pack_s = clock.cpu_s
+            # The last one is unpacked first: it asks for a window full of reads, and the clock starts behind it.
+            out = _Then.apply(out, behind_the_last) * held.pop()
+            offload.flush()
+            out.backward(torch.zeros_like(out))
+        return {
+            "cpu_us": 1e6 * clock.cpu_s / count,
+            "pack_us": 1e6 * pack_s / count,
+            "wall_us": 1e6 * (clock.wall_s - (offload.stats().wait_s - before_s)) / count,
+        }
+
+    def _tensors(self, kind: str) -> list[Tensor]:
+        count = self.count + _WINDOW_TENSORS + 2
+        if kind == "weight":
+            # What a linear layer saves: the transposed view of a parameter.
+            return [self.model[number % len(self.model)].weight.t() for number in range(count)]
+        if kind == "below minimum size":
+            return [torch.zeros(16) for _ in range(count)]
+        if kind == "further view":
+            base = torch.zeros(_WIDTH, _WIDTH)
+            return [base.view(-1)[:16] for _ in range(count)]
+        return [torch.zeros(_WIDTH, _WIDTH) for _ in range(count)]
+
+
+def _empty_pair() -> AbstractContextManager[Any]:
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

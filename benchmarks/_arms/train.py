@@ -1,0 +1,204 @@
+"""The training arm: one GPT step per turn, measured in seconds, CPU seconds and peak memory over idle."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import os
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes, sampled
+from .._processes.serve import Tell
+from .._workload.gpt import GPT, GPTConfig
+from .._workload.text import Text, standard_library
+from .._workload.tools import gradient_hash, make_optimizer, scratch_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of any training arm; sent to its process as JSON."""
+
+    sequence: int
+    batch: int
+    tier: str | None = None
+    """The tier of `offload_context`; None trains without it."""
+    empty_hooks: bool = False
+    """Train under a pair of saved-tensor hooks that do nothing: the floor of what any offloading costs."""
+    device: str = "cpu"
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of `OffloadConfig`."""
+    rate_bytes_per_s: float | None = None
+    """Limits the link, each direction on its own."""
+    sample_interval_s: float | None = None
+    """Note resident memory this often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(Options):
+    """Options of the arm that trains a GPT."""
+
+    layers: int
+    width: int
+    heads: int
+    checkpoint: bool = False
+    optimizer: str = "sgd"
+    learning_rate: float = 0.01
+    dtype: str = "float32"
+
+
+class TrainArm:
+    """A GPT, an optimizer and the text; `turn(i)` is the step on batch `i`. Subclasses train other models.
+
+    Options: the fields of `TrainOptions`.
+    """
+
+    options_class: type[Options] = TrainOptions
+
+    def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
+        self.options: Any = self.options_class(**raw)
+        self.device = torch.device(self.options.device)
+        self._prepare_torch()
+        torch.manual_seed(self.options.seed)
+        self.model = self.make_model()
+        self.optimizer = self.make_optimizer()
+        self._stack = ExitStack()
+        self.offload = self._enter_context()
+        self.idle_bytes: int | None = None
+        self.about = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.describe()}
+
+    @cached_property
+    def text(self) -> Text:
+        return standard_library()
+
+    def make_model(self) -> Any:
+        o = self.options
+        config = GPTConfig(layers=o.layers, width=o.width, heads=o.heads, sequence=o.sequence)
+        return GPT(config, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)
+
+    def make_batch(self, index: int) -> tuple[Tensor, ...]:
+        """The arguments of the model, which returns the loss."""
+        o = self.options
+        return self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
+
+    def describe(self) -> dict[str, Any]:
+        """The arm's own part of `about`."""
+        return {"text_sha256": self.text.sha256, "text_bytes": len(self.text.data)}
+
+    def turn(self, index: int) -> dict[str, Any]:
+        """One step on batch `index`: seconds, CPU seconds of all threads, peak over idle, loss, gradients' hash."""
+        batch = [tensor.to(self.device) for tensor in self.make_batch(index)]
+        if self.idle_bytes is None:
+            gc.collect()
+            self.idle_bytes = self._resident()
+        before = self._counters()
+        self._reset_peak()
+        interval_s = self.options.sample_interval_s
+        with sampled(interval_s) if interval_s else nullcontext([]) as samples:
+            begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
+            loss = self.step(*batch)
+            self._synchronize()
+            ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
+            peak = self._peak()
+        answer = {
+            "wall_s": ended_s - begun_s,
+            "cpu_s": ended_cpu_s - begun_cpu_s,
+            "idle_bytes": self.idle_bytes,
+            "peak_bytes": peak - self.idle_bytes,
+            "loss": loss.item(),
+            "memory": [(at_s - begun_s, size - self.idle_bytes) for at_s, size in samples],
+        }
+        if self.offload is not None:
+            # A step that backward has ended leaves nothing in flight; this makes sure that no write of this arm
+            # runs beside the next arm's turn.
+            self.offload.flush()
+        after = self._counters()
+        answer["moved"] = {name: after[name] - before[name] for name in after}
+        answer["gradients_sha256"] = gradient_hash(self.model)
+        return answer
+
+    def step(self, *batch: Tensor) -> Tensor:
+        """The training step that is measured; returns the loss, detached."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss: Tensor = self.model(*batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
+        self.optimizer.step()
+        return loss.detach()
+
+    def close(self) -> dict[str, Any]:
+        """Leave the context and close the offloader; its final counters."""
+        last: dict[str, Any] = {}
+        self._stack.close()
+        if self.offload is not None:
+            stats = dataclasses.asdict(dataclasses.replace(self.offload.stats(), kept_by_reason={}, last_step=None))
+            last = {**stats, "kept_by_reason": dict(self.offload.stats().kept_by_reason)}
+            self.offload.close()
+        return {"stats": last}
+
+    def _prepare_torch(self) -> None:
+        if self.device.type == "cuda":
+            # Some CUDA kernels add in any order; the hash of gradients needs those that do not. Every arm runs them.
+            # (Not `warn_only`: with it the backward of flash attention still adds in any order.)
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set on the module's type
+        else:
+            torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+    def _enter_context(self) -> Any:
+        o = self.options
+        if o.empty_hooks:
+            self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+        if o.tier is None:
+            return None
+        from tba import OffloadConfig, Offloader, offload_context
+
+        if o.rate_bytes_per_s is None:
+            return self._stack.enter_context(offload_context(self.model, o.tier, **o.settings))
+        from io_backends import PosixStore
+
+        config = OffloadConfig(tier=o.tier, **o.settings)
+        rate = o.rate_bytes_per_s
+        directory = scratch_directory(config.storage_paths)
+        store = PosixStore(directory, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
+        return self._stack.enter_context(Offloader(self.model, config, store=store))
+
+    def _counters(self) -> dict[str, float]:
+        """The offloader's numbers that only grow; {} for an arm without one."""
+        if self.offload is None:
+            return {}
+        stats = self.offload.stats()
+        names = [f.name for f in dataclasses.fields(stats) if f.name.endswith("_bytes") or f.name.endswith("_s")]
+        momentary = {"resident_bytes", "staging_peak_bytes", "file_bytes"}
+        return {name: getattr(stats, name) for name in names if name not in momentary}
+
+    def _resident(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            reset_peak()
+
+    def _peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_bytes()
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

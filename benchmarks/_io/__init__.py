@@ -1,0 +1,1 @@
+"""The parts of the io benchmark: memory, arms, rounds, and fio."""

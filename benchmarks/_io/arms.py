@@ -1,0 +1,182 @@
+"""Arms of the io benchmark: ways to bring the same buffers to the same disk and back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, islice
+from typing import NamedTuple
+
+from io_backends import Buffer, Store, Ticket
+
+from .fio import Mode
+from .memory import Memory, Words
+
+_TIMEOUT_S = 120.0
+
+
+class Rig(NamedTuple):
+    """The buffers: to write from, to read all of it into, and a few that reads in a row go into.
+
+    fio's jobs have a buffer each, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth faster
+    than into 512 MiB. Reads that count therefore go into as few buffers in turn as transfers are under way.
+    """
+
+    sources: Memory
+    targets: Memory
+    few: Memory
+
+
+class Arm:
+    """A way to move the buffers of a rig.
+
+    `write`, `read` and, where it is among `modes`, `both` are measured; they return when the last byte is where it
+    belongs. `both` returns the bytes per second while reads and writes were both under way. `warm_write` and
+    `warm_read` go ahead of them: after a pause the disk, and threads that have slept, take some time to be fast again.
+    After `warm_read`, `found` is all that was read.
+    """
+
+    modes: Sequence[Mode] = ("write", "read")
+
+    @property
+    def found(self) -> Sequence[Words]:
+        raise NotImplementedError
+
+    def write(self) -> None:
+        raise NotImplementedError
+
+    def read(self) -> None:
+        raise NotImplementedError
+
+    def both(self) -> float:
+        raise NotImplementedError
+
+    def warm_write(self) -> None:
+        self.write()
+
+    def warm_read(self) -> None:
+        self.read()
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class StoreArm(Arm):
+    """A `Store` of `threads` workers in all, used as the engine does: one thread submits, the workers do the rest.
+
+    Attributes:
+        submit_cpu_s, submit_wall_s: the submitting thread's time per transfer, in the last `write` or `read`.
+    """
+
+    modes = ("write", "read", "both")
+
+    def __init__(self, store: Store, threads: int, rig: Rig) -> None:
+        self._store, self._threads, self._rig = store, threads, rig
+        self._written: list[Ticket] = []
+        self.submit_cpu_s = self.submit_wall_s = 0.0
+
+    @property
+    def found(self) -> Sequence[Words]:
+        return self._rig.targets.words
+
+    def warm_read(self) -> None:
+        self._submit(self._reads(self._rig.targets.buffers))
+
+    def write(self) -> None:
+        self._discard(self._written)
+        self._written = self._submit([partial(self._store.write, buffer) for buffer in self._rig.sources.buffers])
+
+    def read(self) -> None:
+        self._submit(self._reads(self._few(self._threads)))
+
+    def both(self) -> float:
+        """Read what was written last, and write it anew to another place, half of the workers for each.
+
+        Queued together, all reads would go ahead of the writes, so each flow has a depth of its own. That of writes is
+        twice as deep, as in training; all paths of a striped store then have something to do.
+        """
+        share, before = max(1, self._threads // 2), self._written
+        reads = _Flow(self._reads(self._few(share)), share)
+        writes = _Flow([partial(self._store.write, buffer) for buffer in self._rig.sources.buffers], 2 * share)
+        begun_s = time.perf_counter()
+        reads.begin()
+        writes.begin()
+        flows = [[(t.started_s, t.ended_s, t.nbytes) for t in flow.wait()] for flow in (reads, writes)]
+        self._written = writes.tickets
+        self._discard(before)
+        return together(begun_s, flows)
+
+    def close(self) -> None:
+        self._discard(self._written)
+        self._store.close()
+
+    def _few(self, at_once: int) -> Sequence[Buffer]:
+        return list(islice(cycle(self._rig.few.buffers[:at_once]), len(self._written)))
+
+    def _reads(self, buffers: Sequence[Buffer]) -> list[partial[Ticket]]:
+        pairs = zip(self._written, buffers, strict=True)
+        return [partial(self._store.read, ticket.location, buffer) for ticket, buffer in pairs]
+
+    def _submit(self, jobs: Sequence[Callable[[], Ticket]]) -> list[Ticket]:
+        begun_cpu_s, begun_s = time.thread_time(), time.perf_counter()
+        tickets = [job() for job in jobs]
+        ended_cpu_s, ended_s = time.thread_time(), time.perf_counter()
+        self.submit_cpu_s = (ended_cpu_s - begun_cpu_s) / len(jobs)
+        self.submit_wall_s = (ended_s - begun_s) / len(jobs)
+        for ticket in reversed(tickets):  # the last first: this thread is then woken once, not for each
+            _await(ticket)
+        return tickets
+
+    def _discard(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._store.discard(ticket)
+
+
+class _Flow:
+    """Transfers of one kind, `depth` at a time: each that ends submits the next, on the worker that ended it."""
+
+    def __init__(self, jobs: Sequence[Callable[..., Ticket]], depth: int) -> None:
+        self.tickets: list[Ticket] = []
+        self._left, self._depth = iter(jobs), depth
+        self._lock = threading.Lock()
+        self._all_submitted = threading.Event()
+
+    def begin(self) -> None:
+        for _ in range(self._depth):
+            self._next()
+
+    def wait(self) -> list[Ticket]:
+        """Wait until all have ended; raises the first error."""
+        if not self._all_submitted.wait(_TIMEOUT_S):
+            raise TimeoutError(f"after {_TIMEOUT_S:g} s some transfers are not even submitted")
+        for ticket in self.tickets:
+            _await(ticket)
+        return self.tickets
+
+    def _next(self, _: Ticket | None = None) -> None:
+        with self._lock:
+            job = next(self._left, None)
+            if job is None:
+                self._all_submitted.set()
+            else:
+                self.tickets.append(job(on_done=self._next))
+
+
+def together(begun_s: float, flows: Sequence[Sequence[tuple[float, float, int]]]) -> float:
+    """Bytes per second of all flows until the first of them ends; after that, the others have the disk to themselves.
+
+    Args:
+        begun_s: the beginning, by `time.perf_counter()`.
+        flows: (start, end, bytes) of each transfer. One that is under way at the end counts by its share of time.
+    """
+    until_s = min(max(end_s for _, end_s, _ in flow) for flow in flows)
+    spans = [span for flow in flows for span in flow if span[0] < until_s]
+    moved = sum(nbytes * min(1.0, (until_s - start_s) / (end_s - start_s)) for start_s, end_s, nbytes in spans)
+    return moved / (until_s - begun_s)
+
+
+def _await(ticket: Ticket) -> None:
+    if not ticket.wait(_TIMEOUT_S):
+        raise TimeoutError(f"a transfer of {ticket.nbytes} bytes did not end within {_TIMEOUT_S:g} s")

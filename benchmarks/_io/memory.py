@@ -1,0 +1,76 @@
+"""Memory of the io benchmark, and the proof that a read brought back what was written.
+
+Every 512 bytes begin with a number that no other 512 bytes of any round have, so neither stale bytes of an earlier
+round nor a sector out of place passes. Filling and comparing are no part of any measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from io_backends import Buffer, BufferPool
+
+from .._report.results import CannotMeasure
+
+Words = npt.NDArray[np.uint64]  # a buffer as numbers of 8 bytes
+
+_ALIGNMENT = 4096
+_NUMBERED = 512 // 8
+
+
+class WrongBytes(CannotMeasure):
+    """A read brought back other bytes than were written: no figure of this run counts."""
+
+
+class Memory:
+    """`count` buffers of `nbytes` each, a multiple of 4096, in huge pages where the system gives them."""
+
+    def __init__(self, count: int, nbytes: int) -> None:
+        self._pool = BufferPool(_ALIGNMENT)
+        leases = [self._pool.lease(nbytes) for _ in range(count)]
+        self.buffers: list[Buffer] = [buffer for _, buffer in leases]
+        self.words: list[Words] = [np.frombuffer(view, dtype=np.uint64) for view, _ in leases]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def fill(self, seed: int) -> None:
+        """Fill all buffers with noise."""
+        random = np.random.default_rng(seed)
+        for words in self.words:
+            words[:] = random.integers(0, 1 << 64, words.size, dtype=np.uint64)
+
+    def number(self, first: int) -> int:
+        """Number every 512 bytes, from `first` on; return the number after the last."""
+        for words in self.words:
+            count = words.size // _NUMBERED
+            words[::_NUMBERED] = np.arange(first, first + count, dtype=np.uint64)
+            first += count
+        return first
+
+    def close(self) -> None:
+        """Give all buffers back."""
+        self.words.clear()
+        self.buffers.clear()
+        self._pool.close()
+
+
+def wipe(found: Sequence[Words]) -> None:
+    """Take the numbers away, so that whatever is not read from here on shows."""
+    for words in found:
+        words[::_NUMBERED] = 0
+
+
+def verify(found: Sequence[Words], written: Sequence[Words], who: str) -> None:
+    """Compare every byte. Raises WrongBytes."""
+    for index, (one, other) in enumerate(zip(found, written, strict=True)):
+        if not np.array_equal(one, other):
+            first = int(np.flatnonzero(one != other)[0]) * 8
+            raise WrongBytes(
+                f"{who}: buffer {index} of {len(found)} differs from byte {first} on from what was written"
+            )

@@ -1,0 +1,1 @@
+"""Processes of the benchmarks: starting them, asking them, and measuring their memory."""

@@ -1,0 +1,169 @@
+"""Arms as processes: each under its own allocator, taking turns so that they share the machine's noise.
+
+Timing on a small machine drifts by tens of percent within minutes. So all arms are alive at once, one works at a time
+(A B A B ...), every other round runs in reverse, and results are ratios within a round. What needs no turns (memory
+that must begin from nothing, runs of which only the loss counts) is asked once: `ask`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .._report.results import CannotMeasure
+from .child import Child
+from .serve import Tell
+
+_WORKER = "benchmarks._arms.worker"
+# A turn is a few seconds; this only ends what would otherwise hang.
+TURN_TIMEOUT_S = 600.0
+# The longest arm that is asked once is a quarter of an hour of training.
+ASK_TIMEOUT_S = 7200.0
+# OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
+_SETTLE_S = 0.02
+# What would choose or tune an allocator: taken away for the arm that runs "as Python comes".
+_ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_CONF", "MIMALLOC_", "GLIBC_TUNABLES")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One arm: what it is called, what its process does, under which allocator and with how many threads.
+
+    `allocator` is "as-is" (as Python comes) or a name that `tba run --allocator` takes.
+    """
+
+    name: str
+    role: str
+    options: Mapping[str, Any]
+    allocator: str = "as-is"
+    threads: int = 2
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without anything that chooses or tunes an allocator."""
+    return {name: value for name, value in environ.items() if not name.startswith(_ALLOCATOR_PREFIXES)}
+
+
+def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, str], str, str]:
+    """The process environment of an arm, the name of the allocator it gets, and why that one.
+
+    Raises:
+        CannotMeasure: the allocator is not on this machine.
+    """
+    environment, allocator, reason = plain_environment(environ), "as Python comes", "nothing is preloaded or tuned"
+    if spec.allocator != "as-is":
+        from tba import ConfigError
+        from tba.cli import allocator_environment
+
+        try:
+            chosen = allocator_environment(spec.allocator, environ=environment)
+        except ConfigError as error:
+            raise CannotMeasure(f"the arm {spec.name!r} cannot start: {error}") from error
+        environment |= chosen.environment
+        allocator, reason = chosen.name, chosen.reason
+    environment |= {"OMP_NUM_THREADS": str(spec.threads), "MKL_NUM_THREADS": str(spec.threads)}
+    return environment | dict(spec.environment), allocator, reason
+
+
+def available(allocator: str) -> bool:
+    """Whether an arm can run under this allocator here."""
+    try:
+        arm_environment(Spec(name=allocator, role="", options={}, allocator=allocator), os.environ)
+    except CannotMeasure:
+        return False
+    return True
+
+
+class Arm:
+    """The process of one arm, started on construction.
+
+    Attributes:
+        about: what the arm says of itself once it is built.
+        allocator, allocator_reason: the allocator it runs under, and why that one.
+    """
+
+    def __init__(self, spec: Spec, *, timeout_s: float = TURN_TIMEOUT_S) -> None:
+        self.spec = spec
+        self.about: dict[str, Any] = {}
+        self._timeout_s = timeout_s
+        environment, self.allocator, self.allocator_reason = arm_environment(spec, os.environ)
+        self.child = Child(f"the arm {spec.name!r}", _WORKER, environment=environment)
+
+    def begin(self) -> None:
+        """Let the process build the arm."""
+        self.child.send({"role": self.spec.role, "options": dict(self.spec.options)})
+
+    def ready(self) -> None:
+        """Wait until the arm is built."""
+        self.about = self.child.receive(timeout_s=self._timeout_s)
+
+    def turn(self, index: int) -> dict[str, Any]:
+        """Let the arm work once."""
+        answer: dict[str, Any] = self.child.ask({"turn": index}, timeout_s=self._timeout_s)
+        return answer
+
+    def close(self) -> dict[str, Any]:
+        """Close what the arm has open, and return its last figures."""
+        answer: dict[str, Any] = self.child.ask({"close": True}, timeout_s=self._timeout_s)
+        return answer
+
+
+@contextmanager
+def running(specs: Sequence[Spec], *, timeout_s: float = TURN_TIMEOUT_S) -> Iterator[list[Arm]]:
+    """Start the processes of all arms together and wait until they are ready; kill them at the end."""
+    with ExitStack() as stack:
+        arms = []
+        for spec in specs:
+            arm = Arm(spec, timeout_s=timeout_s)
+            stack.enter_context(arm.child)
+            arm.begin()
+            arms.append(arm)
+        for arm in arms:
+            arm.ready()
+        yield arms
+
+
+def in_turns(arms: Sequence[Arm], rounds: Sequence[int]) -> Iterator[tuple[Arm, int, dict[str, Any]]]:
+    """Take one turn of every arm per round, in reverse order every other round; yield (arm, round, answer)."""
+    for number in rounds:
+        for arm in arms if number % 2 == 0 else reversed(arms):
+            answer = arm.turn(number)
+            time.sleep(_SETTLE_S)
+            yield arm, number, answer
+
+
+class Answer(NamedTuple):
+    """The answer of an arm that was asked once, and the allocator it ran under."""
+
+    spec: Spec
+    body: dict[str, Any]
+    allocator: str
+
+
+def ask(spec: Spec, *, tell: Tell = lambda note: None, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+    """Run one arm to its end in a process of its own; `tell` gets its notes as they come.
+
+    Raises:
+        CannotMeasure: the allocator is not on this machine.
+        ChildError: the process ended, or gave no answer within `timeout_s`.
+    """
+    environment, allocator, _ = arm_environment(spec, os.environ)
+    with Child(f"the arm {spec.name!r}", _WORKER, environment=environment) as child:
+        body = child.ask({"role": spec.role, "options": dict(spec.options)}, timeout_s=timeout_s, tell=tell)
+    return Answer(spec, body, allocator)
+
+
+def ask_all(specs: Sequence[Spec], *, jobs: int, tell: Callable[[Spec, str], None]) -> list[Answer]:
+    """Run all arms, `jobs` at a time, and return their answers in order. `tell` is called from several threads.
+
+    Raises:
+        ChildError: an arm failed; those not begun yet do not begin, those that run come to their end first.
+    """
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda spec: ask(spec, tell=lambda note: tell(spec, note)), specs))

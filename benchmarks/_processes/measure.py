@@ -1,0 +1,35 @@
+"""Measuring arms that train: rounds in turns, in several sets of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .._report.progress import progress
+from .._report.results import mib
+from .._report.steps import Measured
+from .arms import Spec, in_turns, running
+
+WARM_UP_ROUNDS = 2
+
+
+def measure(
+    specs: Sequence[Spec], *, rounds: int, title: str, warm_up: int = WARM_UP_ROUNDS, starts: int = 1
+) -> dict[str, Measured]:
+    """Run all arms in turns, in `starts` sets of processes: `rounds` timed rounds or more in all.
+
+    Each set begins with `warm_up` rounds: their memory counts, their time does not.
+    """
+    each = warm_up + -(-rounds // starts)
+    found: dict[str, Measured] = {}
+    with progress(title, starts * each * len(specs)) as bar:
+        for start in range(starts):
+            with running(specs) as arms:
+                for arm in arms:
+                    name = arm.spec.name
+                    found.setdefault(name, Measured(name=name, allocator=arm.allocator, about=arm.about))
+                for arm, number, answer in in_turns(arms, range(start * each, (start + 1) * each)):
+                    found[arm.spec.name].take(number, answer, timed=number >= start * each + warm_up)
+                    bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s, {mib(answer['peak_bytes'])} MiB over idle")
+                for arm in arms:
+                    arm.close()
+    return found

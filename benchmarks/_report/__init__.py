@@ -1,0 +1,1 @@
+"""Reports: results and where they come from, ratios, bars, progress."""

@@ -1,0 +1,65 @@
+"""The environment of a result: machine, versions and settings that its numbers come from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def environment_block(allocators: Mapping[str, str], *, threads: int, device: str = "cpu") -> dict[str, str]:
+    """Machine, versions, allocators and settings of a run; no host name and no path."""
+    import torch
+
+    import tba
+
+    block = {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "cpu": _cpu_model(),
+        "cores": f"{os.cpu_count()} ({threads} threads used)",
+        "memory": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB",
+        "kernel": f"{platform.system()} {platform.release()}",
+        "huge pages": _huge_pages(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "tba": tba.__version__,
+        "allocators": "; ".join(f"{arm}: {name}" for arm, name in allocators.items()),
+    }
+    if device == "cuda":
+        block["gpu"] = torch.cuda.get_device_name()
+    # The value of a variable may be a path; its name says what was changed.
+    changed = [f"{k}={'...' if 'PATH' in k else v}" for k, v in sorted(os.environ.items()) if k.startswith("TBA_")]
+    return block | ({"settings": ", ".join(changed)} if changed else {})
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        root = Path(__file__).resolve().parents[2]
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        # Results are filed into the tree that is measured; they do not make it another tree.
+        changed = git("status", "--porcelain", "--", ":!benchmarks/results")
+        return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "none"
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _huge_pages() -> str:
+    try:
+        text = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return "none"
+    return text.partition("[")[2].partition("]")[0]

@@ -1,0 +1,121 @@
+"""Results of a benchmark: shown as tables or JSON, and filed as Markdown and JSON."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+MIB = 1 << 20
+
+
+class CannotMeasure(RuntimeError):
+    """A benchmark cannot go on, or its figures would be worth nothing; the message says why."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table of text: shown by rich on a terminal, filed as Markdown."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def rich(self) -> Table:
+        table = Table(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        lines = [f"### {self.title}", "", _row(self.columns), _row(["---"] + ["---:"] * (len(self.columns) - 1))]
+        lines += [_row(row) for row in self.rows]
+        return "\n".join(lines + (["", self.note] if self.note else [])) + "\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """Result of a benchmark: tables for people, `data` (JSON-able) for programs, pictures and traces as files.
+
+    `package` is the one that `python -m` ran.
+    """
+
+    theme: str
+    tables: Sequence[Grid]
+    data: Mapping[str, Any]
+    files: Sequence[Path] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    package: str = "benchmarks"
+
+    @property
+    def command(self) -> str:
+        """The command line, as a user would type it again."""
+        return f"python -m {self.package} {shlex.join(sys.argv[1:])}"
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "theme": self.theme,
+            "command": self.command,
+            "environment": dict(self.environment),
+            "files": [str(path) for path in self.files],
+            **self.data,
+        }
+
+
+def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Path]:
+    """Write `<theme>_<machine>_<yyyymm>.md` and `.json`; return their paths."""
+    check_machine(machine)
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
+    described = [f"- {name}: {value}" for name, value in result.environment.items()]
+    parts = [f"# {result.theme} on {machine}", f"```\n{result.command}\n```", "\n".join(described)]
+    text, raw = stem.with_suffix(".md"), stem.with_suffix(".json")
+    text.write_text("\n\n".join(parts + [table.markdown() for table in result.tables]))
+    document = {**result.document(), "files": [path.name for path in result.files]}
+    raw.write_text(json.dumps(document, indent=1) + "\n")
+    return [text, raw]
+
+
+def check_machine(machine: str) -> str:
+    """Return the name if it is fit for a public file.
+
+    Raises:
+        ValueError: it looks like a host name or a path.
+    """
+    if not machine.isidentifier() or len(machine) > 16:
+        raise ValueError(f"the machine's name becomes public: give a short neutral one such as vm2, not {machine!r}")
+    return machine
+
+
+def show(result: Result, *, as_json: bool) -> None:
+    """Print the result on standard output: JSON for programs, or the tables."""
+    if as_json:
+        print(json.dumps(result.document(), indent=1))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for table in result.tables:
+        console.print(table.rich())
+        console.print()
+    for path in result.files:
+        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
+
+
+def mib(nbytes: float) -> str:
+    """Bytes as MiB for a table."""
+    return f"{nbytes / MIB:,.0f}"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

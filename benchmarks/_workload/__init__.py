@@ -1,0 +1,1 @@
+"""Workloads: the GPT that is trained, its sizes, and its text."""

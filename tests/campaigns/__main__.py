@@ -1,0 +1,66 @@
+"""The command line: `python -m tests.campaigns faults|programs`, from the checkout."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from benchmarks._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, finish
+from benchmarks._report.results import Result
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+Seed = Annotated[int, typer.Option(help="The seed of the first; each has the next.")]
+
+
+@app.command()
+def faults(
+    count: Annotated[int, typer.Option(min=1, help="How many cases.")] = 1000,
+    seed: Seed = 0,
+    only: Annotated[int | None, typer.Option(help="Run the case of this seed alone, and tell all about it.")] = None,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Random faults at random points of training steps: exact or an error that names it; exit status 1 otherwise."""
+    from .faults.command import run_faults
+
+    result = run_faults([only] if only is not None else range(seed, seed + (8 if quick else count)), path)
+    _finish(result, json, save, machine)
+
+
+@app.command()
+def programs(
+    count: Annotated[int, typer.Option(min=1, help="How many programs.")] = 2000,
+    seed: Seed = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Random programs against plain PyTorch, under interrupts and failing stores; exit status 1 if one is not exact."""
+    from .programs.command import run_programs
+
+    _finish(run_programs(seed, 24 if quick else count, jobs=jobs, path=path), json, save, machine)
+
+
+def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
+    finish(result, as_json, save, machine)
+    if result.data["bad"]:
+        raise typer.Exit(1)
+
+
+def _terminated(number: int, _: object) -> None:
+    sys.exit(128 + number)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _terminated)  # so that processes and mounts end with the campaign
+    app()

@@ -1,0 +1,1 @@
+"""The fault campaign: random faults at random points of training steps."""

@@ -1,0 +1,187 @@
+"""Program check: one program run plain and through an engine, and where the two first differ.
+
+Every instruction must leave the same bits in every tensor and gradient, or raise the same, up to the first for which
+PyTorch itself does other things than with hooks that do nothing: there plain PyTorch notices an edit, and the engine
+may notice it too or have the bytes in safety.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from io_backends.testing import Fault, Operation
+from tba import Offloader, OffloadStats, OffloadWarning
+
+from .machine import EDITED, Instruction, Machine, Model, Plain
+
+Plan = Callable[[Operation, int], Fault | None]
+Outcome = tuple[Any, ...]  # of one instruction: what it raised, and what all tensors are afterwards
+# (model, what is to go wrong with its transfers, settings) -> an Offloader, closed at the end
+MakeEngine = Callable[..., AbstractContextManager[Offloader]]
+
+# How an error begins that says bytes could not be brought back.
+LOST = "TransferError"
+
+
+class Idle(Plain):
+    """Hooks that do nothing but to know what they packed."""
+
+    def __init__(self) -> None:
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor"))
+        self._inside = False
+        self.packed: WeakSet[_Box] = WeakSet()
+
+    def enter(self) -> None:
+        self._hooks.__enter__()
+        self._inside = True
+
+    def leave(self) -> None:
+        self._hooks.__exit__()
+        self._inside = False
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._inside:
+                self.leave()
+                stack.callback(self.enter)
+            yield
+
+    def _pack(self, tensor: Tensor) -> _Box:
+        box = _Box(tensor.detach())
+        self.packed.add(box)
+        return box
+
+
+@dataclass(eq=False)
+class _Box:
+    tensor: Tensor
+
+
+class Engine(Plain):
+    """The arm with an engine."""
+
+    def __init__(self, offload: Offloader) -> None:
+        self.offload = offload
+
+    def enter(self) -> None:
+        self.offload.__enter__()
+
+    def leave(self) -> None:
+        self.offload.__exit__(None, None, None)
+
+    def flush(self) -> None:
+        self.offload.flush()
+
+    def suspend(self) -> AbstractContextManager[None]:
+        return self.offload.suspend()
+
+
+_INJECTED = Fault(error=OSError(5, "injected"))
+
+
+def late(operation: Operation, number: int) -> Fault | None:
+    """Some transfers take their time."""
+    return Fault(delay_s=0.002) if number % 3 == 1 else None
+
+
+def failing(operation: Operation, number: int) -> Fault | None:
+    """Some writes fail: their tensors stay."""
+    return _INJECTED if operation == "write" and number % 2 else None
+
+
+def losing(operation: Operation, number: int) -> Fault | None:
+    """Some reads fail too: the program is told."""
+    return (
+        Fault(error=OSError(5, "injected")) if operation == "read" and number % 5 == 2 else failing(operation, number)
+    )
+
+
+# What is done to the transfers, and the settings.
+WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
+    "all moves": (None, {"prefetch_bytes": 0}),
+    "small window": (late, {"prefetch_bytes": 2048, "staging_bytes": 8192, "threads": 2}),
+    "window": (None, {"prefetch_bytes": 4096, "min_tensor_bytes": 600}),
+    "failing": (failing, {"prefetch_bytes": 0, "checksum": True}),
+    "held": (None, {}),
+    "auto": (None, {"tier": "auto", "memory_budget": 4096}),
+    "exact": (None, {"prefetch_bytes": 0, "compress": "exact"}),
+    "keep exact": (None, {"tier": "keep", "compress": "exact"}),
+}
+
+
+def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:
+    """What each step left."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as errors they would tell arms apart: PyTorch gives many once in a process
+        found = [machine.step(instruction) for instruction in [("context", 0, 0, 0), *program]]
+    machine.finish()
+    return found
+
+
+def through_engine(
+    program: list[Instruction], make: MakeEngine, plan: Plan | None, **chosen: Any
+) -> tuple[list[Outcome], OffloadStats]:
+    """What each step left with an engine, and its statistics when all graphs are gone."""
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        with make(plan, model=model, **chosen) as offload:
+            return outcomes(program, Machine(model, Engine(offload))), offload.stats()
+
+
+def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:
+    """What each step left with hooks that do nothing, and how many tensors PyTorch keeps when all graphs are gone.
+
+    A backward that failed leaves its queue to the next, a weight that was edited in place holds its graph.
+    """
+    arm, model = Idle(), Model()
+    found = outcomes(program, Machine(model, arm))
+    return found, len(arm.packed)  # while the model is there, as it is with the engine
+
+
+def compare(
+    program: list[Instruction], make: MakeEngine, plan: Plan | None, *, records_before: int = 0, **chosen: Any
+) -> str:
+    """Run a program both ways: how they differ, or "". `records_before` of the engine are older than the program."""
+    plain = outcomes(program, Machine(Model(), Plain()))
+    ours, stats = through_engine(program, make, plan, **chosen)
+    left = stats.live_records > records_before or (not stats.live_records and stats.resident_bytes > 0)
+    if ours == plain and not left:
+        return ""
+    idle, kept = through_idle_hooks(program)
+    for number, (wanted, hooked, found) in enumerate(zip(plain, idle, ours, strict=True)):
+        if wanted != hooked:
+            break
+        if EDITED in wanted[0] and found != wanted:
+            break  # an operator of a backward saved what the engine gave it, which no edit reaches
+        if chosen.get("compress") and EDITED in found[0]:
+            break  # what is derived from an edited tensor is refused too
+        if plan is losing and found[0].startswith(LOST):
+            break
+        if found != wanted:
+            name = program[number - 1] if number else "enter"
+            return f"step {number}, {name}: {difference(wanted, found)}"
+    # PyTorch also keeps the last error of an unpack hook, with its frames.
+    failed = any(EDITED in told or told.startswith(LOST) for told, *_ in ours)
+    return "the graphs are gone, their records are not" if left and not kept and not failed else ""
+
+
+def difference(wanted: Outcome, found: Outcome) -> str:
+    """Where two outcomes differ."""
+    if wanted[0] != found[0]:
+        return f"plain says {wanted[0]!r}, the engine {found[0]!r}"
+    return "; ".join(
+        f"tensor {place}: {one} in plain, {other}"
+        for place, (one, other) in enumerate(zip(wanted[1:], found[1:], strict=False))
+        if one != other
+    )

@@ -1,0 +1,270 @@
+"""Program: a training program made of numbers, run an instruction at a time, to compare an engine with plain PyTorch.
+
+An instruction is a name and three numbers, each taken modulo what there is to choose from, so that any list of
+instructions is a program. Those that PyTorch refuses (shapes, dtypes, edits of leaves) are steps as well: both arms
+must refuse them alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .operators import BINARY, CUSTOM, INPLACE, UNARY, VIEWS, rows
+
+Instruction = tuple[str, int, int, int]
+
+_POOL = 14  # tensors a program holds at once
+_NUMEL = 2048
+EDITED = "modified by an inplace operation"
+
+
+class Plain:
+    """What a program does to the engine: without one, nothing."""
+
+    def enter(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def suspend(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class Model(nn.Module):
+    """What programs take weights and a buffer from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tall = nn.Parameter(torch.randn(8, 16))
+        self.square = nn.Parameter(torch.randn(16, 16))
+        self.gain = nn.Parameter(torch.ones(16))
+        self.shift = nn.Buffer(torch.randn(8, 16))
+
+
+NAMES = [
+    *["unary"] * 10,
+    *["view"] * 7,
+    *["binary"] * 7,
+    *["inplace"] * 4,
+    *["backward"] * 5,
+    *["linear", "gradient"] * 3,
+    *["custom", "checkpoint", "flush", "delete", "context"] * 2,
+    *["suspended", "hook", "look", "take_grad", "edit_grad", "update", "elsewhere", "nested", "collect", "retain_grad"],
+]
+
+
+class Machine:
+    """One arm of a program."""
+
+    def __init__(self, model: Model, arm: Plain) -> None:
+        torch.manual_seed(2)
+        self.model = model
+        self.arm = arm
+        self.inside = False
+        self.leaf = torch.randn(8, 16, requires_grad=True)
+        self.pool: list[Tensor] = [*model.parameters(), model.shift, self.leaf, torch.randn(8, 16)]
+
+    def step(self, instruction: Instruction) -> tuple[Any, ...]:
+        """Run one instruction: what it raised, and what all tensors are afterwards."""
+        name, *numbers = instruction
+        try:
+            getattr(self, f"_do_{name}")(*numbers)
+        except Exception as error:
+            told = f"{type(error).__name__}: {EDITED if EDITED in str(error) else str(error)[:60]}"
+        else:
+            told = ""
+        return told, *map(_digest, self.pool), *(_digest(leaf.grad) for leaf in self._leaves())
+
+    def finish(self) -> None:
+        """Leave the context, forget everything."""
+        if self.inside:
+            self._do_context(0, 0, 0)
+        self.pool.clear()
+        del self.leaf, self.model.shift  # the buffer of a program that edited it holds a graph
+        for weight in self.model.parameters():
+            weight.grad = None
+        gc.collect()
+
+    def _leaves(self) -> list[Tensor]:
+        return [*self.model.parameters(), self.leaf]
+
+    def _get(self, number: int) -> Tensor:
+        return self.pool[number % len(self.pool)]
+
+    def _put(self, made: Any) -> None:
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.numel() > _NUMEL:
+                tensor = tensor.flatten()[:_NUMEL]
+            if len(self.pool) >= _POOL:
+                self.pool.pop(5)
+            self.pool.append(tensor)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def _do_unary(self, a: int, b: int, c: int) -> None:
+        self._put(UNARY[b % len(UNARY)](self._get(a)))
+
+    def _do_view(self, a: int, b: int, c: int) -> None:
+        self._put(VIEWS[b % len(VIEWS)](self._get(a)))
+
+    def _do_binary(self, a: int, b: int, c: int) -> None:
+        self._put(BINARY[c % len(BINARY)](*_alike(self._get(a), self._get(b))))
+
+    def _do_inplace(self, a: int, b: int, c: int) -> None:
+        edit = INPLACE[c // 2 % len(INPLACE)]
+        with torch.no_grad() if c % 2 else nullcontext():
+            edit(self._get(a), self._get(b))
+
+    def _do_linear(self, a: int, b: int, c: int) -> None:
+        weight = [self.model.square, self.model.tall, self.model.square.t()][b % 3]
+        with torch.autocast("cpu", enabled=c % 3 == 0):
+            out = F.linear(rows(self._get(a)), weight)
+            self._put(F.layer_norm(out, out.shape[-1:], self.model.gain) if c % 2 and out.shape[-1] == 16 else out)
+
+    def _do_custom(self, a: int, b: int, c: int) -> None:
+        self._put(CUSTOM[b % len(CUSTOM)](self._get(a)))
+
+    def _do_checkpoint(self, a: int, b: int, c: int) -> None:
+        first, second = UNARY[b % len(UNARY)], UNARY[c // 2 % len(UNARY)]
+        self._put(checkpoint(lambda x: second(first(x)), self._get(a), use_reentrant=bool(c % 2)))
+
+    def _do_suspended(self, a: int, b: int, c: int) -> None:
+        with self.arm.suspend():
+            self._do_unary(a, b, c)
+
+    def _do_nested(self, a: int, b: int, c: int) -> None:
+        # Not save_on_cpu, which keeps a CPU tensor itself: results would hold their nodes, and these them, for good.
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
+            self._do_unary(a, b, c)
+
+    def _do_elsewhere(self, a: int, b: int, c: int) -> None:
+        _on_thread(partial(self._do_unary, a, b, c))
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _loss(self, a: int, b: int) -> Tensor:
+        chosen = (self._get(a), self._get(b)) if a % 4 else [x for x in self.pool if x.requires_grad]
+        return sum(x.abs().sum() if x.is_complex() else x.sum() for x in chosen)  # type: ignore[return-value]
+
+    def _do_backward(self, a: int, b: int, c: int) -> None:
+        go = partial(torch.autograd.backward, self._loss(a, b), retain_graph=c % 3 == 0)
+        if c % 5 == 0:
+            _on_thread(go)
+        else:
+            go()
+
+    def _do_gradient(self, a: int, b: int, c: int) -> None:
+        wanted = self._get(b) if c % 4 else self.leaf
+        out = self._get(a)
+        if c % 7 == 0:
+            many = torch.ones(3, *out.shape, dtype=out.dtype)
+            self._put(torch.autograd.grad(out, wanted, many, allow_unused=True, is_grads_batched=True))
+        else:
+            loss = self._loss(a, a)
+            self._put(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=c % 2 == 0))
+
+    def _do_update(self, a: int, b: int, c: int) -> None:
+        with torch.no_grad():
+            for leaf in self._leaves():
+                if leaf.grad is not None:
+                    leaf.sub_(leaf.grad, alpha=0.1)
+                    leaf.grad = None
+
+    def _do_take_grad(self, a: int, b: int, c: int) -> None:
+        self._put(self._leaves()[a % len(self._leaves())].grad)
+
+    def _do_edit_grad(self, a: int, b: int, c: int) -> None:
+        gradient = self._leaves()[a % len(self._leaves())].grad
+        if gradient is not None:
+            gradient.mul_(2)
+
+    def _do_hook(self, a: int, b: int, c: int) -> None:
+        self._get(a).register_hook(lambda gradient: gradient * 2)
+
+    def _do_retain_grad(self, a: int, b: int, c: int) -> None:
+        self._get(a).retain_grad()
+
+    def _do_look(self, a: int, b: int, c: int) -> None:
+        node: Any = self._get(a).grad_fn
+        if node is None:
+            return
+        nodes = [node, *(edge[0] for edge in node.next_functions if edge[0] is not None)]
+        node = nodes[b % len(nodes)]
+        names = [name for name in dir(node) if name.startswith("_saved_")]
+        if names and isinstance(value := getattr(node, names[c % len(names)]), Tensor):
+            self._put(value.detach().clone())
+
+    # -- about ---------------------------------------------------------------------------------------------------
+
+    def _do_flush(self, a: int, b: int, c: int) -> None:
+        self.arm.flush()
+
+    def _do_delete(self, a: int, b: int, c: int) -> None:
+        if len(self.pool) > 6:
+            del self.pool[5 + a % (len(self.pool) - 5)]
+
+    def _do_collect(self, a: int, b: int, c: int) -> None:
+        gc.collect()
+
+    def _do_context(self, a: int, b: int, c: int) -> None:
+        if self.inside:
+            self.arm.leave()
+        else:
+            self.arm.enter()
+        self.inside = not self.inside
+
+
+def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        torch.broadcast_shapes(x.shape, y.shape)
+    except RuntimeError:
+        count = min(x.numel(), y.numel())
+        return x.flatten()[:count], y.flatten()[:count]
+    return x, y
+
+
+def _on_thread(call: Callable[[], None]) -> None:
+    errors: list[Exception] = []
+
+    def run() -> None:
+        torch.get_num_threads()  # sets it here too: oneDNN takes OpenMP's number until somebody has asked
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # its C++ half lets go of graphs after that
+        os.sched_yield()
+    if errors:
+        raise errors[0]
+
+
+@torch.no_grad()
+def _digest(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    if tensor is None:
+        return None
+    plain = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format).reshape(-1)
+    bits = hash(plain.view(torch.uint8).numpy().tobytes())
+    try:
+        leaf = tensor.is_leaf
+    except RuntimeError as error:  # a view whose base was edited in a way that leaves it without a gradient
+        return str(error), bits
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, leaf, bits

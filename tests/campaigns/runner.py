@@ -1,0 +1,56 @@
+"""Runner: the process that a campaign's cases run in, replaced when a case hangs or takes it along."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from benchmarks._processes.child import Child, ChildError
+
+# The first case of a process comes after the import of torch.
+_START_S = 120.0
+
+
+class Runner:
+    """Asks one process after another. A context manager: there is no process outside of it.
+
+    Args:
+        module: run by `python -m`, one compute thread, without `TBA_` settings; it calls `serve`.
+        arguments: makes the command line's arguments of each new process.
+        timeout_s: a case that takes longer hangs.
+    """
+
+    def __init__(self, module: str, arguments: Callable[[], Sequence[str]], *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.child: Child | None = None
+        self._module, self._arguments = module, arguments
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def ask(self, question: Any) -> Any:
+        """The answer to a question. Raises ChildError; the next question is asked of another process then."""
+        timeout_s = self.timeout_s
+        if self.child is None:
+            environment = {name: value for name, value in os.environ.items() if not name.startswith("TBA_")}
+            environment |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            self.child = Child("the process", self._module, *self._arguments(), environment=environment)
+            timeout_s += _START_S
+        try:
+            return self.child.ask(question, timeout_s=timeout_s)
+        except ChildError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        child, self.child = self.child, None
+        if child is not None:
+            child.end()

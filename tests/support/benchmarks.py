@@ -1,0 +1,79 @@
+"""Benchmarks run from tests: through their command line, with arms in this process instead of one of their own each."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks._arms.worker import Worker
+from benchmarks._processes import arms
+from tba import OffloadWarning
+
+
+class LocalChild:
+    """A `Child` without a process: what goes in and out is JSON, and PyTorch's random state and hooks are its own.
+
+    PyTorch keeps hooks by thread, so each child has one.
+    """
+
+    def __init__(self, name: str, module: str, *, environment: Mapping[str, str]) -> None:
+        assert module == "benchmarks._arms.worker"
+        self._worker = Worker()
+        self._random = torch.get_rng_state()
+        self._question = ""
+        self._thread = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.shutdown()
+
+    def ask(self, question: Any, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
+        self.send(question)
+        return self.receive(timeout_s=timeout_s, tell=tell)
+
+    def send(self, question: Any) -> None:
+        self._question = json.dumps(question)
+
+    def receive(self, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
+        return json.loads(self._thread.submit(self._answer, tell).result(timeout_s))
+
+    def _answer(self, tell: Callable[[str], None]) -> str:
+        with torch.random.fork_rng():
+            torch.set_rng_state(self._random)
+            answer = self._worker.answer(json.loads(self._question), tell)
+            self._random = torch.get_rng_state()
+        return json.dumps(answer)
+
+
+@contextmanager
+def arms_in_this_process(scratch: Path) -> Iterator[None]:
+    """Arms have no process of their own; what they offload goes to `scratch`."""
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", OffloadWarning)
+        patch.setattr(arms, "Child", LocalChild)
+        patch.setenv("TBA_STORAGE_PATHS", str(scratch))
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        yield
+    torch.set_num_threads(threads)
+
+
+def run_benchmark(*arguments: str, scratch: Path) -> Any:
+    """`python -m benchmarks <arguments> --quick --json` in this process: the JSON it prints."""
+    with arms_in_this_process(scratch):
+        done = CliRunner().invoke(app, [*arguments, "--quick", "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
