@@ -1,4 +1,4 @@
-"""Sizes: counts of bytes as people read them."""
+"""Sizes: counts of bytes as text for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(nbytes: float) -> str:
-    """As "512 B", "1.5 KiB", "12.0 MiB"; a negative count keeps its sign."""
+    """Format a count of bytes: "512 B", "1.5 KiB", "12.0 MiB". A negative one keeps its sign."""
     amount, unit = float(nbytes), 0
     while abs(amount) >= 1024 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1024, unit + 1

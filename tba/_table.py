@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """Columns two spaces apart, the first to the left and the others to the right; a line for each note below."""
+    """Align rows of cells: two spaces between columns, the first flush left, the others right; then the notes."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()  # one row

@@ -15,12 +15,12 @@ import pytest
 
 from tba import ConfigError
 from tba.cli import allocator_environment, app
-from tba.cli._allocators import ALLOCATORS, Facts, choose, first_that_works, preload_environment
+from tba.cli._allocators import ALLOCATORS, Libraries, choose, first_that_works, preload_environment
 
 JEMALLOC, MIMALLOC = "/lib/libjemalloc.so.2", "/venv/libmimalloc.so.3"
-BOTH = Facts({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
-ONLY_MIMALLOC = Facts({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
-NEITHER = Facts({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
+BOTH = Libraries({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
+ONLY_MIMALLOC = Libraries({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
+NEITHER = Libraries({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
 CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
 
 
@@ -44,7 +44,7 @@ def test_what_each_sets() -> None:
 
 
 def test_without_glibc_nothing_is_tuned() -> None:
-    elsewhere = Facts({}, NEITHER.missing, glibc=False)
+    elsewhere = Libraries({}, NEITHER.missing, glibc=False)
     assert choose("auto", elsewhere, {}).environment == {}
     assert choose("auto", elsewhere, {}).name == "none"
     with pytest.raises(ConfigError, match="does not run on glibc"):

@@ -1,6 +1,6 @@
-"""Checks: the facts `tba doctor` found on a machine, and the rules that say what they mean for the chosen tier.
+"""Checks: facts that `tba doctor` found on a machine, and rules that judge them for the chosen tier.
 
-A rule is a pure function of the facts; `RULES` lists them in the order of the report.
+A rule is a pure function from facts to findings; `RULES` lists them in the order of the report.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LITTLE_DISK_BYTES = 4 << 30
 
 
 class Level(enum.StrEnum):
-    """How a finding bears on the chosen tier."""
+    """Severity of a finding, for the chosen tier."""
 
-    OK = "ok"  # as it should be
+    OK = "ok"  # nothing to do
     WARNING = "warning"  # it works, but not as well as it could, or not for long
     FAILURE = "failure"  # the chosen tier cannot work
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One judgement. `do` says what to do about it, "" where nothing need be done."""
+    """One judgement. `do` says what to do about it, "" where nothing needs to be done."""
 
     level: Level
     subject: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PathReport:
-    """One storage path. `refusal` is why it cannot serve, `disk` is None where nothing was tried."""
+    """One storage path. `refusal` is why it cannot be used; `disk` is None where it was not tried."""
 
     path: str
     facts: PathFacts
@@ -52,7 +52,7 @@ class PathReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Host memory by the machine and its cgroups, and the budgets of one process. Bytes; None: no limit."""
+    """Host memory of the machine and its cgroups, and the budgets of one process, in bytes; None: no limit."""
 
     total_bytes: int
     free_bytes: int
@@ -63,7 +63,7 @@ class MemoryReport:
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorReport:
-    """The allocator this process runs on, and the one `tba run` would start a program under."""
+    """Allocator this process runs on, and the one `tba run` would start a program under."""
 
     in_force: str
     best: str
@@ -71,13 +71,13 @@ class AllocatorReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything `tba doctor` found."""
+    """All facts that `tba doctor` found."""
 
     platform: str
     tier: str
     io_backend: str
     paths: tuple[PathReport, ...]
-    no_path: str | None = None  # why no default directory can serve
+    no_path: str | None = None  # why no default directory can be used
     memory: MemoryReport
     devices: tuple[DeviceFacts, ...] = ()
     kvikio: KvikioFacts
@@ -88,12 +88,12 @@ class Facts:
 
     @property
     def no_disk(self) -> Level:
-        """How bad it is that a storage path cannot be used."""
+        """Severity of a storage path that cannot be used."""
         return Level.FAILURE if self.tier in ("nvme", "auto") else Level.WARNING
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What the facts mean, in the order of a report. The tier cannot work if any finding is a failure."""
+    """Judge the facts by every rule. The tier cannot work if any finding is a failure."""
     return [finding for rule in RULES for finding in rule(facts)]
 
 

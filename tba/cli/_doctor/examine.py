@@ -1,4 +1,4 @@
-"""Examination: gathers the facts `tba doctor` judges, by looking and by trying."""
+"""Examination: gather the facts that `tba doctor` judges, by looking and by trying."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .checks import AllocatorReport, Facts, MemoryReport, PathReport
 from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
 
-# Small transfers show what each costs, large ones what the disk can do.
+# Small blocks show the cost of a transfer, large ones the bandwidth of the disk.
 BLOCK_SIZES = (1 << 20, 16 << 20)
 # For each size of block, so that most of a day's allowance is left to training.
 _ALLOWANCE_SHARE = 0.05
@@ -39,7 +39,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
     devices = probe_devices()
     threads = io_threads(config, on_device=bool(devices))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OffloadWarning)  # the findings tell of the paths
+        warnings.simplefilter("ignore", OffloadWarning)  # the findings report on the paths
         paths, no_path = _paths(config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OffloadWarning)
@@ -74,7 +74,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
 
 
 def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
-    """The paths to be used, each looked at, or why there is none."""
+    """Look up the storage paths; or none, and why no default can be used."""
     named = config.storage_paths
     if not sys.platform.startswith("linux"):
         return (), None
@@ -92,7 +92,7 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
 def _measured(
     path: PathReport, config: OffloadConfig, seconds: float, threads: int, allowance: Allowance
 ) -> PathReport:
-    """The path with its speed, as far as the allowance lets it be measured."""
+    """Measure the speed of a path, as far as the daily allowance permits."""
     if path.refusal is not None:
         return path
     sizes = BLOCK_SIZES if seconds > 0 else ()
