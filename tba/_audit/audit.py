@@ -82,25 +82,25 @@ def audit(
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
 
-    outcomes: dict[str, Outcome] = {}
-    plain: Observer | None = None  # under "exact" all that is saved is as in plain PyTorch
+    def observe(table: Preset) -> tuple[Observer, Outcome]:
+        observer = Observer(model, table, seed)
+        begin()
+        try:
+            return observer, _compare(run(observer), exact, observer.after_bytes)
+        finally:
+            observer.mover.close()
+
     with _as_it_was(model, seed) as begin, torch.enable_grad():
         begin()
         exact = run(None)
         size = _checked_norm(exact)
-        for table in (preset_named("exact"), *(table for table in tables if table.name != "exact")):
-            observer = Observer(model, table, seed)
-            begin()
-            try:
-                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes)
-            finally:
-                observer.mover.close()
-            if plain is None:
-                plain = observer
-                _check_reached(plain)
-            if table in tables:
+        plain, outcome = observe(preset_named("exact"))  # saves what plain PyTorch saves
+        _check_reached(plain)
+        outcomes = {"exact": outcome}
+        for table in tables:
+            if table.name != "exact":
+                observer, outcomes[table.name] = observe(table)
                 _check_effect(table, observer)
-    assert plain is not None
     return Audit(
         before_bytes=plain.before_bytes,
         outcomes={table.name: outcomes[table.name] for table in tables},

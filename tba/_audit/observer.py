@@ -45,6 +45,7 @@ _STRICTEST_FIRST = (
 class _Piece:
     """One record: its bytes before the codecs, the classes of its savers, and who asked for it first."""
 
+    record: Record | None  # until the forward is over
     nbytes: int
     kinds: set[Saved] = field(default_factory=set)
     asked_by: str = NEVER_ASKED
@@ -78,7 +79,6 @@ class Observer(Saver):
         self._observed = model
         self._preset = preset
         self._pieces: dict[int, _Piece] = {}  # by the record's number
-        self._records: list[Record] = []  # until the forward is over
         self._kept_bytes = 0
         self._projecting = False
 
@@ -122,8 +122,7 @@ class Observer(Saver):
         record = packed[0]
         if isinstance(record, Record):
             if record.number not in self._pieces:
-                self._pieces[record.number] = _Piece(record.nbytes)
-                self._records.append(record)
+                self._pieces[record.number] = _Piece(record, record.nbytes)
             self._pieces[record.number].kinds.add(kind)
         elif self.counters.weight_bytes == weight_bytes:
             self._kept_bytes += _nbytes(tensor)
@@ -165,14 +164,14 @@ class Observer(Saver):
 
     def _note_what_became(self) -> None:
         before, after = Counter({Saved.UNKNOWN: self._kept_bytes}), Counter({Saved.UNKNOWN: self._kept_bytes})
-        for record in self._records:
-            piece = self._pieces[record.number]
+        for piece in self._pieces.values():
+            record, piece.record = piece.record, None
+            assert record is not None
             for nbytes in (before, after):
                 nbytes.update(dict.fromkeys(piece.kinds, 0))
             before[piece.kind] += piece.nbytes
             after[piece.kind] += 0 if record.state is DERIVED else record.nbytes
             self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
-        self._records = []
         self.before_bytes, self.after_bytes = _in_order(before), _in_order(after)
 
 

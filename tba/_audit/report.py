@@ -54,14 +54,8 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to types that JSON knows. Numbers that are not finite become None."""
-        presets = {name: _plain(asdict(outcome)) for name, outcome in self.outcomes.items()}
-        others = ("weight_bytes", "duplicate_bytes", "gradient_norm")
-        return {
-            "before_bytes": _plain(self.before_bytes),
-            "presets": presets,
-            "unrecognised_bytes": dict(self.unrecognised),
-            **{name: getattr(self, name) for name in others},
-        }
+        names = {"outcomes": "presets", "unrecognised": "unrecognised_bytes"}
+        return {names.get(name, name): _plain(value) for name, value in asdict(self).items()}
 
     def picture(self, path: str | os.PathLike[str]) -> None:
         """Draw the bytes of each class, plain and under each preset, and the gradient's error under each.

@@ -89,7 +89,8 @@ def choose(name: str, found: Libraries, environ: Mapping[str, str]) -> Allocator
     """Decide, from the libraries found and the environment."""
     if name == "none":
         return Allocator("none", None, {}, "the environment's allocator is left as it is, as asked")
-    present = next(filter(_is_allocator, _preloaded(environ)), None)
+    allocators = (entry for entry in _preloaded(environ) if re.search(r"malloc|hoard", os.path.basename(entry)))
+    present = next(allocators, None)
     if name == "auto" and present is not None:
         kind = next((kind for kind in _INSTALL if kind in os.path.basename(present)), "none")
         changes = preload_environment(kind, present, environ) if kind != "none" else {}
@@ -130,10 +131,6 @@ def preload_environment(kind: str, library: str, environ: Mapping[str, str]) -> 
 
 def _preloaded(environ: Mapping[str, str]) -> list[str]:
     return [entry for entry in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if entry]
-
-
-def _is_allocator(library: str) -> bool:
-    return re.search(r"malloc|hoard", os.path.basename(library)) is not None
 
 
 def _defaults(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

@@ -62,14 +62,6 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocatorReport:
-    """Allocator this process runs on, and the one `tba run` would start a program under."""
-
-    in_force: str
-    best: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
     """All facts that `tba doctor` found."""
 
@@ -81,7 +73,8 @@ class Facts:
     memory: MemoryReport
     devices: tuple[DeviceFacts, ...] = ()
     kvikio: KvikioFacts
-    allocator: AllocatorReport
+    allocator: str  # that this process runs on
+    best_allocator: str  # that `tba run` would start a program under
     io_threads: int = 2  # per path
     settings: tuple[dict[str, Any], ...] = ()  # name, value and origin of each
     warnings: tuple[str, ...] = ()  # as a training with these settings would give them
@@ -205,16 +198,15 @@ def _kvikio(facts: Facts) -> Iterator[Finding]:
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
-    allocator = facts.allocator
-    if allocator.in_force.startswith("glibc") and not facts.devices and facts.tier != "keep":
+    if facts.allocator.startswith("glibc") and not facts.devices and facts.tier != "keep":
         text = (
-            f"a program started like this one runs on {allocator.in_force}: what offloading frees stays in its heap, "
+            f"a program started like this one runs on {facts.allocator}: what offloading frees stays in its heap, "
             "or is faulted anew"
         )
-        do = f"start it with `tba run -- ...`, which would choose {allocator.best}"
+        do = f"start it with `tba run -- ...`, which would choose {facts.best_allocator}"
         yield Finding(Level.WARNING, "allocator", text, do)
     else:
-        yield Finding(Level.OK, "allocator", f"{allocator.in_force} is in force")
+        yield Finding(Level.OK, "allocator", f"{facts.allocator} is in force")
 
 
 def _warnings(facts: Facts) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tba._open import io_threads
 from tba._storage_path import free_disk_bytes, look_at, refusal, storage_directories
 
 from .._allocators import allocator_environment, allocator_in_force
-from .checks import AllocatorReport, Facts, MemoryReport, PathReport
+from .checks import Facts, MemoryReport, PathReport
 from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
 
@@ -28,13 +27,12 @@ BLOCK_SIZES = (1 << 20, 16 << 20)
 _ALLOWANCE_SHARE = 0.05
 
 
-def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str] = os.environ) -> Facts:
+def examine(config: OffloadConfig, *, seconds: float) -> Facts:
     """Gather the facts for these settings.
 
     Args:
         config: the settings; storage paths are examined for tiers that use them, and where they are named.
         seconds: to measure each path, block size and direction for; 0 measures none.
-        environ: the environment that names the allocator and the ranks of the node.
     """
     devices = probe_devices()
     threads = io_threads(config, on_device=bool(devices))
@@ -46,11 +44,10 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
         allowance = Allowance(config.max_write_bytes_per_day)
         paths = tuple(_measured(path, config, seconds, threads, allowance) for path in paths)
         allowance.close()
-    ranks = local_ranks(environ)
+    ranks = local_ranks()
     usable = [path.facts.path for path in paths if path.refusal is None]
     total = total_bytes()
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if sys.platform == "linux" else ""
-    best = allocator_environment("auto", environ).name
     return Facts(
         platform=sys.platform,
         tier=config.tier,
@@ -66,7 +63,8 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
         ),
         devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
-        allocator=AllocatorReport(in_force=allocator_in_force(maps, environ), best=best),
+        allocator=allocator_in_force(maps, os.environ),
+        best_allocator=allocator_environment("auto").name,
         io_threads=threads,
         settings=tuple(setting._asdict() for setting in describe(config)),
         warnings=tuple(str(warning.message) for warning in caught),
