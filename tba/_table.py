@@ -8,8 +8,5 @@ from collections.abc import Iterable, Sequence
 def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
     """Align rows of cells: two spaces between columns, the first flush left, the others right; then the notes."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()  # one row
-        for row in rows
-    ]
+    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     return "\n".join([*lines, *notes])

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,28 +153,20 @@ def find_libraries(name: str, environ: Mapping[str, str]) -> Libraries:
     """Look for the libraries of `name`, trying each by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Libraries(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
-    libraries, missing = {}, {}
+    missing, glibc = {}, platform.libc_ver()[0] == "glibc"
     for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
-        library, why = first_that_works(kind, _library_files(kind, environ), environ)
-        if library is not None:
-            libraries[kind] = library
-            break
+        why = "is not installed"
+        for file in dict.fromkeys(_library_files(kind, environ)):
+            said = complaint(kind, file, environ)
+            if said is None:
+                return Libraries({kind: file}, missing, glibc)
+            why = f"{file} cannot be used ({said})"
         missing[kind] = why
-    return Libraries(libraries, missing, platform.libc_ver()[0] == "glibc")
+    return Libraries({}, missing, glibc)
 
 
-def first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """Find the first file a program starts under without complaint; or None, and why the last one does not work."""
-    why = "is not installed"
-    for file in dict.fromkeys(files):
-        complaint = _complaint(kind, file, environ)
-        if complaint is None:
-            return file, ""
-        why = f"{file} cannot be used ({complaint})"
-    return None, why
-
-
-def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
+def complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
+    """Why a program does not start under a library without complaint; None where it does."""
     if re.search(r"[\s:]", library):
         return "LD_PRELOAD cannot hold a path with a space or colon"
     probe = shutil.which("true")
