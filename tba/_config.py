@@ -87,21 +87,18 @@ Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
-_CHOICES = {
-    "tier": ("keep", "cpu", "nvme", "auto"),
-    "io_backend": ("auto", "posix", "kvikio"),
-    "compress": tuple(PRESETS),
-}
+_TIERS, _BACKENDS = ("keep", "cpu", "nvme", "auto"), ("auto", "posix", "kvikio")
+_CHOICES = {"tier": _TIERS, "io_backend": _BACKENDS, "compress": tuple(PRESETS)}
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
 _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
 _ACCEPTS = {
-    "tier": f"one of {', '.join(map(repr, _CHOICES['tier']))}",
+    "tier": f"one of {', '.join(map(repr, _TIERS))}",
     "compress": f"None, a compact.Preset or one of {', '.join(map(repr, PRESETS))}",
     "rank": "a whole number above 0, or a share of the width above 0 and up to 1; only with compress='compact'",
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
-    "io_backend": f"one of {', '.join(map(repr, _CHOICES['io_backend']))}",
+    "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",

@@ -153,7 +153,8 @@ def find_libraries(name: str, environ: Mapping[str, str]) -> Libraries:
     """Look for the libraries of `name`, trying each by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Libraries(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
-    missing, glibc = {}, platform.libc_ver()[0] == "glibc"
+    missing: dict[str, str] = {}
+    glibc = platform.libc_ver()[0] == "glibc"
     for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
         why = "is not installed"
         for file in dict.fromkeys(_library_files(kind, environ)):
