@@ -308,7 +308,8 @@ def test_status_2_where_a_setting_is_wrong() -> None:
 
 def test_a_tier_without_files_looks_at_no_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
-    assert examine(OffloadConfig(tier="cpu"), seconds=0).paths == ()
+    found = examine(OffloadConfig(tier="cpu"), seconds=0)
+    assert (found.paths, found.memory.nvme_budget_bytes) == ((), None)
     assert not (scratch / "cache").exists()
 
 

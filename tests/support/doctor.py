@@ -1,4 +1,4 @@
-"""What `tba doctor` finds on a machine that is fit, for its tests to change."""
+"""Facts that `tba doctor` finds on a machine that is fit, for its tests to change."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
             free_bytes=free_bytes(),
             local_ranks=ranks,
             cpu_budget_bytes=cpu_budget_bytes(config.cpu_budget, total, ranks),
-            nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable), ranks),
+            nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable) if usable else None, ranks),
         ),
         devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
