@@ -137,7 +137,7 @@ def refusal(facts: PathFacts) -> str | None:
 def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
     """Find the mount that holds an absolute path without symbolic links, in a list of `psutil.disk_partitions`."""
     above = [m for m in mounts if Path(path).is_relative_to(m.mountpoint)]
-    # Of two mounts at one point the later one is on top.
+    # The later of two mounts at one point is on top.
     top = max(reversed(above), key=lambda mount: len(mount.mountpoint), default=None)
     return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 

@@ -124,7 +124,7 @@ def preload_environment(kind: str, library: str, environ: Mapping[str, str]) -> 
         return changes | _defaults(_MIMALLOC, environ)
     conf = environ.get("MALLOC_CONF", "")
     if not conf.startswith(_JEMALLOC_CONF):
-        # Of two values for one option jemalloc takes the later, so the user's win.
+        # jemalloc takes the later of two values for one option, so the user's win.
         conf = ",".join(filter(None, [_JEMALLOC_CONF, conf]))
     return changes | {"MALLOC_CONF": conf}
 
