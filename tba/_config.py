@@ -34,7 +34,7 @@ def _size(value: Any) -> Any:
 
 
 def _rate(value: Any) -> Any:
-    """A size, with or without "/s" behind it."""
+    """Accept a size with or without "/s" behind it."""
     return _size(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value)
 
 
@@ -44,7 +44,7 @@ def _seconds(value: Any) -> Any:
 
 
 def _preset(value: Any) -> Any:
-    """A preset, or the name of one."""
+    """Accept a preset, or the name of one."""
     name = value.strip().lower() if isinstance(value, str) else value
     if name == "none":
         return None
@@ -54,7 +54,7 @@ def _preset(value: Any) -> Any:
 
 
 def _rank(value: Any) -> Any:
-    """A count of columns or a share of the width, as a number or as text."""
+    """Accept a count of columns or a share of the width, as a number or as text."""
     if isinstance(value, str):
         value = float(value) if re.search(r"[.eE]", value) else int(value)
     if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value <= 1)):
@@ -63,7 +63,7 @@ def _rank(value: Any) -> Any:
 
 
 def _directories(value: Any) -> Any:
-    """One path, several joined by `:`, or a sequence of paths: a tuple of absolute ones."""
+    """Accept one path, several joined by `:`, or a sequence of paths; returns a tuple of absolute ones."""
     if value is None:
         return None
     parts: Any = [value]
@@ -87,21 +87,18 @@ Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
-_CHOICES = {
-    "tier": ("keep", "cpu", "nvme", "auto"),
-    "io_backend": ("auto", "posix", "kvikio"),
-    "compress": tuple(PRESETS),
-}
+_TIERS, _BACKENDS = ("keep", "cpu", "nvme", "auto"), ("auto", "posix", "kvikio")
+_CHOICES = {"tier": _TIERS, "io_backend": _BACKENDS, "compress": tuple(PRESETS)}
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
 _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
 _ACCEPTS = {
-    "tier": f"one of {', '.join(map(repr, _CHOICES['tier']))}",
+    "tier": f"one of {', '.join(map(repr, _TIERS))}",
     "compress": f"None, a compact.Preset or one of {', '.join(map(repr, PRESETS))}",
     "rank": "a whole number above 0, or a share of the width above 0 and up to 1; only with compress='compact'",
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
-    "io_backend": f"one of {', '.join(map(repr, _CHOICES['io_backend']))}",
+    "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
@@ -135,14 +132,14 @@ class OffloadConfig(BaseModel):
 
     tier: Literal["keep", "cpu", "nvme", "auto"] = "auto"
     """Where saved tensors go: "nvme" a scratch file, "cpu" pinned host memory, "keep" nowhere, "auto" the file, for
-    what does not fit in memory."""
+    tensors that do not fit in memory."""
     compress: Annotated[Any, BeforeValidator(_preset)] = None
-    """What makes saved tensors smaller: a preset of `compact` by name ("exact", "safe8", "balanced", "max",
-    "compact"), or a `compact.Preset`. None: nothing. All but "exact" change gradients."""
+    """Compression of saved tensors: a preset of `compact` by name ("exact", "safe8", "balanced", "max", "compact"), or
+    a `compact.Preset`. None: no compression. All but "exact" change gradients."""
     rank: Annotated[int | float | None, BeforeValidator(_rank)] = None
-    """Of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
+    """Rank of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
     seed: int = 0
-    """Of stochastic rounding and random projections. The default generators are never used."""
+    """Seed of stochastic rounding and random projections. The default generators are never used."""
     storage_paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_directories)] = None
     """Directories for scratch files, used as one where there are several; in the variable they are joined by `:`.
     None: a per-user directory below the system's cache or temp directory."""
@@ -162,7 +159,7 @@ class OffloadConfig(BaseModel):
     staging_bytes: Size | None = None
     """Cap of writes in flight, in bytes. None: 40 MiB, for tensors of a GPU 1 GiB, less where memory is little."""
     prefetch_bytes: Size | None = None
-    """Cap of what is held back from writing and read ahead, in bytes. None: three of the largest tensors, but 24 MiB at
+    """Cap of tensors held back from writing or read ahead, in bytes. None: three of the largest tensors, but 24 MiB at
     least and the default of `staging_bytes` at most."""
     io_threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=256)] | None = None
     """Count of I/O workers per storage path. None: 2, but 1 where tensors are on a CPU of fewer than 8 cores."""
@@ -210,13 +207,13 @@ _FIELDS = tuple(OffloadConfig.model_fields)
 
 
 def describe(config: OffloadConfig) -> list[Setting]:
-    """Every setting in force, in the order of the fields, and where it came from."""
+    """List every setting in force, in the order of the fields, and where it came from."""
     origins: Mapping[str, str] = config.__dict__[_ORIGINS]
     return [Setting(name, getattr(config, name), origins.get(name, "default")) for name in _FIELDS]
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings that variables give: `TBA_TIER`, and `tba_tier` too."""
+    """Read the settings from the environment: `TBA_TIER`, and `tba_tier` too. Raises ConfigError for unknown ones."""
     found = {}
     for variable, value in environment.items():
         if variable[: len(_PREFIX)].upper() != _PREFIX:
@@ -234,7 +231,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problems(error: ValidationError, given: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """One line for each field that is wrong: what was asked, by which way it came, what is accepted."""
+    """Yield a line for each wrong field: the value, where it came from and what is accepted."""
     first = {str(problem["loc"][0]): problem["msg"] for problem in reversed(error.errors(include_url=False))}
     for name in sorted(first, key=_FIELDS.index):
         asked = f"{name if origins[name] == 'argument' else origins[name]}={given[name]!r}"

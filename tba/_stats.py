@@ -1,4 +1,4 @@
-"""Statistics: counters the engine adds to, and the immutable snapshot a user reads."""
+"""Statistics: the engine's mutable counters, and the immutable snapshot a user reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._text import as_text, size
 
 
 class TraceEvent(NamedTuple):
-    """One thing that happened: `kind` is "write", "read", "wait" or "forwarded"; times are `time.perf_counter()`."""
+    """One event: `kind` is "write", "read", "wait" or "forwarded"; times are those of `time.perf_counter()`."""
 
     kind: str
     start_s: float
@@ -32,31 +32,30 @@ def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """What moved since the start, and in the last ended step (`last_step`). `print` shows a table.
+    """Bytes and seconds since the start, and in the last ended step (`last_step`). `print` shows a table.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
     shows, or those of the range it spans where that is less (an expanded tensor).
 
     Attributes:
-        saved_bytes: all that autograd handed over.
+        saved_bytes: all bytes that autograd saved.
         weight_bytes: recognised as parameters or buffers and left alone.
-        duplicate_bytes: views of a storage that is already with the engine.
+        duplicate_bytes: views of a storage that the engine has already.
         kept_bytes: left in memory; `kept_by_reason` says why.
         offloaded_bytes: handed to a tier (logical bytes).
-        encoded_bytes, packed_bytes: what codecs were given, and what they made of it, which is what tiers move
-            and budgets count.
-        derived_bytes: of kept tensors that are made again from others in backward and stored nowhere.
+        encoded_bytes, packed_bytes: bytes before and after codecs; tiers move and budgets count the latter.
+        derived_bytes: of kept tensors that are recomputed from others in backward and stored nowhere.
         written_bytes, read_bytes: physically moved, padding included.
-        forwarded_bytes: asked for while still in memory, so that nothing was read.
-        wait_s: seconds backward stood still for data.
-        backpressure_s: seconds forward stood still because writes in flight had reached their cap.
+        forwarded_bytes: needed while still in memory, so that nothing was read.
+        wait_s: seconds that backward waited for data.
+        backpressure_s: seconds that forward waited because writes in flight had reached their cap.
         live_records: storages that graphs still own.
-        resident_bytes: restored or read ahead and not yet given back.
-        held_bytes: most bytes ever held back from writing at once, because backward wants them first (tier "auto":
+        resident_bytes: restored or read ahead and not yet freed.
+        held_bytes: most bytes ever held back from writing at once, because backward needs them first (tier "auto":
             because memory has room).
         staging_peak_bytes: most bytes ever in flight to a tier.
-        written_today_bytes: of the allowance `max_write_bytes_per_day`, by every process of this user; 0 without one.
-        projected_bytes_per_day: what is written in a day that goes on as this run has so far.
+        written_today_bytes: of the allowance `max_write_bytes_per_day`, by all processes of this user; 0 without one.
+        projected_bytes_per_day: bytes written in a day at the rate of this run so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
         errors: transfers that failed.
         steps: steps ended. One ends with `step()` of an optimizer that has parameters of the model (of any optimizer,
@@ -95,11 +94,11 @@ class OffloadStats:
         return as_text(list(_rows(self)), _notes(self))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Show the table in a notebook."""
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def asdict(self) -> dict[str, Any]:
-        """Every field by name, in what JSON knows: bytes, counts and seconds; `last_step` likewise, or None."""
+        """Convert to types that JSON knows: bytes, counts and seconds by field; `last_step` likewise, or None."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         last = None if self.last_step is None else self.last_step.asdict()
         return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
@@ -107,7 +106,7 @@ class OffloadStats:
 
 @dataclass(slots=True)
 class Counters:
-    """The engine's mutable counters; the engine's lock guards them."""
+    """Mutable counters, guarded by the engine's lock."""
 
     weight_bytes: int = 0
     duplicate_bytes: int = 0
@@ -132,21 +131,21 @@ class Counters:
 
     @property
     def kept_bytes(self) -> int:
-        """Left in memory."""
+        """Bytes left in memory."""
         return sum(self.kept_by_reason.values())
 
     @property
     def saved_bytes(self) -> int:
-        """All that autograd handed over."""
+        """All bytes that autograd saved."""
         return self.weight_bytes + self.duplicate_bytes + self.kept_bytes + self.offloaded_bytes
 
     def kept_to_offloaded(self, nbytes: int, reason: str) -> None:
-        """A tensor kept so far goes to the tier after all (or, negative, comes back: its write failed)."""
+        """Recount a kept tensor as offloaded after all (negative: back again, as its write failed)."""
         self.kept_by_reason[reason] -= nbytes
         self.offloaded_bytes += nbytes
 
     def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
-        """The counters now, and the readings that others take (`file_bytes` and the like)."""
+        """Take a snapshot of the counters, with the readings of others (`file_bytes` and the like)."""
         values = {name: getattr(self, name) for name in (*_COUNTED, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
         return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
@@ -157,7 +156,7 @@ _SUMS = tuple(f.name for f in fields(OffloadStats) if f.name in _COUNTED and not
 
 
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
-    """What one step added: sums subtracted, readings of the moment as they are now."""
+    """Subtract sums to get one step's share; readings of the moment stay as they are now."""
     values = {f.name: getattr(now, f.name) for f in fields(now) if f.name not in ("last_step", "kept_by_reason")}
     for name in (*_SUMS, "saved_bytes", "kept_bytes"):
         values[name] -= getattr(before, name)
@@ -170,7 +169,7 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
 
 
 def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:
-    """The table: all so far, and the last step beside it. What is 0 in both is left out."""
+    """Rows of the table: the total and the last step beside it. Lines that are 0 in both are left out."""
     columns = [stats] if stats.last_step is None else [stats, stats.last_step]
     yield ("", *(cell for title in ("total", "last step")[: len(columns)] for cell in (title, "")))
     for line in fields(stats):
@@ -202,7 +201,7 @@ def _share(amount: float, whole: float) -> str:
 
 
 def _notes(stats: OffloadStats) -> Iterator[str]:
-    """What the numbers do not say by themselves."""
+    """Explain what the numbers alone do not say."""
     if stats.offloaded_bytes and stats.held_bytes and not stats.staging_peak_bytes:
         yield (
             f"nothing was written: all fits in what is held back ({size(stats.held_bytes)} at most), because backward "

@@ -1,4 +1,4 @@
-"""Text: counts of bytes as people read them, and rows aligned for a terminal."""
+"""Text for people: counts of bytes, and rows of short texts aligned for a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def size(nbytes: float) -> str:
-    """As "512 B", "1.5 KiB", "12.0 MiB"; a negative count keeps its sign."""
+    """Format a count of bytes: "512 B", "1.5 KiB", "12.0 MiB". A negative one keeps its sign."""
     amount, unit = float(nbytes), 0
     while abs(amount) >= 1024 and unit < len(_UNITS) - 1:
         amount, unit = amount / 1024, unit + 1
@@ -16,10 +16,7 @@ def size(nbytes: float) -> str:
 
 
 def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """Columns two spaces apart, the first to the left and the others to the right; a line for each note below."""
+    """Align rows of cells: two spaces between columns, the first flush left, the others right; then the notes."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()  # one row
-        for row in rows
-    ]
+    lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     return "\n".join([*lines, *notes])

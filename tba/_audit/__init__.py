@@ -1,1 +1,1 @@
-"""Audit: what each preset would do to the memory and the gradient of a model, before anything trains."""
+"""Audit of a model: the memory each preset would save and the gradient error it would cause, before training."""

@@ -1,10 +1,10 @@
-"""Audit: what each preset would do to the memory and to the gradient of a model, before anything trains.
+"""Audit: the memory each preset would save on a model and the gradient error it would cause, before training.
 
-One forward and backward of plain PyTorch gives the gradient to compare with; then one for each preset, by the engine's
-own hooks under tier `keep` (`observer`): what is made smaller, made again or left as it is, and the error of that,
-are those of a training with `compress=`. All see the same weights, batch, dropout and buffers.
+One forward and backward of plain PyTorch gives the reference gradient; then each preset runs one with the engine's own
+hooks under tier `keep` (`observer`). So tensors are compressed, recomputed or left alone exactly as in a training with
+`compress=`, and so is the error. All runs see the same weights, batch, dropout masks and buffers.
 
-Every saved tensor is looked at; a training leaves what is smaller than `min_tensor_bytes` as it is.
+Every saved tensor counts; a training leaves those smaller than `min_tensor_bytes` alone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .report import Audit
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 
-# A parameter whose gradient's root mean square is below this share of the whole gradient's is not named as the worst:
-# where the true gradient is zero (a bias on attention's keys) all of it is rounding, and so is its relative error.
+# A parameter whose gradient's root mean square is below this share of the whole gradient's is never named as the worst:
+# where the true gradient is zero (a bias on attention's keys), all of it is rounding, and so is its relative error.
 _LEAST_SHARE = 1e-4
 
 Loss = Callable[[Any], Tensor]
@@ -45,12 +45,12 @@ def audit(
     presets: Iterable[str | Preset] = PRESETS_AUDITED,
     seed: int = 0,
 ) -> Audit:
-    """Bytes of each class of saved tensor, and the gradient's error, under each preset. Nothing is trained or stored.
+    """Measure bytes of each class of saved tensor, and the gradient's error, under each preset, without training.
 
-    Afterwards the model's gradients, buffers and training flags, and the states of the generators of torch (CPU and
-    CUDA) and of `random` are what they were. A model in evaluation mode is put into training mode meanwhile. Gradients
-    are asked for by `torch.autograd.grad`: no hook on accumulated gradients runs. What operators without
-    deterministic kernels change from run to run on a GPU shows as error, under "exact" too.
+    Nothing is stored. Afterwards the model's gradients, buffers and training flags, and the states of the random
+    generators of torch (CPU and CUDA) and of `random`, are what they were. A model in evaluation mode is put into
+    training mode meanwhile. Gradients come from `torch.autograd.grad`: no hook on accumulated gradients runs. Operators
+    without deterministic kernels differ from run to run on a GPU; that shows as error, even under "exact".
 
     Args:
         model: with parameters that require gradients.
@@ -58,18 +58,18 @@ def audit(
         loss: makes a scalar of the model's output. Without it: the output's `loss`, or the sum of a single tensor.
         presets: names (`compact.PRESETS`), or tables of your own, such as
             `compact.preset("safe8").override({"norm_input": compact.Exact()})`.
-        seed: of the dropout masks and of the codecs' noise.
+        seed: seeds the dropout masks and the codecs' noise.
 
     Returns:
-        What was found; print it, or see `Audit`.
+        The findings; print them, or see `Audit`.
 
     Raises:
-        ConfigError: an unknown preset, two of one name, a batch or output of another kind, nothing that requires a
-            gradient or that is saved, a gradient that is not finite, a rank above every layer's width.
-        RuntimeError: PyTorch's own, for a model with checkpoints of the kind `use_reentrant=True`.
+        ConfigError: a preset is unknown or named twice; the batch or output is of another type; nothing requires a
+            gradient or is saved; a gradient is not finite; a rank is above every layer's width.
+        RuntimeError: PyTorch's own, for a model that checkpoints with `use_reentrant=True`.
 
     Warns:
-        OffloadWarning: a preset found no saved tensor to make smaller at a loss.
+        OffloadWarning: a lossy preset found no saved tensor to compress.
     """
     tables = _tables(presets)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -82,25 +82,25 @@ def audit(
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
 
-    outcomes: dict[str, Outcome] = {}
-    plain: Observer | None = None  # under "exact" all that is saved is as in plain PyTorch
+    def observe(table: Preset) -> tuple[Observer, Outcome]:
+        observer = Observer(model, table, seed)
+        begin()
+        try:
+            return observer, _compare(run(observer), exact, observer.after_bytes)
+        finally:
+            observer.mover.close()
+
     with _as_it_was(model, seed) as begin, torch.enable_grad():
         begin()
         exact = run(None)
         size = _checked_norm(exact)
-        for table in (preset_named("exact"), *(table for table in tables if table.name != "exact")):
-            observer = Observer(model, table, seed)
-            begin()
-            try:
-                outcomes[table.name] = _compare(run(observer), exact, observer.after_bytes)
-            finally:
-                observer.mover.close()
-            if plain is None:
-                plain = observer
-                _check_reached(plain)
-            if table in tables:
+        plain, outcome = observe(preset_named("exact"))  # saves what plain PyTorch saves
+        _check_reached(plain)
+        outcomes = {"exact": outcome}
+        for table in tables:
+            if table.name != "exact":
+                observer, outcomes[table.name] = observe(table)
                 _check_effect(table, observer)
-    assert plain is not None
     return Audit(
         before_bytes=plain.before_bytes,
         outcomes={table.name: outcomes[table.name] for table in tables},
@@ -136,7 +136,7 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 
 def _scalar(output: Any, loss: Loss | None) -> Tensor:
-    """The loss of a model's output."""
+    """Reduce a model's output to its loss. Raises ConfigError where there is none."""
     value: Any
     if loss is not None:
         value, source = loss(output), "loss(output)"
@@ -157,7 +157,7 @@ def _scalar(output: Any, loss: Loss | None) -> Tensor:
 
 
 def _checked_norm(exact: Gradients) -> float:
-    """The norm of the plain gradient, which must be a number above 0."""
+    """Compute the norm of the plain gradient. Raises ConfigError unless it is finite and above 0."""
     strange = [name for name, g in exact.items() if not bool(torch.isfinite(g).all())]
     if strange:
         raise ConfigError(
@@ -223,7 +223,7 @@ def _check_effect(table: Preset, observer: Observer) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
-    """Yields what brings the start of every run about; at the end all is as it was before the first."""
+    """Restore buffers, training flags and random generators at the end; yields a function that starts a run."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     training = [(module, module.training) for module in model.modules()]
     buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
@@ -232,7 +232,7 @@ def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
     def reset() -> None:
         for module, name, buffer, content in buffers:
             module._buffers[name] = buffer
-            if not torch.equal(buffer, content):  # a copy for nothing would change the version for who has saved it
+            if not torch.equal(buffer, content):  # a needless copy would bump the version of a saved tensor
                 with torch.no_grad():
                     buffer.copy_(content)
 

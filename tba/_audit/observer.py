@@ -1,7 +1,7 @@
-"""Observer: the engine's own hooks under one preset, with nothing moved, which notes what becomes of each class.
+"""Observer: the engine's own hooks under one preset, which count the bytes of each class and move nothing.
 
-What is recognised, shared, encoded and made again is what a training with `compress=` does; only tier `keep` is used
-and no tensor is too small. The classes of what is saved are noted beside it.
+Tensors are recognised, shared, encoded and recomputed as in a training with `compress=`; only the tier is `keep`, and
+no tensor is too small. The observer notes the class of each saved tensor beside it.
 
 Assumption: hooks are pushed for one forward on one thread; unpack may run on autograd's device threads.
 """
@@ -34,8 +34,8 @@ from .._torch.private import current_node
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"
 
-# Strictest first: the class that counts for what operators of several classes saved. The bits of every preset fall in
-# this order too.
+# Strictest first: a tensor that operators of several classes saved counts for the first of them. The bits of every
+# preset fall in this order too.
 _STRICTEST_FIRST = (
     *(Saved.UNKNOWN, Saved.INDEX, Saved.PROBABILITIES, Saved.ATTENTION_STATISTICS, Saved.NORM_STATISTICS, Saved.MASK),
     *(Saved.ATTENTION, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.LINEAR_INPUT),
@@ -46,28 +46,29 @@ _STRICTEST_FIRST = (
 class _Piece:
     """One record: its bytes before the codecs, the classes of its savers, and who asked for it first."""
 
+    record: Record | None  # until the forward is over
     nbytes: int
     kinds: set[Saved] = field(default_factory=set)
     asked_by: str = NEVER_ASKED
 
     @property
     def kind(self) -> Saved:
-        """The class it counts for."""
+        """The class that the record counts for."""
         return next(kind for kind in _STRICTEST_FIRST if kind in self.kinds)
 
 
 class Observer(Saver):
-    """The hooks, for one forward and backward of `model`.
+    """Hooks for one forward and backward of `model`.
 
     Args:
         preset: the codec of each class.
-        seed: the codecs' noise is made of it and of the order of saving.
+        seed: seeds the codecs' noise, together with the order of saving.
 
     Attributes:
-        before_bytes: by class, what was saved and is no weight, each storage once; 0 for a class whose bytes all count
+        before_bytes: bytes saved by class, without weights and each storage once; 0 for a class whose bytes all count
             for another one. Known when the forward is over.
-        after_bytes: by class, what is kept of it: what codecs made, nothing of what is made again.
-        lossy: how many records went through a codec that is not exact, and layers through a projection.
+        after_bytes: bytes kept of them: what codecs made, and nothing of tensors that are recomputed.
+        lossy: count of records that went through a lossy codec, and of layers that were projected.
     """
 
     def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
@@ -79,22 +80,21 @@ class Observer(Saver):
         self._observed = model
         self._preset = preset
         self._pieces: dict[int, _Piece] = {}  # by the record's number
-        self._records: list[Record] = []  # until the forward is over
         self._kept_bytes = 0
         self._projecting = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around the forward; afterwards all that was saved has become what a training would keep of it.
+        """Push the hooks for a forward; afterwards every record is what a training would keep of it.
 
         Raises:
-            ConfigError: a codec that this model has nothing for, such as a rank above every width.
+            ConfigError: a codec does not fit this model, such as a rank above every width.
         """
         assert self.compressor is not None
         with ExitStack() as stack:
             try:
                 linear = self.compressor.projection(self._observed)
-            except ConfigError:  # no linear layer at all: a preset without effect, which audit says
+            except ConfigError:  # no linear layer at all: `audit` warns that the preset has no effect
                 linear = None
             except CodecError as error:
                 raise ConfigError(
@@ -116,22 +116,21 @@ class Observer(Saver):
         self._note_what_became()
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Called by autograd with each tensor it saves."""
+        """Pack a tensor for autograd, and note its class."""
         kind = Saved.LINEAR_INPUT if self._projecting else kind_of(tensor)
         weight_bytes = self.counters.weight_bytes
         packed = super().pack(tensor)
         record = packed[0]
         if isinstance(record, Record):
             if record.number not in self._pieces:
-                self._pieces[record.number] = _Piece(record.nbytes)
-                self._records.append(record)
+                self._pieces[record.number] = _Piece(record, record.nbytes)
             self._pieces[record.number].kinds.add(kind)
         elif self.counters.weight_bytes == weight_bytes:
             self._kept_bytes += _nbytes(tensor)
         return packed
 
     def unpack(self, packed: Packed) -> Tensor:
-        """Called by autograd whenever it wants a saved tensor, and by recipes."""
+        """Restore a tensor for autograd or for a recipe, and note which node asked for it first."""
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
         asker = sys._getframe(1)
@@ -144,7 +143,7 @@ class Observer(Saver):
         return super().unpack(packed)
 
     def unrecognised_bytes(self) -> Counter[str]:
-        """Of the class UNKNOWN, by the node that asked for it in backward."""
+        """Bytes of the class UNKNOWN, by the node that asked for them in backward."""
         nbytes = Counter({KEPT: self._kept_bytes} if self._kept_bytes else {})
         for piece in self._pieces.values():
             if piece.kind is Saved.UNKNOWN:
@@ -152,7 +151,7 @@ class Observer(Saver):
         return nbytes
 
     def _projected(self, linear: Linear) -> Linear:
-        """Wrap a projected layer: what it saves counts as its input."""
+        """Wrap projected layers, so that what they save counts as their input."""
 
         def observed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
             self._projecting = True
@@ -167,14 +166,14 @@ class Observer(Saver):
 
     def _note_what_became(self) -> None:
         before, after = Counter({Saved.UNKNOWN: self._kept_bytes}), Counter({Saved.UNKNOWN: self._kept_bytes})
-        for record in self._records:
-            piece = self._pieces[record.number]
+        for piece in self._pieces.values():
+            record, piece.record = piece.record, None
+            assert record is not None
             for nbytes in (before, after):
                 nbytes.update(dict.fromkeys(piece.kinds, 0))
             before[piece.kind] += piece.nbytes
             after[piece.kind] += 0 if record.state is DERIVED else record.nbytes
             self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
-        self._records = []
         self.before_bytes, self.after_bytes = _in_order(before), _in_order(after)
 
 

@@ -13,11 +13,11 @@ class Outcome:
     """Bytes kept under one preset, and the error of the gradient.
 
     Attributes:
-        after_bytes: by class of saved tensor; what is kept of `Audit.before_bytes`: what codecs made, and nothing of
-            what is made again from others.
-        cosine: of the angle between this gradient of all parameters, as one vector, and the plain one; 1.0 exactly
-            where every bit is the same, NaN where it is not finite.
-        relative_error: |gradient - plain| / |plain| of the same vectors; infinite where it is not finite.
+        after_bytes: bytes kept of `Audit.before_bytes`, by class: what codecs made, and nothing of tensors that are
+            recomputed from others.
+        cosine: of the angle between this gradient and the plain one, of all parameters as one vector; exactly 1.0
+            where they are equal bit for bit, NaN where it is not finite.
+        relative_error: |gradient - plain| / |plain| of those vectors; infinite where it is not finite.
         worst: the parameter with the largest relative error, "" where none has any.
         worst_error: that error.
     """

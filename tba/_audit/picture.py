@@ -1,4 +1,4 @@
-"""Picture of an audit: the bytes of each class, plain and under each preset, and the gradient's error. matplotlib."""
+"""Picture of an audit, drawn by matplotlib: bytes of each class under each preset, and the gradient's error."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .._errors import ConfigError
 from .._text import size
 from .outcome import Outcome
 
-# The Okabe-Ito palette, told apart by every kind of colour vision, with a light and a dark shade for its relatives:
-# attention green, norms yellow and orange, greys for what no preset touches.
+# The Okabe-Ito palette, which every kind of colour vision can tell apart, with shades for related classes: attention
+# green, norms yellow and orange, greys for classes that no preset touches.
 _COLOURS = {
     Saved.LINEAR_INPUT: "#0072B2",
     Saved.PRODUCT_FACTOR: "#56B4E9",
@@ -33,7 +33,7 @@ _WHOLE, _WORST = "#0072B2", "#D55E00"
 
 
 def check_picture(path: str | os.PathLike[str]) -> None:
-    """Whether a picture can be drawn there, before any time is spent on what it would show.
+    """Check that a picture can be drawn there, before any time is spent on its contents.
 
     Raises:
         ConfigError: matplotlib is not installed, does not know the path's ending, or there is no such directory.
@@ -100,7 +100,7 @@ def _draw_bytes(axes: Any, bars: Mapping[str, Mapping[Saved, int]]) -> None:
     axes.set_yticks(range(len(bars)), bars)
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_xlabel("kept from forward to backward, as a share of what plain PyTorch keeps; weights aside")
-    axes.set_title("saved tensors, by who saved them", loc="left", fontsize=11)
+    axes.set_title("saved tensors, by the kind of operator that saved them", loc="left", fontsize=11)
 
 
 def _draw_errors(axes: Any, outcomes: list[Outcome]) -> None:
@@ -115,7 +115,7 @@ def _draw_errors(axes: Any, outcomes: list[Outcome]) -> None:
         axes.plot([at for at, _ in points], [row for _, row in points], marker, color=colour, markersize=7, label=label)
     for row, outcome in enumerate(outcomes, 1):
         text = f"cosine {outcome.cosine:.6f}" if math.isfinite(outcome.relative_error) else "not finite"
-        text = text if outcome.relative_error else "every bit the same"
+        text = text if outcome.relative_error else "equal bit for bit"
         axes.text(0.98, row, text, ha="right", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")

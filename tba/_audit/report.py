@@ -1,4 +1,4 @@
-"""Report of an audit: what `tba.audit` found out, as tables, as plain data, and (`picture`) as a picture."""
+"""Report of an audit: the findings as tables, as plain data, and as a picture."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .picture import draw
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """What `audit` returns. Bytes are of distinct memory: what several operators saved counts once.
+    """Findings of `audit`. Bytes are of distinct memory: a tensor that several operators saved counts once.
 
     Attributes:
-        before_bytes: by class of saved tensor, what plain PyTorch keeps from forward to backward. A tensor that
+        before_bytes: bytes that plain PyTorch keeps from forward to backward, by class of saved tensor. A tensor that
             operators of several classes saved counts for the strictest; but under "compact" a linear layer saves its
             projection besides, in bytes of its own.
-        outcomes: by name of the preset.
-        unrecognised: bytes of the class "unknown", by the node of autograd that asked for them in backward;
-            "torch.utils.checkpoint" for inputs of what it runs again, "never asked for" where nobody did, "kept as
-            they are" for what no codec is given (sparse tensors, subclasses).
-        weight_bytes: saved, but recognised as parameters or buffers: in memory anyway, not in `before_bytes`.
-        duplicate_bytes: saved again, not in `before_bytes` either.
-        gradient_norm: of the plain gradient of all parameters.
+        outcomes: the outcome of each preset, by its name.
+        unrecognised: bytes of the class "unknown", by the autograd node that asked for them in backward;
+            "torch.utils.checkpoint" for the inputs of a recomputation, "never asked for" where no node did, "kept as
+            they are" for tensors that no codec is given (sparse tensors, subclasses).
+        weight_bytes: bytes saved of parameters and buffers: in memory anyway, not in `before_bytes`.
+        duplicate_bytes: bytes saved again, not in `before_bytes` either.
+        gradient_norm: norm of the plain gradient of all parameters.
     """
 
     before_bytes: Mapping[Saved, int]
@@ -40,7 +40,7 @@ class Audit:
     gradient_norm: float
 
     def __str__(self) -> str:
-        """Three tables: bytes by class and preset, the gradient under each preset, and who was not recognised."""
+        """Lay out three tables: bytes by class, the gradient under each preset, and the savers not recognised."""
         tables = [
             as_text(list(self._bytes())),
             as_text(list(self._gradients()), [f"|plain| = {self.gradient_norm:.4g}"]),
@@ -52,21 +52,15 @@ class Audit:
         return "\n\n".join(tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same numbers in what JSON knows. Those that are not finite are None."""
-        presets = {name: _plain(asdict(outcome)) for name, outcome in self.outcomes.items()}
-        others = ("weight_bytes", "duplicate_bytes", "gradient_norm")
-        return {
-            "before_bytes": _plain(self.before_bytes),
-            "presets": presets,
-            "unrecognised_bytes": dict(self.unrecognised),
-            **{name: getattr(self, name) for name in others},
-        }
+        """Convert to types that JSON knows. Numbers that are not finite become None."""
+        names = {"outcomes": "presets", "unrecognised": "unrecognised_bytes"}
+        return {names.get(name, name): _plain(value) for name, value in asdict(self).items()}
 
     def picture(self, path: str | os.PathLike[str]) -> None:
-        """Draw it: bytes of each class before and under each preset, and the gradient's error under each.
+        """Draw the bytes of each class, plain and under each preset, and the gradient's error under each.
 
         Args:
-            path: where to; the ending chooses the format (.png, .pdf, .svg).
+            path: the file; its ending chooses the format (.png, .pdf, .svg).
 
         Raises:
             ConfigError: matplotlib is not installed or does not know the format, or there is no such directory.

@@ -1,4 +1,4 @@
-"""Budgets: what each process may take of a node's host memory and disk, as pure functions of what was found.
+"""Budgets: each process's share of a node's host memory and disk, as pure functions of recorded facts.
 
 A budget is a node's: where several processes train together (`LOCAL_WORLD_SIZE`, which torchrun sets, says how many on
 this node), each gets an equal share of it.
@@ -15,7 +15,7 @@ _NVME_SHARE = 0.8
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes share the node's budgets: `LOCAL_WORLD_SIZE`, 1 where it is not set or no count."""
+    """Count the processes that share the node's budgets: `LOCAL_WORLD_SIZE`, 1 where that is unset or no count."""
     text = environment.get("LOCAL_WORLD_SIZE", "").strip()
     return max(1, int(text)) if text.isdecimal() else 1
 

@@ -1,6 +1,6 @@
-"""Free memory: what this process may still take, by the machine and by its cgroups, and what a device has left.
+"""Free memory: bytes this process may still take, by the machine and by its cgroups, and bytes a device has left.
 
-A cgroup limit is below the machine's in every container, and nothing the C library or psutil says tells of it.
+In a container the cgroup limit is below the machine's memory, and neither the C library nor psutil reports it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FILES = {
 
 
 class CgroupMount(NamedTuple):
-    """Where a hierarchy with the memory controller is mounted, and which of its cgroups shows there as the root."""
+    """Mount of a hierarchy that may have the memory controller; `root` is the cgroup that shows as its root."""
 
     version: int
     root: str
@@ -52,21 +52,21 @@ class Level(NamedTuple):
     limit_bytes: int
     use_file: str
     stat_file: str
-    reclaimable: tuple[str, str]  # names of the page cache that is given up before anybody is killed
+    reclaimable: tuple[str, str]  # lines of memory.stat that count page cache, which is dropped before a kill
 
 
 def free_bytes() -> int:
     """Bytes this process may still take: the least of the machine's available memory and of each cgroup's rest.
 
     A cgroup's rest is its limit less its use, where file cache that can be dropped does not count as used. Limits are
-    looked up again once a second.
+    read again once a second.
     """
     least = int(psutil.virtual_memory().available)
     for level in _levels():
         try:
             used, stat = int(_read(level.use_file)), _read(level.stat_file)
         except (OSError, ValueError):
-            continue  # the cgroup has just been removed; the next look finds the present one
+            continue  # the cgroup has just been removed; the next lookup finds the present one
         least = min(least, level.limit_bytes - used + sum(stat_value(stat, key) for key in level.reclaimable))
     return max(0, least)
 
@@ -95,12 +95,12 @@ def device_free_bytes(device: torch.device) -> int:
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Bytes of memory `device` has in all. On a CPU that is `total_bytes()`."""
+    """Bytes of memory that `device` has in all. On a CPU that is `total_bytes()`."""
     return total_bytes() if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def least_device_bytes(model: nn.Module | None) -> int | None:
-    """Memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
+    """Bytes of memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
     devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda} if model is not None else ()
     return min((device_total_bytes(device) for device in devices), default=None)
 
@@ -109,7 +109,7 @@ def least_device_bytes(model: nn.Module | None) -> int | None:
 
 
 def cgroup_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
-    """The mounted hierarchies that may hold a memory controller, from the text of `/proc/self/mountinfo`."""
+    """Parse the mounted hierarchies that may hold a memory controller from the text of `/proc/self/mountinfo`."""
     found = re.finditer(r"^(?:\S+ ){3}(\S+) (\S+) .* - (cgroup2?) \S+ (\S+)$", mountinfo, flags=re.MULTILINE)
     return tuple(
         CgroupMount(2 if kind == "cgroup2" else 1, root, point)
@@ -119,7 +119,7 @@ def cgroup_mounts(mountinfo: str) -> tuple[CgroupMount, ...]:
 
 
 def cgroup_paths(cgroup: str) -> dict[int, str]:
-    """The process's cgroup in each version's hierarchy, from the text of `/proc/self/cgroup`."""
+    """Parse the process's cgroup in each version's hierarchy from the text of `/proc/self/cgroup`."""
     paths = {}
     for number, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", cgroup, flags=re.MULTILINE):
         if "memory" in controllers.split(","):
@@ -130,10 +130,10 @@ def cgroup_paths(cgroup: str) -> dict[int, str]:
 
 
 def cgroup_directories(mount: CgroupMount, path: str) -> tuple[str, ...]:
-    """The directories of a cgroup and of those above it, innermost first, as far as the mount shows them.
+    """List the directories of a cgroup and of those above it, innermost first, as far as the mount shows them.
 
-    In a container the mount shows only a part of the tree: `root` is then the part's own path, or the path given leads
-    out of it ("/.."), and the mount point is all there is.
+    In a container the mount shows only a part of the tree: `root` is then the path of that part, or the given path
+    leads out of it ("/.."), and only the mount point is left.
     """
     root = "" if mount.root == "/" else mount.root
     if path != root and not path.startswith(root + "/"):
@@ -145,7 +145,7 @@ def cgroup_directories(mount: CgroupMount, path: str) -> tuple[str, ...]:
 
 
 def limit_of(text: str) -> int | None:
-    """The bytes a limit file allows; None for no limit."""
+    """Parse the bytes that a limit file allows; None for no limit."""
     text = text.strip()
     if not text.isdigit() or int(text) >= _NO_LIMIT_BYTES:
         return None
@@ -153,7 +153,7 @@ def limit_of(text: str) -> int | None:
 
 
 def stat_value(text: str, key: str) -> int:
-    """The number after `key` at the start of a line in a memory.stat; 0 where there is none."""
+    """Parse the number after `key` at the start of a line of a memory.stat; 0 where there is none."""
     found = re.search(rf"^{key} (\d+)", text, flags=re.MULTILINE)
     return int(found[1]) if found is not None else 0
 
@@ -162,7 +162,7 @@ def stat_value(text: str, key: str) -> int:
 
 
 def find_levels(read: Callable[[str], str]) -> tuple[Level, ...]:
-    """The cgroups that limit this process. `read` gives a file's text, or raises OSError."""
+    """Find the cgroups that limit this process. `read` returns a file's text, or raises OSError."""
     try:
         paths = cgroup_paths(read("/proc/self/cgroup"))
         mounts = cgroup_mounts(read("/proc/self/mountinfo"))

@@ -1,11 +1,11 @@
-"""Heap: what glibc keeps of the memory that offloading frees, and the one line that tells a user so.
+"""Heap: the freed memory that glibc keeps, and the one line of advice that tells a user about it.
 
-On a CPU, as Python comes, freed blocks stay in glibc's heap between live ones: the process remains nearly as large as
-without offloading, and nothing else shows why. glibc's own count tells how much that is (measured, 24 layers of 256 on
-2 cores: 250 to 520 MiB of the 750 that a step writes; with its thresholds tuned 60). Under another allocator glibc's
-heap is all but empty, so there is nothing to tell.
+On a CPU, with the default allocator, freed blocks stay in glibc's heap between live ones: the process remains nearly as
+large as without offloading, and nothing else shows why. glibc's own count says how much that is (measured, 24 layers of
+256 on 2 cores: 250 to 520 MiB of the 750 that a step writes; 60 with its thresholds tuned). Under another allocator
+glibc's heap is all but empty, so nothing is said.
 
-The line is advice, not a failure, so it is logged (logger "tba") instead of warned: `python -W error` goes on.
+The line is advice, not a failure, so it is logged (logger "tba") rather than warned: `python -W error` goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LEAST_SHARE = 0.25
 
 
 def advice(retained_bytes: int, written_bytes: int, command: Sequence[str]) -> str:
-    """The line: what was found and what to type; "" where the heap keeps too little of what a step wrote."""
+    """Compose the line: the bytes found and what to type; "" where the heap keeps too little of what a step wrote."""
     if retained_bytes <= max(_LEAST_BYTES, _LEAST_SHARE * written_bytes):
         return ""
     return (
@@ -38,7 +38,7 @@ def advice(retained_bytes: int, written_bytes: int, command: Sequence[str]) -> s
 
 
 class Heap:
-    """Looks at the heap after the first steps of the process that write something, and speaks at most once."""
+    """Check of the heap after the first steps of the process that write something. Logs at most once."""
 
     def __init__(self, retained_bytes: Callable[[], int], environ: Mapping[str, str] = os.environ) -> None:
         self._retained_bytes = retained_bytes
@@ -46,7 +46,7 @@ class Heap:
         self._looks_left = _LOOKS if environ.get("LOCAL_RANK", "0") == "0" else 0
 
     def end_step(self, written_bytes: int) -> None:
-        """A step that wrote so much has ended."""
+        """Check the heap after a step that wrote `written_bytes`."""
         if not self._looks_left or not written_bytes or torch.cuda.is_initialized():
             return
         self._looks_left -= 1
@@ -63,7 +63,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def _find_retained_bytes() -> Callable[[], int]:
-    """What lies free in glibc's heap, which takes 0.1 ms to count, up to 15 where it is in many pieces."""
+    """Find the function that counts free bytes in glibc's heap. A call takes 0.1 ms, 15 where it is fragmented."""
     count = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
     if count is None:
         return lambda: 0

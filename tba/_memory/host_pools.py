@@ -1,7 +1,7 @@
-"""Host memory: the buffers transfers go through, pageable for the host's own tensors, pinned for those of a device.
+"""Host pools: buffers that transfers go through, pageable for tensors on the host, pinned for those on a device.
 
-One pool for each, made when first needed, used again from step to step and given back by `close`. Pinned memory is cut
-from segments of exact sizes, registered with CUDA and taken from the device's memory node where that is known.
+One pool for each, made when first needed, reused from step to step and freed by `close`. Pinned memory is cut from
+segments of exact sizes, registered with CUDA and taken from the device's NUMA node where that is known.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _PORTABLE = 1
 
 
 class HostMemory:
-    """The pools of one engine. Thread-safe as far as the pools are; making one wants the engine's lock.
+    """Pools of one engine. The pools are thread-safe; call `of`, which makes them, with the engine's lock.
 
     Args:
-        budget_bytes: what pinned memory may take.
-        idle_bytes: what pageable memory may keep for transfers to come; None for no limit.
+        budget_bytes: cap of pinned memory.
+        idle_bytes: cap of pageable memory kept for later transfers; None for no limit.
     """
 
     def __init__(self, budget_bytes: int, idle_bytes: int | None = None) -> None:
@@ -32,7 +32,7 @@ class HostMemory:
         self._pools: dict[str, BufferPool] = {}  # by type of device
 
     def of(self, device: torch.device, alignment: int = 1) -> BufferPool:
-        """The pool for tensors of a device. Leases never share a page, nor a block of `alignment` bytes."""
+        """Return the pool for tensors of a device. Leases share neither a page nor a block of `alignment` bytes."""
         pool = self._pools.get(device.type)
         if pool is None:
             alignment = max(alignment, mmap.PAGESIZE)
@@ -46,18 +46,18 @@ class HostMemory:
         return pool
 
     def trim(self) -> None:
-        """Once a step: give back what the last one did not use."""
+        """Free buffers that the last step did not use. Called once a step."""
         for pool in self._pools.values():
             pool.trim()
 
     def close(self) -> None:
-        """Give everything back, what is still in use when it ends."""
+        """Free all buffers; those in use are freed when their lease ends."""
         for pool in self._pools.values():
             pool.close()
 
 
 def _pin(address: int, nbytes: int) -> None:
-    """Raises RuntimeError where CUDA cannot."""
+    """Register memory with CUDA. Raises RuntimeError where that fails."""
     _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
@@ -69,8 +69,8 @@ def _check(status: Any) -> None:
     try:
         torch.cuda.check_error(status)
     except RuntimeError:
-        # CUDA keeps the error until this thread asks for it, which torch does when it has launched a kernel: that one
-        # would be said to have failed. So launch one that takes the blame.
+        # CUDA keeps the error until this thread asks for it, which torch does after the next kernel launch: that kernel
+        # would be reported as failed. So launch one here that takes the blame.
         with suppress(RuntimeError):
             torch.cuda._sleep(0)
         raise
@@ -80,5 +80,5 @@ def _node_of(device: torch.device) -> int | None:
     found: Any = torch.cuda.get_device_properties(device)
     try:
         return device_node(pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id))
-    except AttributeError:  # a torch that does not tell
+    except AttributeError:  # a build of torch without these properties
         return None

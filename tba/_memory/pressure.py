@@ -1,9 +1,9 @@
-"""Pressure: when memory runs short, the C library is asked to give back what it hoards.
+"""Memory pressure: ask the C library to return freed memory to the kernel when memory runs short.
 
-What the engine frees goes to the allocator, which keeps it for the next tensor. As Python comes (glibc), freed blocks
-may lie between live ones in the heap, of no use to anybody else, until the process is killed for them. So every few
-megabytes moved, free memory is looked at, the less often the more there is; below the reserve the allocator returns
-what it can. That costs page faults later, which is why it is done only then; `tba run` starts a program under an
+The allocator keeps blocks that the engine frees for later tensors. With glibc, the default, freed blocks may lie
+between live ones in the heap, where no other process can use them, until this one is killed for lack of memory. So free
+memory is read after every few megabytes moved, less often the more there is; below the reserve the allocator is asked
+to return what it can. That costs page faults later, so it is done only then. `tba run` starts a program under an
 allocator that needs it less.
 """
 
@@ -14,21 +14,21 @@ from collections.abc import Callable
 
 from . import free_memory
 
-# How much may move between two looks, at least: in the middle of a step a look costs 0.2 ms, so one for each of these
-# takes 0.3 % of it.
+# Bytes that move at least between two readings of free memory: one costs up to 0.2 ms in the middle of a step, 0.3 % of
+# the time these bytes take.
 LOOK_EVERY_BYTES = 32 << 20
-# What is free beyond the reserve may shrink this many times faster than tensors are moved before it goes unnoticed.
+# Free memory may shrink this many times faster than tensors move, and is still seen to reach the reserve.
 _TIMES_FASTER = 16
 _JEMALLOC_ALL_ARENAS = 4096  # MALLCTL_ARENAS_ALL
 
 
 def look_after_bytes(free_bytes: int, reserve_bytes: int) -> int:
-    """How much may move until the next look, where so much is free."""
+    """Bytes that may move until free memory is read again."""
     return max(LOOK_EVERY_BYTES, (free_bytes - reserve_bytes) // _TIMES_FASTER)
 
 
 class Pressure:
-    """Counts bytes moved and looks at free memory once in a while. The engine's lock guards it."""
+    """Count of bytes moved, which reads free memory once in a while. Guarded by the engine's lock."""
 
     def __init__(self, reserve_bytes: int) -> None:
         self.reserve_bytes = reserve_bytes
@@ -36,14 +36,14 @@ class Pressure:
         self._look_after_bytes = LOOK_EVERY_BYTES
 
     def moved(self, nbytes: int) -> None:
-        """Some bytes are about to leave memory or to come back."""
+        """Count bytes that are about to leave memory or to come back."""
         self._moved_bytes += nbytes
         if self._moved_bytes >= self._look_after_bytes:
             self._moved_bytes = 0
             self._look_after_bytes = look_after_bytes(self.free_bytes(), self.reserve_bytes)
 
     def free_bytes(self) -> int:
-        """What is free, after the allocator has given back what it hoards where that is less than the reserve."""
+        """Read free memory; below the reserve, ask the allocator to return memory first."""
         free = free_memory.free_bytes()
         if free < self.reserve_bytes:
             _release()
@@ -52,7 +52,7 @@ class Pressure:
 
 
 def _find_release() -> Callable[[], object]:
-    """The loaded allocator's own way; the preloaded one's symbols come first."""
+    """Find the allocator's function that returns memory to the kernel; a preloaded allocator's symbols come first."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallctl"):
         name = f"arena.{_JEMALLOC_ALL_ARENAS}.purge".encode()

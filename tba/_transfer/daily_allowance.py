@@ -1,17 +1,20 @@
-"""Daily allowance: bytes written per day, counted across runs and processes, against what the drive should bear.
+"""Daily allowance: bytes that may be written per day, counted across runs and processes to spare the drive.
 
 Guarantees:
 
 1. The bytes one process takes in a day, added to those the file has counted for that day, never pass the limit.
-2. The file is an SQLite database in a directory of the user's own; no link is followed and nobody else can write to it.
-3. `take` touches the file every `SYNC_S` at most and hardly waits for a process that has stopped in the middle of it.
-4. Without a limit nothing is counted and no file is looked at. A forked child counts for itself, from nothing.
+2. The file is an SQLite database in a private directory of the user; no link is followed, nobody else can write to it.
+3. `take` opens the file every `SYNC_S` at most, and hardly waits for a process that has stopped while it holds a lock.
+4. Without a limit nothing is counted and no file is opened. A forked child starts counting from zero.
 
-Assumptions beneath them: bytes that other processes took since the last look are not known yet, so together they may
+Assumptions: bytes that other processes took since this one last opened the file are not known yet, so together they may
 pass the limit by what they take in `SYNC_S`; a process that is killed forgets as much.
 
-Days are those of UTC: they all have 24 hours, and processes with different time zones agree on them. Each day has a
-count of its own, so a clock set back neither renews the allowance nor takes it away.
+Two processes that add at once: SQLite's lock puts one after the other, and each adds a difference (`bytes + ?`), never
+a total, so no order of the two loses a byte. One that finds the file locked keeps its difference for the next time.
+
+Days are those of UTC: they all have 24 hours, and processes in different time zones agree on them. Each day has a count
+of its own, so a clock set back neither renews the allowance nor takes it away.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from .fork import dies_in_child
 from .scratch_paths import make_private
 
 SYNC_S = 5.0
-# Who writes to the file needs about a millisecond. One that is stopped must not stop a training step.
+# A writer holds the file for about a millisecond. One that has been stopped must not stop a training step here.
 _PATIENCE_S = 0.05
 _PATIENCE_AT_CLOSE_S = 1.0
 
@@ -45,26 +48,29 @@ class Allowance:
 
     Args:
         limit_bytes: physical bytes a day, the setting `max_write_bytes_per_day`; None: no limit, nothing is counted.
-        file: where the counts are kept; None: `counts_file` in the user's state directory.
+        file: the database with the counts; None: `counts_file` in the user's state directory.
     """
 
     def __init__(self, limit_bytes: int | None, file: Path | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._file = file or counts_file(os.environ, os.path.expanduser("~"), platform.node())
-        self._lock = threading.RLock()  # it is held while warning, and what shows warnings may ask for statistics
+        self._lock = threading.RLock()  # held while warning, and a hook that shows warnings may read statistics
         self._closed = False
-        # The day of the last look at the file, and when the next is due: the first `take` looks.
+        # The day on which the file was last opened, and when it is next due: at the first `take`.
         self._day, self._sync_at_s = "", 0.0
-        # Bytes by day: taken by this process, the part of them that is in the file, and all the file had at a look.
+        # Bytes by day: taken by this process, the part of them that is in the file, and the file's count as last read.
         self._taken, self._added, self._in_file = Counter[str](), Counter[str](), Counter[str]()
         self._said: set[str] = set()
         _allowances.add(self)
         dies_in_child(self)
 
     def take(self, nbytes: int) -> bool:
-        """Count `nbytes` about to be written; False, and nothing is counted, where the day's limit would be passed.
+        """Count `nbytes` about to be written, unless the day's limit would be passed.
 
         Warns once a day that the limit is reached, and once of a file that cannot be kept: counting goes on in memory.
+
+        Returns:
+            Whether they may be written.
 
         Raises:
             ClosedError: after `close`.
@@ -91,12 +97,12 @@ class Allowance:
         if self.limit_bytes is not None:
             with self._lock:
                 day = self._today()
-                # Those taken before midnight stay with the day before: today's count is of today's writes.
+                # Bytes taken before midnight stay with the day before: today's count is of today's writes.
                 self._taken[day] -= min(nbytes, self._taken[day])
 
     @property
     def written_today_bytes(self) -> int:
-        """Bytes taken today, by every process of the user on this machine as far as is known; 0 without a limit."""
+        """Bytes taken today by the user's processes on this machine, as far as known; 0 without a limit."""
         if self.limit_bytes is None:
             return 0
         with self._lock:
@@ -116,7 +122,7 @@ class Allowance:
         self._added.clear()
 
     def _today(self) -> str:
-        """The day, after a look at the file when one is due."""
+        """Return the day, after adding to the file when that is due."""
         day = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
         due = day != self._day or time.monotonic() >= self._sync_at_s
         self._day = day
@@ -129,7 +135,7 @@ class Allowance:
         return max(self._in_file[day] - self._added[day], 0) + self._taken[day]
 
     def _sync(self, patience_s: float) -> None:
-        """Add to the file, and learn what others added. Where that fails, counts stay in memory."""
+        """Add this process's bytes to the file and read its count. Where that fails, counts stay in memory."""
         self._sync_at_s = time.monotonic() + SYNC_S
         reason = _problem(self._file)
         if reason is None:
@@ -140,7 +146,7 @@ class Allowance:
                 return
             except sqlite3.Error as error:
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                    return  # at the next look, then
+                    return  # locked: it is tried again in `SYNC_S`
                 reason = f"does not work ({error})"
         self._say(
             "no file",
@@ -155,7 +161,7 @@ class Allowance:
 
 
 def counts_file(environment: Mapping[str, str], home: str, host: str) -> Path:
-    """Where counts are kept across runs, by the XDG Base Directory Specification; relative where no home is known.
+    """Path of the counts, by the XDG Base Directory Specification; relative where no home is known.
 
     The file bears the host's name, as homes are often shared by machines.
     """
@@ -166,14 +172,14 @@ def counts_file(environment: Mapping[str, str], home: str, host: str) -> Path:
 
 
 def projected_bytes_per_day(nbytes: int, elapsed_s: float) -> int:
-    """The bytes of a day at the rate of `nbytes` in `elapsed_s`; less than a second counts as one."""
+    """Extrapolate `nbytes` in `elapsed_s` to bytes per day; less than a second counts as one."""
     return int(nbytes / max(elapsed_s, 1.0) * 86_400)
 
 
 def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: float) -> int:
-    """Add counts to the file; returns its count of a day then. Raises sqlite3.Error."""
+    """Add pending bytes to the file and return its count of `day`. Raises sqlite3.Error."""
     with closing(sqlite3.connect(path, timeout=patience_s)) as database, database:
-        # Not synced to the disk, as that may take long while the disk is busy: a power cut costs the last counts.
+        # Not synced to the disk, as that may take long while the disk is busy: a power cut loses the last counts.
         database.execute("PRAGMA synchronous = OFF")
         database.execute("CREATE TABLE IF NOT EXISTS written (day TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
         database.executemany(
@@ -185,7 +191,7 @@ def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: floa
 
 
 def _problem(path: Path) -> str | None:
-    """Make the file if it is missing; why it cannot be kept there, if so. What SQLite puts beside it has its mode."""
+    """Make the file if it is missing; return why that cannot be, or None. SQLite's journal takes the file's mode."""
     if not path.is_absolute():
         return "cannot be kept: no home directory is known"
     if reason := make_private(path.parent):

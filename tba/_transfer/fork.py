@@ -1,6 +1,6 @@
-"""Fork: in a forked child the engine is dead. Hooks pass through, finalisers do nothing, what was stored is gone.
+"""Fork: the engine ends in a forked child. Hooks pass tensors through, finalisers do nothing, stored bytes are gone.
 
-The I/O layer holds its transfers back around the fork and closes its files in the child (`io_backends._fork`).
+The I/O layer pauses its transfers around the fork and closes its files in the child (`io_backends._fork`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 
 class Mortal(Protocol):
-    """What has to be told."""
+    """Object that is told of a fork."""
 
     def die(self) -> None:
-        """In a forked child: act no more."""
+        """Stop acting, in a forked child."""
 
 
 _known: weakref.WeakSet[Mortal] = weakref.WeakSet()

@@ -1,6 +1,6 @@
-"""Storage paths: the directories scratch files are made in, refused where they cannot serve.
+"""Scratch paths: directories for scratch files, and why a directory is refused.
 
-What a path is (`PathFacts`) is looked up once; whether it may serve is decided by pure functions of those facts.
+The facts of a path (`PathFacts`) are looked up once; pure functions of those facts decide whether it can be used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _RAM_DEVICES = ("/dev/ram", "/dev/zram")
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "ncpfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
 )
-# Less than this cannot hold one saved tensor that is worth moving.
+# Less than this does not hold one saved tensor that is worth moving.
 _MIN_FREE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """The mounted file system that holds a path, as the kernel names it; "" where it is not known."""
+    """Mounted file system that holds a path, in the kernel's words; "" where it is not known."""
 
     point: str = ""
     kind: str = ""
@@ -39,18 +39,18 @@ class Mount:
 
     @property
     def in_ram(self) -> bool:
-        """Files on it take memory: what is written there is not out of the way."""
+        """Whether its files take memory, so that writing there frees none."""
         return self.kind in _RAM_FILE_SYSTEMS or self.source.startswith(_RAM_DEVICES)
 
     @property
     def over_network(self) -> bool:
-        """Files on it travel over a network."""
+        """Whether its files travel over a network."""
         return self.kind in _NETWORK_FILE_SYSTEMS
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathFacts:
-    """What is known of a path before anything is written to it."""
+    """Facts of a path, known before anything is written to it."""
 
     path: str
     exists: bool = True
@@ -63,20 +63,20 @@ class PathFacts:
 
 
 class Directory(NamedTuple):
-    """A directory for scratch files, and the number of the file system it was on when it was looked at."""
+    """Directory for scratch files, and the number of the file system it was on when it was checked."""
 
     path: Path
     device: int | None
 
 
 def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
-    """The directories for scratch files: those `storage_paths` names, else a per-user one that is made if missing.
+    """Check the directories of `storage_paths`, or choose a private default, which is made if missing.
 
-    Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory,
-    mode 0700, the first that can serve.
+    Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory or
+    /var/tmp, mode 0700, the first that can be used.
 
     Raises:
-        StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can serve.
+        StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can be used.
     """
     if config.storage_paths is None:
         return (_default_directory(),)
@@ -115,7 +115,7 @@ def _default_directory() -> Directory:
 
 
 def refusal(facts: PathFacts) -> str | None:
-    """Why a path cannot hold scratch files, and what to do; None where it can."""
+    """Decide why a path cannot hold scratch files, and what to do about it; None where it can."""
     if not facts.exists:
         return "there is no such directory; make it or name another one"
     if not facts.is_directory:
@@ -135,15 +135,15 @@ def refusal(facts: PathFacts) -> str | None:
 
 
 def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
-    """The mount that holds an absolute path without symbolic links, among those that `psutil.disk_partitions` lists."""
+    """Find the mount that holds an absolute path without symbolic links, in a list of `psutil.disk_partitions`."""
     above = [m for m in mounts if Path(path).is_relative_to(m.mountpoint)]
-    # Of two mounts at one point the later one is on top.
+    # The later of two mounts at one point is on top.
     top = max(reversed(above), key=lambda mount: len(mount.mountpoint), default=None)
     return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 
 
 def default_directories(environment: Mapping[str, str], home: str, temporary: str, user_id: int) -> tuple[Path, ...]:
-    """Where the scratch file goes when nobody says: the first of these that can serve."""
+    """List the directories to try where no storage path is set, the preferred one first."""
     cache = environment.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the specification says to ignore relative ones
         cache = os.path.join(home, ".cache")
@@ -153,7 +153,7 @@ def default_directories(environment: Mapping[str, str], home: str, temporary: st
 
 
 def look_at(path: str | os.PathLike[str]) -> PathFacts:
-    """What is found at a path, which need not exist."""
+    """Look up the facts of a path, which need not exist."""
     real = os.path.realpath(path)
     try:
         found = os.stat(real)
@@ -181,16 +181,16 @@ def _free_bytes(space: os.statvfs_result) -> int | None:
 
 
 def make_private(path: Path, *, directory: bool = True) -> str | None:
-    """Make a directory or an empty file, or see that it is ours alone: somebody else may have made it first.
+    """Make a directory or an empty file for this user alone, or check one that another user may have made first.
 
     Returns:
-        Why it cannot serve; None where it can.
+        Why it cannot be used; None where it can.
     """
     try:
         if directory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            # One that is there is not opened: closing it would drop the locks that SQLite has on it in this process.
+            # An existing file is not opened: closing it would drop the locks that SQLite holds on it in this process.
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         found = path.lstat()
@@ -218,9 +218,9 @@ def _mounts() -> list[Any]:
     try:
         return psutil.disk_partitions(all=True)
     except OSError:
-        return []  # no /proc: no mount is known, and none is refused for its kind
+        return []  # no /proc: no mount is known, so none is refused for its type
 
 
 def user_id() -> int:
-    """Whose files are ours; 0 where the system has no such numbers."""
+    """Number of the user whose files are ours; 0 where the system has no such numbers."""
     return os.getuid() if hasattr(os, "getuid") else 0

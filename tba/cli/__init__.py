@@ -1,4 +1,4 @@
-"""The command line of tba, and the allocator a CPU training should run under, for programs that start others.
+"""Command line of tba, and the choice of an allocator for programs that start a training on a CPU.
 
 tba doctor --tier nvme --path /scratch
 tba run -- python train.py

@@ -1,8 +1,8 @@
-"""Allocators: which `malloc` a training on the CPU should run under, and the environment that brings it there.
+"""Allocators: the `malloc` that a training on a CPU should run under, and the environment that selects it.
 
-A step frees hundreds of large blocks and takes them again. glibc keeps them in a heap that only shrinks at its end, so
-what offloading frees stays resident; handing each block back to the kernel instead means that every page is faulted
-anew. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
+A step frees hundreds of large blocks and allocates them again. glibc keeps them in a heap that only shrinks at its end,
+so memory that offloading frees stays resident; returning each block to the kernel instead means that every page is
+faulted again. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,14 +26,14 @@ from tba._errors import ConfigError
 ALLOCATORS = ("auto", "jemalloc", "mimalloc", "glibc", "none")
 
 # jemalloc: large blocks share the arena instead of going back to the kernel one by one, freed pages never age out, and
-# memory comes in huge pages (pinning it page by page is most of what a direct write costs the CPU). One arena for all
-# threads: what one keeps no other would reuse, and each would begin with huge pages of its own (measured: 8 MiB for the
-# few blocks that a compute thread and an I/O worker allocate). Tensors are allocated by one thread of a step.
+# memory comes in huge pages (pinning it page by page is most of a direct write's cost to the CPU). One arena for all
+# threads: an arena does not reuse another's pages, and each would begin with huge pages of its own (measured: 8 MiB for
+# the few blocks that a compute thread and an I/O worker allocate). Tensors are allocated by one thread of a step.
 _JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
-# mimalloc 2.1 and later: never give freed pages back.
+# mimalloc 2.1 and later: never return freed pages to the kernel.
 _MIMALLOC = {"MIMALLOC_PURGE_DELAY": "-1"}
-# glibc: blocks of 1 MiB and more leave the heap (setting it also stops glibc from raising it by itself), small ones
-# stay in it up to 64 MiB.
+# glibc: blocks of 1 MiB and more leave the heap (setting this also stops glibc from raising it by itself); the heap
+# keeps up to 64 MiB of smaller ones.
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 _INSTALL = {
@@ -49,9 +49,9 @@ class Allocator:
 
     Attributes:
         name: "jemalloc", "mimalloc", "glibc", or "none" where nothing is changed.
-        library: the shared object to preload, None where none is needed.
+        library: the shared object to preload, by path or by the name the loader knows; None where none is needed.
         environment: variables to set on top of the environment it was chosen for.
-        reason: why this one, for people.
+        reason: why this one, in words for people.
     """
 
     name: str
@@ -61,8 +61,8 @@ class Allocator:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What was found on the machine: the libraries that work when preloaded, and why others do not."""
+class Libraries:
+    """Libraries found on the machine: those that work when preloaded, and why others do not."""
 
     libraries: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -70,45 +70,46 @@ class Facts:
 
 
 def allocator_environment(name: str = "auto", environ: Mapping[str, str] = os.environ) -> Allocator:
-    """The allocator to start a program under: with "auto" jemalloc, else mimalloc, else glibc tuned.
+    """Choose the allocator to start a program under: with "auto" jemalloc, else mimalloc, else glibc tuned.
 
     Args:
-        name: "auto", "jemalloc", "mimalloc", "glibc" (its thresholds tuned) or "none" (leave all as it is).
+        name: "auto", "jemalloc", "mimalloc", "glibc" (its thresholds tuned) or "none" (nothing is changed).
         environ: the environment the program would get. Its own settings of an allocator win over those made here, and
-            what it already has in `LD_PRELOAD` stays, behind the allocator.
+            its `LD_PRELOAD` stays, behind the allocator.
 
     Raises:
         ConfigError: the name is unknown, or the allocator it asks for cannot be used here.
     """
     if name not in ALLOCATORS:
         raise ConfigError(f"unknown allocator {name!r}; choose one of {', '.join(ALLOCATORS)}")
-    return choose(name, find_facts(name, environ), environ)
+    return choose(name, find_libraries(name, environ), environ)
 
 
-def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
-    """The decision, from what was found."""
+def choose(name: str, found: Libraries, environ: Mapping[str, str]) -> Allocator:
+    """Decide, from the libraries found and the environment."""
     if name == "none":
         return Allocator("none", None, {}, "the environment's allocator is left as it is, as asked")
-    present = next(filter(_is_allocator, _preloaded(environ)), None)
+    allocators = (entry for entry in _preloaded(environ) if re.search(r"malloc|hoard", os.path.basename(entry)))
+    present = next(allocators, None)
     if name == "auto" and present is not None:
         kind = next((kind for kind in _INSTALL if kind in os.path.basename(present)), "none")
         changes = preload_environment(kind, present, environ) if kind != "none" else {}
         return Allocator(kind, present, changes, "LD_PRELOAD has it already")
-    if name == "glibc" and (present is not None or not facts.glibc):
+    if name == "glibc" and (present is not None or not found.glibc):
         why = f"LD_PRELOAD brings {present}; unset it" if present else "this Python does not run on glibc"
         raise ConfigError(f"allocator 'glibc' was asked for, but {why}, or choose 'none'")
     candidates = [kind for kind in _INSTALL if name in (kind, "auto")]
-    missing = "; ".join(f"{kind}: {facts.missing[kind]}" for kind in candidates if kind in facts.missing)
+    missing = "; ".join(f"{kind}: {found.missing[kind]}" for kind in candidates if kind in found.missing)
     for kind in candidates:
-        if library := facts.libraries.get(kind):
+        if library := found.libraries.get(kind):
             why = _KEEPS + (", as asked" if name != "auto" else "") + (f"; {missing}" if missing else "")
             return Allocator(kind, library, preload_environment(kind, library, environ), why)
     if name in _INSTALL:
         raise ConfigError(
-            f"allocator {name!r} was asked for, but {facts.missing.get(name, 'is not here')}; {_INSTALL[name]}, "
+            f"allocator {name!r} was asked for, but {found.missing.get(name, 'is not here')}; {_INSTALL[name]}, "
             "or choose another one"
         )
-    if not facts.glibc:
+    if not found.glibc:
         return Allocator("none", None, {}, f"nothing better is here ({missing})")
     why = "blocks of 1 MiB and more go back to the kernel when freed"
     why += ", as asked" if name == "glibc" else f"; slower than keeping them, but {missing}"
@@ -116,14 +117,14 @@ def choose(name: str, facts: Facts, environ: Mapping[str, str]) -> Allocator:
 
 
 def preload_environment(kind: str, library: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that start a program under `library`, in front of what is preloaded already."""
+    """Compose the variables that start a program under `library`, in front of what is preloaded already."""
     already = [entry for entry in _preloaded(environ) if entry != library]
     changes = {"LD_PRELOAD": ":".join([library, *already])}
     if kind == "mimalloc":
         return changes | _defaults(_MIMALLOC, environ)
     conf = environ.get("MALLOC_CONF", "")
     if not conf.startswith(_JEMALLOC_CONF):
-        # Of two values for one option jemalloc takes the later, so the user's win.
+        # jemalloc takes the later of two values for one option, so the user's win.
         conf = ",".join(filter(None, [_JEMALLOC_CONF, conf]))
     return changes | {"MALLOC_CONF": conf}
 
@@ -132,16 +133,12 @@ def _preloaded(environ: Mapping[str, str]) -> list[str]:
     return [entry for entry in re.split(r"[ :]+", environ.get("LD_PRELOAD", "")) if entry]
 
 
-def _is_allocator(library: str) -> bool:
-    return re.search(r"malloc|hoard", os.path.basename(library)) is not None
-
-
 def _defaults(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if not environ.get(name)}
 
 
 def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
-    """The allocator a process runs on, from its `/proc/self/maps`: a library's name, "glibc tuned" or "glibc"."""
+    """Name the allocator a process runs on, from its `/proc/self/maps`: a library, "glibc tuned" or "glibc"."""
     libraries = (line.rpartition("/")[2] for line in maps.splitlines() if "/" in line)
     loaded = re.search(r"^lib(\w*malloc\w*|hoard)\b", "\n".join(libraries), flags=re.MULTILINE)
     if loaded is not None:
@@ -152,39 +149,32 @@ def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
 # -- effects ---------------------------------------------------------------------------------------------------------
 
 
-def find_facts(name: str, environ: Mapping[str, str]) -> Facts:
-    """Look for what `name` needs, trying each library found by preloading it into a program that does nothing."""
+def find_libraries(name: str, environ: Mapping[str, str]) -> Libraries:
+    """Look for the libraries of `name`, trying each by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
-        return Facts(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
-    libraries, missing = {}, {}
+        return Libraries(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
+    missing: dict[str, str] = {}
+    glibc = platform.libc_ver()[0] == "glibc"
     for kind in _INSTALL if name == "auto" else {name} & _INSTALL.keys():
-        library, why = first_that_works(kind, _library_files(kind, environ), environ)
-        if library is not None:
-            libraries[kind] = library
-            break
+        why = "is not installed"
+        for file in dict.fromkeys(_library_files(kind, environ)):
+            said = complaint(kind, file, environ)
+            if said is None:
+                return Libraries({kind: file}, missing, glibc)
+            why = f"{file} cannot be used ({said})"
         missing[kind] = why
-    return Facts(libraries, missing, platform.libc_ver()[0] == "glibc")
+    return Libraries({}, missing, glibc)
 
 
-def first_that_works(kind: str, files: Iterable[str], environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """The first file a program starts under without complaint, or None and why the last one does not serve."""
-    why = "is not installed"
-    for file in dict.fromkeys(files):
-        complaint = _complaint(kind, file, environ)
-        if complaint is None:
-            return file, ""
-        why = f"{file} cannot be used ({complaint})"
-    return None, why
-
-
-def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
+def complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
+    """Why a program does not start under a library without complaint; None where it does."""
     if re.search(r"[\s:]", library):
         return "LD_PRELOAD cannot hold a path with a space or colon"
     probe = shutil.which("true")
     if probe is None:
         return None
     alone = {name: value for name, value in environ.items() if name not in ("LD_PRELOAD", "MALLOC_CONF")}
-    # The loader only complains about a library it cannot load, and an old jemalloc about options it does not know.
+    # The loader only complains about a library that it cannot load, an old jemalloc about options it does not know.
     result = subprocess.run(
         [probe], env=alone | preload_environment(kind, library, alone), capture_output=True, text=True, check=False
     )
@@ -195,7 +185,7 @@ def _complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | Non
 
 
 def _library_files(name: str, environ: Mapping[str, str]) -> list[str]:
-    """Where a library may be: in its package, where the loader looks, in the usual directories, in this environment."""
+    """List files and names to try: of its package, of the loader, of this environment and of the usual directories."""
     packaged: Any = ()
     with suppress(importlib.metadata.PackageNotFoundError):
         packaged = importlib.metadata.files(f"cmeel-{name}") or ()

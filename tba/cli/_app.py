@@ -1,4 +1,4 @@
-"""The typer application: one sub-command a file."""
+"""Application of typer: its options, and one sub-command from each file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def options(
     """Take the activations of PyTorch training out of the way and bring them back in time."""
 
 
-# Options end at the first word that is none of ours, so that the program's own need no `--` before them.
+# Options end at the first word that is not ours, so that the program's own need no `--` before them.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 app.command("audit")(audit_command)

@@ -67,7 +67,7 @@ def audit_command(
 
 @contextmanager
 def _blaming(model: str) -> Iterator[None]:
-    """Show what the model's own code raises from its first frame on, and end. What only our code is in passes."""
+    """Show an error of the model's own code from its first frame on, and end. Errors of our code alone pass through."""
     try:
         yield
     except ConfigError:

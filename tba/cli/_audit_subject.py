@@ -1,4 +1,4 @@
-"""Subject: the model and the batch that a command line names, from the user's own code or from a config.json."""
+"""Subject of an audit: the model and batch that a command line names, from the user's code or from a config.json."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGene
 def subject(
     name: str, *, batch: int | None = None, sequence: int | None = None, dtype: str | None = None
 ) -> tuple[nn.Module, Any]:
-    """The model that `name` stands for, and a batch for it.
+    """Make the model that `name` stands for, and a batch for it.
 
     Args:
         name: a config.json of transformers or a directory with one, or `module:callable`.
-        batch: sequences; this and what follows is for a config.json alone.
-        sequence: tokens of each.
-        dtype: of the weights.
+        batch: sequences in the batch; this argument and those below are for a config.json alone.
+        sequence: tokens of each sequence.
+        dtype: type of the weights.
 
     Raises:
-        ConfigError: there is no such thing, or it is not what an audit needs.
+        ConfigError: there is no such model, or it cannot be audited.
     """
     path = Path(name)
     if name.partition(":")[0].endswith(".py"):
@@ -53,7 +53,7 @@ def subject(
 
 
 def _by_name(name: str) -> str:
-    """What to give instead of `directory/module.py:callable`."""
+    """Suggest a name to give instead of `directory/module.py:callable`."""
     file, _, attribute = name.partition(":")
     path, attribute = Path(file).with_suffix(""), attribute or "callable"
     if path.is_absolute() or ".." in path.parts:
@@ -99,9 +99,9 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
 
 
 def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None) -> tuple[nn.Module, Any]:
-    """A language model of transformers with random weights, and random tokens [batch, sequence] that are their labels.
+    """Make a language model of transformers with random weights, and random tokens [batch, sequence] as their labels.
 
-    The class is the config's first architecture, else what `AutoModelForCausalLM` makes of it.
+    The class is the config's first architecture, else that which `AutoModelForCausalLM` chooses.
     """
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -127,7 +127,7 @@ def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None)
     config.use_cache = False
     kind = _dtype(config, dtype)
     with torch.random.fork_rng([]):
-        torch.default_generator.manual_seed(0)  # the same weights and tokens for the same command
+        torch.default_generator.manual_seed(0)  # a command gives equal weights and tokens each time
         model = make(config, dtype=kind)
         tokens = torch.randint(0, vocabulary, (batch, length))
     if "labels" not in inspect.signature(model.forward).parameters:
@@ -138,7 +138,7 @@ def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None)
 
 
 def _maker(transformers: Any, config: Any, file: Path) -> Any:
-    """What makes the model, given the config and dtype."""
+    """Find the function that makes the model from the config and dtype. Raises ConfigError where none fits."""
     named = (getattr(config, "architectures", None) or [None])[0]
     if named is None:
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:

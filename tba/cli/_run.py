@@ -14,7 +14,7 @@ from tba._errors import ConfigError
 
 from ._allocators import ALLOCATORS, allocator_environment
 
-# What shells answer for a program that is not there, and for one that cannot be run.
+# Exit statuses that shells use for a program that is not there, and for one that cannot be run.
 _NOT_FOUND, _NOT_RUNNABLE, _BAD_USAGE = 127, 126, 2
 
 
@@ -36,10 +36,10 @@ def run(
 
 
 def replace_process(command: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become `command`, or leave with the status a shell gives for a program that cannot be started."""
+    """Become `command`, or exit with the status a shell gives for a program that cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python ignores these at its start, and what is ignored stays so across exec.
+    # Python ignores these signals from its start, and ignored signals stay ignored across exec.
     ignored = [signal.SIGPIPE, signal.SIGXFSZ]
     before = [(number, signal.signal(number, signal.SIG_DFL)) for number in ignored]
     try:

@@ -103,7 +103,7 @@ def test_the_strictest_class_has_what_several_saved() -> None:
     assert found.before_bytes == {Saved.LINEAR_INPUT: nbytes, Saved.ACTIVATION_INPUT: nbytes}
     after = found.outcomes["max"].after_bytes
     assert after == {Saved.LINEAR_INPUT: 32 * (4 + 16), Saved.ACTIVATION_INPUT: 32 * (4 + 32)}  # int2, int4
-    # compact_linear saves its projection whoever else saves the input.
+    # compact_linear saves its projection even where another operator saves the input.
     after = found.outcomes["compact"].after_bytes
     assert after == {Saved.LINEAR_INPUT: 2 * nbytes // 4, Saved.ACTIVATION_INPUT: nbytes}
 

@@ -45,7 +45,7 @@ def audited(family: str) -> Audit:
 
 
 def kept_by_the_engine(family: str, preset: str) -> tuple[float, Any]:
-    """Of what autograd saved, weights apart and each storage once: the share that a step keeps."""
+    """Share that a step keeps of what autograd saved, weights apart and each storage once."""
     model = model_of(family)
     config = OffloadConfig(tier="keep", compress=preset, min_tensor_bytes=0)
     offload = Offloader(model, config)

@@ -84,7 +84,7 @@ def run(*arguments: object) -> Any:
 
 
 def refusal(*arguments: object) -> str:
-    """What is said where the command ends with status 2."""
+    """Run a command that ends with status 2, and return its message."""
     result = run(*arguments)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""

@@ -21,7 +21,7 @@ from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli import app
 from tba.cli._allocators import allocator_in_force
 from tba.cli._doctor import examine as examination
-from tba.cli._doctor.checks import AllocatorReport, Facts, Finding, Level, judge
+from tba.cli._doctor.checks import Facts, Finding, Level, judge
 from tba.cli._doctor.device_probe import KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts, Speed
 from tba.cli._doctor.examine import examine
@@ -154,7 +154,7 @@ def test_kvikio_matters_where_it_is_asked_for(kvikio: KvikioFacts, asked: str, t
 
 def test_glibc_is_warned_of_where_the_cpu_trains() -> None:
     for name in ("glibc", "glibc tuned"):
-        facts = replace(FIT, allocator=AllocatorReport(in_force=name, best="jemalloc"))
+        facts = replace(FIT, allocator=name)
         assert "tba run -- ...`, which would choose jemalloc" in told(facts, Level.WARNING, "allocator").do
         assert told(replace(facts, devices=(GPU,)), Level.OK, "allocator")
 
@@ -174,7 +174,7 @@ EVERY_WRONG = [
     replace(FIT, devices=(replace(GPU, error="x"),)),
     replace(FIT, io_backend="kvikio"),
     replace(FIT, io_backend="kvikio", kvikio=KvikioFacts(version="1", mode="compat")),
-    replace(FIT, allocator=AllocatorReport(in_force="glibc", best="glibc")),
+    replace(FIT, allocator="glibc"),
     replace(FIT, warnings=("endurance allowance: 100 of 100 bytes; raise it",)),
 ]
 
@@ -309,7 +309,8 @@ def test_status_2_where_a_setting_is_wrong() -> None:
 
 def test_a_tier_without_files_looks_at_no_directory(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
-    assert examine(OffloadConfig(tier="cpu"), seconds=0).paths == ()
+    found = examine(OffloadConfig(tier="cpu"), seconds=0)
+    assert (found.paths, found.memory.nvme_budget_bytes) == ((), None)
     assert not (scratch / "cache").exists()
 
 
@@ -329,9 +330,10 @@ def test_what_it_writes_counts_against_the_allowance(scratch: Path, monkeypatch:
     assert finding.do.startswith("raise max_write_bytes_per_day")
 
 
-def test_shares_of_a_rank(scratch: Path) -> None:
+def test_shares_of_a_rank(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = OffloadConfig(storage_paths=scratch, cpu_budget="8GiB", nvme_budget="1GiB")
-    facts = examine(config, seconds=0, environ={**os.environ, "LOCAL_WORLD_SIZE": "4"})
+    facts = examine(config, seconds=0)
     assert (facts.memory.local_ranks, facts.memory.cpu_budget_bytes) == (4, 2 * GIB)
     assert facts.memory.nvme_budget_bytes == GIB // 4
 

@@ -15,12 +15,12 @@ import pytest
 
 from tba import ConfigError
 from tba.cli import allocator_environment, app
-from tba.cli._allocators import ALLOCATORS, Facts, choose, first_that_works, preload_environment
+from tba.cli._allocators import ALLOCATORS, Libraries, choose, complaint, find_libraries, preload_environment
 
 JEMALLOC, MIMALLOC = "/lib/libjemalloc.so.2", "/venv/libmimalloc.so.3"
-BOTH = Facts({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
-ONLY_MIMALLOC = Facts({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
-NEITHER = Facts({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
+BOTH = Libraries({"jemalloc": JEMALLOC, "mimalloc": MIMALLOC})
+ONLY_MIMALLOC = Libraries({"mimalloc": MIMALLOC}, {"jemalloc": "is not installed"})
+NEITHER = Libraries({}, {"jemalloc": "is not installed", "mimalloc": "/x.so cannot be used (wrong ELF class)"})
 CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
 
 
@@ -44,7 +44,7 @@ def test_what_each_sets() -> None:
 
 
 def test_without_glibc_nothing_is_tuned() -> None:
-    elsewhere = Facts({}, NEITHER.missing, glibc=False)
+    elsewhere = Libraries({}, NEITHER.missing, glibc=False)
     assert choose("auto", elsewhere, {}).environment == {}
     assert choose("auto", elsewhere, {}).name == "none"
     with pytest.raises(ConfigError, match="does not run on glibc"):
@@ -95,15 +95,21 @@ def test_run_inside_run_changes_nothing(kind: str, library: str) -> None:
 def test_a_library_that_does_not_load_is_passed_over(tmp_path: Path) -> None:
     broken = tmp_path / "libjemalloc.so.9"
     broken.write_text("not a library")
-    library, why = first_that_works("jemalloc", [str(broken)], os.environ)
-    assert library is None
-    assert why.startswith(f"{broken} cannot be used (")
-    assert "preload" in why  # the loader's own words
+    assert "preload" in str(complaint("jemalloc", str(broken), os.environ))  # the loader's own words
 
 
 def test_a_path_that_ld_preload_cannot_hold_is_passed_over(tmp_path: Path) -> None:
-    library, why = first_that_works("mimalloc", [str(tmp_path / "with space.so")], os.environ)
-    assert (library, "cannot hold a path with a space" in why) == (None, True)
+    why = complaint("mimalloc", str(tmp_path / "with space.so"), os.environ)
+    assert "cannot hold a path with a space" in str(why)
+
+
+def test_a_file_that_does_not_load_is_named_where_nothing_else_is_found(tmp_path: Path) -> None:
+    (tmp_path / "lib").mkdir()
+    broken = tmp_path / "lib" / "libjemalloc.so.9"
+    broken.write_text("not a library")
+    found = find_libraries("jemalloc", os.environ | {"CONDA_PREFIX": str(tmp_path)})
+    if not found.libraries:
+        assert found.missing["jemalloc"].startswith(f"{broken} cannot be used (")
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the tests of `tba.audit` share: a model whose saved bytes can be counted by hand, and a loss."""
+"""Tools for tests of `tba.audit`: a model whose saved bytes can be counted by hand, and a loss."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What `tba doctor` finds on a machine that is fit, for its tests to change."""
+"""Facts that `tba doctor` finds on a machine that is fit, for its tests to change."""
 
 from __future__ import annotations
 
 from tba._transfer.scratch_paths import Mount, PathFacts
-from tba.cli._doctor.checks import AllocatorReport, Facts, MemoryReport, PathReport
+from tba.cli._doctor.checks import Facts, MemoryReport, PathReport
 from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts, Speed
 
@@ -37,6 +37,7 @@ FIT = Facts(
         nvme_budget_bytes=80 * GIB,
     ),
     kvikio=KvikioFacts(error="kvikio is not installed"),
-    allocator=AllocatorReport(in_force="jemalloc", best="jemalloc"),
+    allocator="jemalloc",
+    best_allocator="jemalloc",
     settings=({"name": "tier", "value": "nvme", "origin": "argument"},),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import sqlite3
@@ -242,6 +243,18 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path, clock: Clock) -> None:
     assert counts(tmp_path / "state") == {"2026-03-29": 90}
     taken.close()
     assert counts(tmp_path / "state") == {"2026-03-29": 100}
+
+
+def test_a_read_only_state_directory_ends_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: object, *arguments: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(scratch_paths.os, "open", refuse)
+    taken = allowance(tmp_path, 100)
+    with pytest.warns(OffloadWarning, match=r"cannot be made \(Read-only file system\), so bytes .* in memory"):
+        assert taken.take(60)
+    taken.close()
+    assert taken.written_today_bytes == 60
 
 
 def test_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

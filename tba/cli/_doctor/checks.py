@@ -1,6 +1,6 @@
-"""Checks: the facts `tba doctor` found on a machine, and the rules that say what they mean for the chosen tier.
+"""Checks: facts that `tba doctor` found on a machine, and rules that judge them for the chosen tier.
 
-A rule is a pure function of the facts; `RULES` lists them in the order of the report.
+A rule is a pure function from facts to findings; `RULES` lists them in the order of the report.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _LITTLE_DISK_BYTES = 4 << 30
 
 
 class Level(enum.StrEnum):
-    """How a finding bears on the chosen tier."""
+    """Severity of a finding, for the chosen tier."""
 
-    OK = "ok"  # as it should be
+    OK = "ok"  # nothing to do
     WARNING = "warning"  # it works, but not as well as it could, or not for long
     FAILURE = "failure"  # the chosen tier cannot work
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One judgement. `do` says what to do about it, "" where nothing need be done."""
+    """One judgement. `do` says what to do about it, "" where nothing needs to be done."""
 
     level: Level
     subject: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PathReport:
-    """One storage path. `refusal` is why it cannot serve, `disk` is None where nothing was tried."""
+    """One storage path. `refusal` is why it cannot be used; `disk` is None where it was not tried."""
 
     path: str
     facts: PathFacts
@@ -52,7 +52,7 @@ class PathReport:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Host memory by the machine and its cgroups, and the budgets of one process. Bytes; None: no limit."""
+    """Host memory of the machine and its cgroups, and the budgets of one process, in bytes; None: no limit."""
 
     total_bytes: int
     free_bytes: int
@@ -62,38 +62,31 @@ class MemoryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AllocatorReport:
-    """The allocator this process runs on, and the one `tba run` would start a program under."""
-
-    in_force: str
-    best: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Everything `tba doctor` found."""
+    """All facts that `tba doctor` found."""
 
     platform: str
     tier: str
     io_backend: str
     paths: tuple[PathReport, ...]
-    no_path: str | None = None  # why no default directory can serve
+    no_path: str | None = None  # why no default directory can be used
     memory: MemoryReport
     devices: tuple[DeviceFacts, ...] = ()
     kvikio: KvikioFacts
-    allocator: AllocatorReport
+    allocator: str  # that this process runs on
+    best_allocator: str  # that `tba run` would start a program under
     io_threads: int = 2  # per path
     settings: tuple[dict[str, Any], ...] = ()  # name, value and origin of each
     warnings: tuple[str, ...] = ()  # as a training with these settings would give them
 
     @property
     def no_disk(self) -> Level:
-        """How bad it is that a storage path cannot be used."""
+        """Severity of a storage path that cannot be used."""
         return Level.FAILURE if self.tier in ("nvme", "auto") else Level.WARNING
 
 
 def judge(facts: Facts) -> list[Finding]:
-    """What the facts mean, in the order of a report. The tier cannot work if any finding is a failure."""
+    """Judge the facts by every rule. The tier cannot work if any finding is a failure."""
     return [finding for rule in RULES for finding in rule(facts)]
 
 
@@ -205,16 +198,15 @@ def _kvikio(facts: Facts) -> Iterator[Finding]:
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
-    allocator = facts.allocator
-    if allocator.in_force.startswith("glibc") and not facts.devices and facts.tier != "keep":
+    if facts.allocator.startswith("glibc") and not facts.devices and facts.tier != "keep":
         text = (
-            f"a program started like this one runs on {allocator.in_force}: what offloading frees stays in its heap, "
+            f"a program started like this one runs on {facts.allocator}: what offloading frees stays in its heap, "
             "or is faulted anew"
         )
-        do = f"start it with `tba run -- ...`, which would choose {allocator.best}"
+        do = f"start it with `tba run -- ...`, which would choose {facts.best_allocator}"
         yield Finding(Level.WARNING, "allocator", text, do)
     else:
-        yield Finding(Level.OK, "allocator", f"{allocator.in_force} is in force")
+        yield Finding(Level.OK, "allocator", f"{facts.allocator} is in force")
 
 
 def _warnings(facts: Facts) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Device probe: what a CUDA device, pinned memory and kvikio can do, found by asking and by trying."""
+"""Device probe: speed of copies between a CUDA device and pinned memory, and the mode of kvikio, found by trying."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DeviceFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class KvikioFacts:
-    """Whether kvikio imports, and how it moves bytes to a storage path: "gds" (from GPU to disk), "compat" (through
-    the host), None where there was no path to ask about. `error` is why it cannot be used."""
+    """Version of kvikio, and how it moves bytes to a storage path: "gds" (from GPU to disk), "compat" (through the
+    host), None where there was no path to ask about. `error` is why it cannot be used."""
 
     version: str | None = None
     mode: str | None = None
@@ -39,14 +39,14 @@ class KvikioFacts:
 
 
 def probe_devices() -> tuple[DeviceFacts, ...]:
-    """Try every CUDA device that PyTorch sees; none where there is none. What fails is told in the facts."""
+    """Try every CUDA device that PyTorch sees. Failures are reported in the facts, not raised."""
     if not torch.cuda.is_available():
         return ()
     return tuple(_probe_device(index) for index in range(torch.cuda.device_count()))
 
 
 def probe_kvikio(directory: str | None) -> KvikioFacts:
-    """Import kvikio and ask it how it would move bytes to a scratch file in `directory`, of which nothing is left."""
+    """Import kvikio and ask how it would move bytes to a scratch file in `directory`; the file does not stay."""
     version = None
     try:
         version = str(getattr(importlib.import_module("kvikio"), "__version__", "unknown"))
@@ -73,7 +73,7 @@ def _probe_device(index: int) -> DeviceFacts:
 
 
 def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes per second to the device and back. Raises RuntimeError where memory or bytes are wrong."""
+    """Measure bytes per second to the device and back. Raises RuntimeError for lack of memory and for wrong bytes."""
     source = torch.empty(_COPY_BYTES // 8, dtype=torch.int64, pin_memory=True)
     source.random_(generator=torch.Generator().manual_seed(0))
     returned = torch.zeros_like(source, pin_memory=True)

@@ -1,7 +1,7 @@
-"""Disk probe: how fast a directory takes and gives back bytes through the store, and whether they are the same bytes.
+"""Disk probe: write and read speed of a directory through the store, with every byte compared.
 
-Every block written differs from every other, random throughout, so that neither a device that compresses nor one that
-answers with another block looks good. Comparing takes place between the timed transfers.
+Every block differs from every other and is random throughout, so that neither a device that compresses nor one that
+returns another block looks good. Bytes are compared between the timed transfers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tba._errors import StalledError, StorageError
 
 # Blocks in flight at once: enough for every worker, little against the memory of any machine that trains.
 _BATCH_BYTES = 64 << 20
-# A probe takes this share of the free space at most, and no more than a fast drive moves in about a second.
+# A probe writes this share of the free space at most, and no more than a fast drive moves in about a second.
 _FREE_SHARE = 0.02
 _MOST_BYTES = 1 << 30
 _STAMP_EVERY_BYTES = 4096
@@ -44,12 +44,12 @@ class DiskFacts:
 
     @property
     def direct(self) -> bool:
-        """Whether transfers pass by the page cache."""
+        """Whether transfers bypass the page cache."""
         return self.alignment > 1
 
 
 def probe_bytes(free_bytes: int | None) -> int:
-    """Bytes that a probe may write at once where this much is free (None: not known)."""
+    """Bytes that a probe may write for each size of block where this much is free (None: not known)."""
     return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, int(free_bytes * _FREE_SHARE))
 
 
@@ -63,10 +63,10 @@ def probe_disk(
     timeout_s: float = 60.0,
     make: Callable[..., Store] = PosixStore,
 ) -> DiskFacts:
-    """Measure a directory that exists and can be written. What goes wrong is told in the facts, not raised.
+    """Measure a directory that exists and can be written. Failures are reported in the facts, not raised.
 
     Args:
-        directory: where the scratch file is made; nothing of it is left.
+        directory: where the scratch file is made; it does not stay.
         block_sizes: bytes of a block, a multiple of 4096; sizes above `most_bytes` are left out.
         threads: workers of the store.
         most_bytes: written at most for each size.
@@ -102,7 +102,7 @@ def _measure(store: Store, block_bytes: int, most_bytes: int, seconds: float, ti
     while moved < most_blocks and max(write_s, read_s) < seconds:
         # Doubling from one block on, so that a slow disk is not kept busy for long.
         blocks = min(batch_blocks, most_blocks - moved, max(1, moved))
-        # Number every page by its batch, so that no page of the file is like another.
+        # Number every page by its batch, so that no two pages of the file are equal.
         pattern[:: _STAMP_EVERY_BYTES // 8] = moved
         begun_s = time.perf_counter()
         tickets = [store.write(piece) for piece in _pieces(source, block_bytes, blocks)]

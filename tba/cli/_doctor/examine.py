@@ -1,11 +1,10 @@
-"""Examination: gathers the facts `tba doctor` judges, by looking and by trying."""
+"""Examination: gather the facts that `tba doctor` judges, by looking and by trying."""
 
 from __future__ import annotations
 
 import os
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,39 +17,37 @@ from tba._transfer.daily_allowance import Allowance
 from tba._transfer.scratch_paths import free_disk_bytes, look_at, refusal, storage_directories
 
 from .._allocators import allocator_environment, allocator_in_force
-from .checks import AllocatorReport, Facts, MemoryReport, PathReport
+from .checks import Facts, MemoryReport, PathReport
 from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
 
-# Small transfers show what each costs, large ones what the disk can do.
+# Small blocks show the cost of a transfer, large ones the bandwidth of the disk.
 BLOCK_SIZES = (1 << 20, 16 << 20)
 # For each size of block, so that most of a day's allowance is left to training.
 _ALLOWANCE_SHARE = 0.05
 
 
-def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str] = os.environ) -> Facts:
+def examine(config: OffloadConfig, *, seconds: float) -> Facts:
     """Gather the facts for these settings.
 
     Args:
         config: the settings; storage paths are examined for tiers that use them, and where they are named.
         seconds: to measure each path, block size and direction for; 0 measures none.
-        environ: the environment that names the allocator and the ranks of the node.
     """
     devices = probe_devices()
     threads = io_threads(config, on_device=bool(devices))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OffloadWarning)  # the findings tell of the paths
+        warnings.simplefilter("ignore", OffloadWarning)  # the findings report on the paths
         paths, no_path = _paths(config)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OffloadWarning)
         allowance = Allowance(config.max_write_bytes_per_day)
         paths = tuple(_measured(path, config, seconds, threads, allowance) for path in paths)
         allowance.close()
-    ranks = local_ranks(environ)
+    ranks = local_ranks()
     usable = [path.facts.path for path in paths if path.refusal is None]
     total = total_bytes()
     maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if sys.platform == "linux" else ""
-    best = allocator_environment("auto", environ).name
     return Facts(
         platform=sys.platform,
         tier=config.tier,
@@ -62,11 +59,12 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
             free_bytes=free_bytes(),
             local_ranks=ranks,
             cpu_budget_bytes=cpu_budget_bytes(config.cpu_budget, total, ranks),
-            nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable), ranks),
+            nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable) if usable else None, ranks),
         ),
         devices=devices,
         kvikio=probe_kvikio(usable[0] if usable else None),
-        allocator=AllocatorReport(in_force=allocator_in_force(maps, environ), best=best),
+        allocator=allocator_in_force(maps, os.environ),
+        best_allocator=allocator_environment("auto").name,
         io_threads=threads,
         settings=tuple(setting._asdict() for setting in describe(config)),
         warnings=tuple(str(warning.message) for warning in caught),
@@ -74,7 +72,7 @@ def examine(config: OffloadConfig, *, seconds: float, environ: Mapping[str, str]
 
 
 def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
-    """The paths to be used, each looked at, or why there is none."""
+    """Look up the storage paths; or none, and why no default can be used."""
     named = config.storage_paths
     if not sys.platform.startswith("linux"):
         return (), None
@@ -92,7 +90,7 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
 def _measured(
     path: PathReport, config: OffloadConfig, seconds: float, threads: int, allowance: Allowance
 ) -> PathReport:
-    """The path with its speed, as far as the allowance lets it be measured."""
+    """Measure the speed of a path, as far as the daily allowance permits."""
     if path.refusal is not None:
         return path
     sizes = BLOCK_SIZES if seconds > 0 else ()

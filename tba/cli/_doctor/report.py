@@ -30,13 +30,13 @@ def show(facts: Facts, findings: Sequence[Finding], *, works: bool) -> None:
 
 
 def as_json(facts: Facts, findings: Sequence[Finding], *, works: bool) -> str:
-    """The verdict, the findings and every fact, in bytes and bytes per second."""
+    """Format the verdict, the findings and every fact, in bytes and bytes per second."""
     data = {"works": works, "findings": [asdict(finding) for finding in findings], **asdict(facts)}
     return json.dumps(data, indent=2, default=str)
 
 
 def setting_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """The settings in force: a line for each that somebody gave, with where it came from, and the defaults together."""
+    """Rows of the settings in force: one for each that was given, with its origin, and one for all defaults."""
     label = "settings"
     for setting in facts.settings:
         if setting["origin"] != "default":
@@ -48,7 +48,7 @@ def setting_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def default_text(name: str, value: Any, facts: Facts) -> str:
-    """What a default means on this machine: None stands for something in every setting."""
+    """Explain a default on this machine: None stands for something else in every setting."""
     if value is not None:
         return value_text(value)
     memory = facts.memory
@@ -68,7 +68,7 @@ def default_text(name: str, value: Any, facts: Facts) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A setting's value for people."""
+    """Format a setting's value for people."""
     if hasattr(value, "human_readable"):  # a size, which knows no spaces
         return size(value)
     if isinstance(value, bool):
