@@ -18,7 +18,6 @@ does so. On a CPU nothing waits, and `encode` does both.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -53,11 +52,6 @@ class Properties:
     bits_per_element: float | None
     error_of_largest: float | None
     relative_error: float
-
-    @property
-    def kept_bits(self) -> float:
-        """Bits kept per element, infinite if exact: a codec that keeps more serves savers that need less."""
-        return math.inf if self.exact else self.bits_per_element or 0.0
 
 
 @dataclass(frozen=True, slots=True)

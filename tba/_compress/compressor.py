@@ -97,7 +97,7 @@ class Compressor:
     def also(self, record: Record, kind: Saved) -> bool:
         """Note that one more operator saves a record's tensor. False if the record has lost too much for it already."""
         needed = self._preset[kind]
-        if record.codec is None or needed.properties.kept_bits <= record.codec.properties.kept_bits:
+        if record.codec is None or strictness(needed) <= strictness(record.codec):
             return True
         if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
             return False
@@ -162,19 +162,19 @@ class Compressor:
 
 
 def payload_of(encoded: Encoded, storage: torch.UntypedStorage) -> Tensor:
-    """View the packed bytes, uint8 [nbytes], at the beginning of a storage."""
+    """The packed bytes, uint8 [nbytes], at the beginning of a storage."""
     payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return payload.set_(storage, 0, (sum(encoded.sizes),), (1,))
 
 
 def unpacked(encoded: Encoded, payload: Tensor) -> torch.UntypedStorage:
-    """Decode the original bytes from `encoded.begin` on."""
+    """The original bytes from `encoded.begin` on, exact or nearly."""
     buffers = tuple(payload.split(encoded.sizes))
     return encoded.codec.decode(replace(encoded.packed, buffers=buffers)).untyped_storage()
 
 
 def compressor(config: OffloadConfig, counters: Counters) -> Compressor | None:
-    """Make the compressor that the settings ask for; None without `compress`."""
+    """What the settings ask for."""
     if config.compress is None:
         return None
     preset = config.compress if isinstance(config.compress, Preset) else named(config.compress, rank=config.rank)
@@ -194,13 +194,19 @@ def is_whole(record: Record, alias: Tensor) -> bool:
     )
 
 
+def strictness(codec: Codec) -> float:
+    """Bits an element keeps, infinite for exact ones: the more, the more savers it serves."""
+    properties = codec.properties
+    return float("inf") if properties.exact else properties.bits_per_element or 0.0
+
+
 @contextmanager
 def on_its_stream(record: Record) -> Iterator[None]:
-    """Work on the stream that made the record's tensor, outside inference mode (whose tensors have no version).
+    """The stream that made the tensor: an encode is queued behind its kernel, and the memory is free again behind that.
 
-    There an encode is queued behind the tensor's kernel, and the memory can be reused by whatever is queued next. On a
-    side stream the original would stay allocated until the device has finished there: a program that launches ahead of
-    the device would hold a step's worth of originals, which compression is meant to avoid.
+    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
+    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
+    which is what compression is to avoid.
     """
     stream: Any = nullcontext() if record.stream is None else torch.cuda.stream(record.stream)  # type: ignore[arg-type]
     with torch.inference_mode(False), stream:
