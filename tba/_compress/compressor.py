@@ -13,7 +13,7 @@ Guarantees:
 Tiers, budgets and statistics see only the encoded bytes: the record's alias is then a flat byte tensor that the engine
 owns and nobody else can edit.
 
-Assumption: callers hold the engine's lock, except for `payload_of` and `unpacked`, which touch no shared state.
+Assumption: callers hold the engine's lock.
 """
 
 from __future__ import annotations
