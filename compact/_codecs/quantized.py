@@ -31,7 +31,7 @@ from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, v
 from .exact import Verbatim
 from .strided import Spec, Target, flat
 
-Kind = Literal["int8", "int4", "int2", "e4m3", "e5m2"]
+QuantizedKind = Literal["int8", "int4", "int2", "e4m3", "e5m2"]
 Rounding = Literal["nearest", "stochastic"]
 Along = Literal["elements", "tokens"]
 
@@ -63,7 +63,7 @@ class Quantized(Codec):
         CodecError: settings that do not go together.
     """
 
-    kind: Kind
+    kind: QuantizedKind
     group: int = 64
     rounding: Rounding = "nearest"
     along: Along = "elements"

@@ -1,22 +1,21 @@
-"""SavedBy: which function of torch is under way on this thread, so that a pack hook can tell what it is given.
+"""SavedBy: records which torch function is running on a thread, so that a pack hook can tell what it is given.
 
-Pack hooks run while an operator is dispatched and are told nothing of it. A torch-function mode, active where lossy
-codecs are, notes the outermost function and its arguments; `kind_of` puts them to the rules of `classes`.
+Pack hooks run while an operator is dispatched and are not told which. A torch-function mode, active with lossy codecs,
+records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
 
 Guarantees:
 
-1. A note lasts exactly as long as its call, also when that raises; then the note before it holds again. Arguments are
-   held no longer.
-2. All notes are of one thread. What a thread saves while none of its functions is under way is UNKNOWN: nodes of a
-   backward, custom Functions, compiled code, FlashAttention's own package.
-3. A function without a rule clears the note, so nothing is put down to a function around it. torch shows a function
-   written in Python as one call and hides those within it, from `multi_head_attention_forward` to `Tensor.backward`:
-   checkpointed code that is run again by a backward is UNKNOWN.
-4. Results are those without the mode: it calls the function and returns what that returns. The one exception is
-   `linear`, if given.
-5. While torch.compile traces, nothing is noted: the mode leaves no trace in compiled code.
+1. A call is recorded exactly as long as it runs, also if it raises; then the one before it is current again. Arguments
+   are held no longer.
+2. Calls are recorded per thread. A tensor saved while none runs on its thread is UNKNOWN: by nodes of a backward,
+   custom Functions, compiled code, FlashAttention's own package.
+3. A function without a rule hides the calls around it, so nothing is attributed to those. torch shows functions written
+   in Python as one call, from `multi_head_attention_forward` to `Tensor.backward`, and hides the calls within, so
+   checkpointed code that a backward runs again is UNKNOWN.
+4. The mode calls the function and returns its result unchanged, except where `linear` is given and replaces it.
+5. Nothing is recorded while torch.compile traces, and compiled code holds no trace of the mode.
 
-Norms written in Python are a series of small operators that say nothing by themselves; `norms` notes the modules.
+A norm written in Python is a series of small operators that reveal nothing by themselves, so `norms` records modules.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +39,7 @@ from .._torch.module_hooks import ModelHook
 from .._torch.weights import is_weight
 from .classes import RULES, Call, argument, kind_in, other
 
-# Takes over `linear(x, weight, bias)`; None leaves it alone. The weight is a parameter or the transpose of one.
+# Replaces `linear(x, weight, bias)`; returns None to leave a call alone. The weight is a parameter or transposes one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 
 # RMSNorm, T5LayerNorm, LayerNormalization; not LogNormal, Normalize.
@@ -47,7 +47,7 @@ _NORM_NAME = re.compile(r"norm(?!al(?!i[sz]ation))", re.IGNORECASE)
 
 
 class _Now(threading.local):
-    """Per thread: the function under way, and the norm modules under way, by identity, with the size of their input."""
+    """State of a thread: the running call, and the running norm modules as (id, elements of the input)."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -58,21 +58,21 @@ _now = _Now()
 
 
 class SavedBy(TorchFunctionMode):
-    """Notes which function is under way on the thread that enters it, for `kind_of`. May be entered within itself.
+    """Torch-function mode that records the calls of the thread which enters it, for `kind_of`.
 
-    Nested ones note the same. Only the innermost one's `linear` is asked.
+    Modes may be nested, in themselves too, and share one record. Only the innermost one's `linear` is called.
 
     Args:
-        linear: asked at every `torch.nn.functional.linear`, and every `torch.addmm` of the same meaning (transformers'
+        linear: called for every `torch.nn.functional.linear`, and every `torch.addmm` that is one (transformers'
             Conv1D), with x [..., n], weight [out, n] and bias [out] or None, while gradients are recorded. It returns
-            the result [..., out], or None to have the call made as it is. What is saved within it is UNKNOWN.
+            the result [..., out], or None to leave the call alone. Tensors saved within it are UNKNOWN.
     """
 
     def __init__(self, linear: Linear | None = None) -> None:
         super().__init__()
         self._linear = linear
 
-    if TYPE_CHECKING:  # torch's own, which have no types; torch.compile knows the mode by their being torch's own
+    if TYPE_CHECKING:  # torch's are untyped, and torch.compile accepts no mode that overrides them
 
         def __enter__(self) -> SavedBy: ...
 
@@ -82,7 +82,7 @@ class SavedBy(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func` with a note of it. Runs with this mode off, the ones around it on."""
+        """Record and call `func`. Runs with this mode off and those around it on."""
         kwargs = {} if kwargs is None else kwargs
         if is_compiling():
             return func(*args, **kwargs)
@@ -104,26 +104,21 @@ class SavedBy(TorchFunctionMode):
             _now.call = before
 
     def norms(self, model: nn.Module) -> Callable[[], None]:
-        """Note norms of `model` that are written in Python (LlamaRMSNorm, T5LayerNorm), while their forward runs.
+        """Record the norms of `model` that are written in Python (LlamaRMSNorm, T5LayerNorm) while their forward runs.
 
-        Taken for one is a module without children whose class is not torch's own and has "norm" in its name. Within it
-        squares, products and quotients are the norm's; functions of known kind are known by their own rules, and what
-        others save is exact.
+        A norm is a module without children whose class is not torch's own and has "norm" in its name. Within it
+        squares, products and quotients are attributed to the norm, functions with another rule follow that, and
+        tensors that others save are exact.
 
         Returns:
-            What takes the notes' hooks off again. Copies and pickles of the model do not have them.
+            A function that removes the hooks. Copies and pickles of the model do not have them.
         """
-        handles: list[Any] = []
+        hooks = ExitStack()
         for module in model.modules():
             if _is_norm(module):
-                handles.append(module.register_forward_pre_hook(_NormHook(), prepend=True))
-                handles.append(module.register_forward_hook(_NormHook(), always_call=True))
-
-        def remove() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove
+                hooks.callback(module.register_forward_pre_hook(_NormHook(), prepend=True).remove)
+                hooks.callback(module.register_forward_hook(_NormHook(), always_call=True).remove)
+        return hooks.close
 
 
 _LINEAR = frozenset({functional.linear, torch.addmm})
@@ -142,7 +137,7 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         bias, x, weight = args[0], args[1], args[2].t() if args[2].dim() == 2 else args[2]
         if (bias.dim(), x.dim(), weight.dim()) != (1, 2, 2):
             return None
-    _now.call = other, (), {}  # nor do modes around this one take over what is called within
+    _now.call = other, (), {}  # so that modes around this one do not replace calls within
     try:
         return linear(x, weight, bias)
     finally:
@@ -150,9 +145,9 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def kind_of(tensor: Tensor) -> Saved:
-    """The class of the tensor that autograd is saving on this thread; for use inside a pack hook.
+    """Return the class of the tensor that autograd is saving on this thread, inside a pack hook.
 
-    UNKNOWN outside of any function that is known, for weights in every guise, and for subclasses of Tensor.
+    UNKNOWN outside any recorded call, for weights, their views and casts, and for subclasses of Tensor.
     """
     call, norms = _now.call, _now.norms
     if type(tensor) is not Tensor or (call is None and not norms):
@@ -165,15 +160,15 @@ def _is_norm(module: nn.Module) -> bool:
     kind = type(module)
     return (
         _NORM_NAME.search(kind.__name__) is not None
-        and not kind.__module__.startswith("torch.nn.")  # these call one function, which is known by itself
-        and next(module.children(), None) is None  # PreNorm and its like hold a whole layer
+        and not kind.__module__.startswith("torch.nn.")  # these call one function, which has a rule
+        and next(module.children(), None) is None  # PreNorm and the like contain a whole layer
     )
 
 
 class _NormHook(ModelHook):
-    """Notes a norm while its forward runs: a hook for before it and for after it, also when that or a hook raises.
+    """Records a norm while its forward runs: the hook before it and the one after it, which is called if it raises too.
 
-    Not an action of `ModelHook`, whose calls torch.compile does not trace: within a compiled graph they would break it.
+    It overrides `ModelHook.__call__`, which torch.compile does not trace and which would break a graph around the norm.
     """
 
     def __init__(self) -> None:
@@ -183,7 +178,7 @@ class _NormHook(ModelHook):
         if is_compiling():
             return
         norms = _now.norms
-        if result:  # after the forward; (None,) when it has raised
+        if result:  # after the forward; (None,) if it has raised
             if norms and norms[-1][0] == id(module):
                 norms.pop()
         elif args and type(args[0]) is Tensor and not is_weight(args[0]):  # a parametrization's norm is of weights

@@ -1,22 +1,21 @@
-"""Kinds: what class a saved tensor has, from the function that saves it and that function's arguments.
+"""Classes of saved tensors (`compact.Saved`), derived from the function that saves one and that function's arguments.
 
-Pure rules, one for each family of functions; a wrong answer would make a gradient wrong, so each names only what it can
-tell for sure and leaves the rest UNKNOWN, which is exact under every preset. Tensors are told apart by their number of
-elements, since operators save views and cast copies of their arguments; where two numbers coincide the answer is the
-exact one.
+There is one pure rule for each family of functions. A wrong class would make a gradient wrong, so a rule answers only
+where it is certain; the rest is UNKNOWN, which is exact under every preset. Operators save views and cast copies of
+their arguments, so tensors are recognised by their number of elements; where two numbers coincide an exact class wins.
 
-Not here, on purpose:
+Deliberately without a class of their own:
 
-- relu saves its result, half of it zeros, and its derivative asks only which. A codec that rotates gives zeros back as
-  noise, so half of them would pass a gradient on. The same tensor is the next layer's input, kept exact with it.
-- leaky relu, elu, celu and selu: their derivatives jump or bend where the sign changes, and small values round to zero.
+- results of relu: half are zeros, and the derivative asks only which. A codec that rotates would return zeros as noise,
+  and half of them would pass a gradient on. The next layer's input is this tensor, and stays exact with it.
+- inputs of leaky relu, elu, celu, selu: their derivatives jump or bend where the sign changes; small values round to 0.
 - factors that need no gradient: they may be masks, whose zeros must stay zeros.
-- tanh and sigmoid save results whose derivatives, 1 - y^2 and y (1 - y), vanish where most of them are: a small error
-  there is a large one in the gradient.
-- products of two activations (q k^T, probabilities times v): softmax makes large errors of small ones.
-- functions of functions that torch shows as one, as `multi_head_attention_forward`.
+- results of tanh and sigmoid: their derivatives, 1 - y^2 and y (1 - y), vanish where most results are, so a small error
+  of the result is a large one of the gradient.
+- factors of products of two activations (q k^T, probabilities times v): softmax turns small errors into large ones.
+- tensors saved within functions that torch shows as one call, such as `multi_head_attention_forward`.
 
-Classes: `compact.Saved`; sources in `compact._presets`.
+The sources are named in `compact._presets`.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from compact import Saved
 
 from .._torch.weights import is_weight
 
-# Class of a saved tensor, from it and the arguments of the function that saves it.
+# (saved tensor, args, kwargs of the function that saves it) -> class.
 Rule = Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Saved]
-# A function under way: its rule, and its arguments.
+# A running function: its rule, args and kwargs.
 Call = tuple[Rule, tuple[Any, ...], Mapping[str, Any]]
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
@@ -43,28 +42,25 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether codecs may touch it. Eight-bit floats are a codec's work already."""
+    """Whether lossy codecs may apply. Eight-bit floats are excluded: some codec has made them."""
     return tensor.dtype in _FLOATS
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
-    """An argument given by place or by name; None where it is left out."""
+    """Return an argument given by position or by name; None if it is left out."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _index(tensor: Tensor) -> Saved:
+def _index(tensor: Tensor, *_: Any) -> Saved:
+    """Rule of functions that save indices and nothing else that is known."""
     return Saved.INDEX if tensor.dtype in _INTEGERS else Saved.UNKNOWN
-
-
-def _only_index(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    return _index(tensor)
 
 
 # -- products with a weight ------------------------------------------------------------------------------------------
 
 
 def _factors(first: int, first_name: str, second: int, second_name: str) -> Rule:
-    """The rule of a product, bilinear in two arguments: one must be a weight, then the other is LINEAR_INPUT."""
+    """Make the rule of a product, bilinear in two arguments: if one is a weight, the other is LINEAR_INPUT."""
 
     def rule(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
         if not is_float(tensor):
@@ -73,11 +69,11 @@ def _factors(first: int, first_name: str, second: int, second_name: str) -> Rule
         if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or is_weight(one) == is_weight(two):
             return Saved.UNKNOWN
         weight, other = (one, two) if is_weight(one) else (two, one)
-        # Of a frozen weight's product only the weight is saved, perhaps as a cast copy that nothing links to it.
+        # A product with a frozen weight saves only that, perhaps as a cast copy that is not linked to it.
         if not weight.requires_grad or tensor.numel() != other.numel():
             return Saved.UNKNOWN
-        # Autocast's cache may hold a cast of the weight made under no_grad, unlinked too. It needs no gradient; the
-        # weight is saved only if the other factor does.
+        # Autocast's cache may hold an unlinked cast of the weight too, made under no_grad. It needs no gradient, and a
+        # weight is saved only if the other factor needs one.
         return Saved.LINEAR_INPUT if tensor.requires_grad or not other.requires_grad else Saved.UNKNOWN
 
     return rule
@@ -87,7 +83,7 @@ def _factors(first: int, first_name: str, second: int, second_name: str) -> Rule
 
 
 def _norm(statistics: Callable[[Tensor, Any], int]) -> Rule:
-    """The rule of a norm. `statistics`: how many means it makes, from the input and the argument after it."""
+    """Make the rule of a norm. `statistics` counts its means, given the input and the argument after it."""
 
     def rule(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
         if not is_float(tensor):
@@ -101,7 +97,7 @@ def _norm(statistics: Callable[[Tensor, Any], int]) -> Rule:
         weight = kwargs.get("weight")
         shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", kwargs.get("num_groups"))
         if statistics(x, shape) == numel or (isinstance(weight, Tensor) and weight.numel() == numel):
-            return Saved.NORM_STATISTICS  # one element a group, or one group: input, mean and weight look alike
+            return Saved.NORM_STATISTICS  # one element per group, or one group: input, mean and weight look alike
         return Saved.NORM_INPUT
 
     return rule
@@ -116,18 +112,18 @@ def _groups(x: Tensor, count: Any) -> int:
 
 
 def _squared(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    """The rule, within a norm written in Python, of what is squared for its mean; elsewhere a power is UNKNOWN."""
+    """Rule of powers within a norm written in Python: it squares its input for a mean. Elsewhere they are UNKNOWN."""
     exponent = argument(args, kwargs, 1, "exponent")
     return Saved.NORM_INPUT if isinstance(exponent, (int, float)) and exponent == 2 else Saved.UNKNOWN
 
 
 def _quotient(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    """The same of what is divided by its root. Errors of small divisors would be large."""
+    """Rule of quotients within such a norm: the dividend is its input. Errors of small divisors would be large."""
     return Saved.NORM_INPUT if tensor is argument(args, kwargs, 0, "input") else Saved.UNKNOWN
 
 
-def other(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    """The rule of functions that have none."""
+def other(*_: Any) -> Saved:
+    """Rule of functions that have none of their own."""
     return Saved.UNKNOWN
 
 
@@ -135,11 +131,12 @@ _PARTS_OF_NORMS = frozenset((_squared, _quotient, other))
 
 
 def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
-    """Class of what a function saves.
+    """Return the class of a tensor that is being saved.
 
     Args:
-        call: the function under way; none in a custom Function, which is taken for the whole of a norm it is in.
-        norm_numel: elements of the input of the norm, written in Python, that is under way.
+        tensor: being saved.
+        call: the running function; None in a custom Function, which counts as the whole of the norm it is in.
+        norm_numel: elements of the input of the running norm, if that is written in Python.
     """
     of_norms = call is None or call[0] in _PARTS_OF_NORMS
     if norm_numel is None:
@@ -164,7 +161,7 @@ def _activation(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 
 
 def _product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    """The rule of an elementwise product: a factor that is not broadcast. Broadcast ones are small, and stay exact."""
+    """Rule of elementwise products: factors that are not broadcast. Broadcast ones are small and stay exact."""
     one, two = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
     if not is_float(tensor):
         return _index(tensor)
@@ -175,7 +172,7 @@ def _product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def _dropout(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    # On a CPU the mask is a float one, 0 and 1 / (1 - p), and the only tensor saved; it needs no gradient.
+    # On a CPU the mask holds the floats 0 and 1 / (1 - p), needs no gradient, and is the only tensor saved.
     if tensor.dtype in (torch.bool, torch.uint8):
         return Saved.MASK
     drawn = not tensor.requires_grad and tensor is not argument(args, kwargs, 0, "input")
@@ -195,11 +192,11 @@ def _attention(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return Saved.ATTENTION_STATISTICS
     if tensor is q or tensor is k or tensor is v:
         return Saved.ATTENTION
-    # Of q in all batches and heads, one log-sum-exp each: also where q is one for all batches of k.
+    # Rows of q in all batches and heads, each with one log-sum-exp; q may be one for all batches of k.
     rows = max(q.numel() // max(q.shape[-1], 1), k.numel() // max(math.prod(k.shape[-2:]), 1) * q.shape[-2])
     attention = {q.numel(), k.numel(), v.numel(), rows * v.shape[-1]}
-    # What else is saved: a log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded;
-    # and where no fused kernel serves, probabilities and what dropout keeps of them.
+    # Also saved: the log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded; and
+    # without a fused kernel, probabilities before and after dropout.
     mask, count = argument(args, kwargs, 3, "attn_mask"), max(q.shape[-2], 1)
     others = {rows, rows // count * (-(-count // 32) * 32), rows * k.shape[-2]}
     if isinstance(mask, Tensor):
@@ -234,13 +231,13 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     ),
     _attention: ("scaled_dot_product_attention",),
     _probabilities: ("softmax", "log_softmax", "cross_entropy"),
-    _only_index: (
+    _index: (
         *("embedding", "embedding_bag", "nll_loss", "gather", "index_select", "scatter", "scatter_", "scatter_add"),
         *("scatter_add_", "index_add", "index_add_", "index_copy", "take_along_dim", "__getitem__", "topk", "sort"),
         *("max_pool1d", "max_pool2d", "max_pool3d"),
     ),
 }
-# The places that have these names; torch shows an override the very object found there.
+# Where these names are looked up: torch passes the object found there to `__torch_function__`.
 _PLACES = (torch, Tensor, functional, torch.special)
 
 RULES: Mapping[Any, Rule] = {

@@ -1,18 +1,19 @@
-"""Compressor: a record's bytes made smaller once its operator has finished, and given back as they were or nearly.
+"""Compressor: encodes a record's bytes by a preset once its operator has finished.
 
 Guarantees:
 
-1. What a codec makes of a tensor depends on its values, the preset, the seed and its number in the pack sequence, never
-   on timing: a tensor that backward wants before it was written goes through the codec all the same.
-2. Who saved a tensor decides the codec. A storage that several operators saved gets the strictest of theirs; one that
-   was made smaller already serves only savers who need no more, and others get a record of their own.
+1. The encoded bytes depend on the tensor's values, the preset, the seed and the record's number in the pack sequence,
+   never on timing: a tensor that backward asks for before it is written goes through its codec all the same.
+2. The class of the operator that saved a tensor decides the codec. A storage that several operators saved gets the
+   strictest of their codecs. If it is encoded already it serves only operators whose codec is no stricter; others get a
+   record of their own.
 3. A tensor that would hardly become smaller stays as it is.
-4. Nothing waits for a device in forward: where values decide, they are looked at by a later hook, once they are there.
+4. Forward never waits for a device: where values decide, a later hook reads the flag once it is on the host.
 
-Everything after that (tiers, budgets, statistics) sees the packed bytes only: the record's alias is then a flat byte
-tensor of the engine's own, which nobody else can edit.
+Tiers, budgets and statistics see only the encoded bytes: the record's alias is then a flat byte tensor that the engine
+owns and nobody else can edit.
 
-Wants the engine's lock held, except `unpacked`.
+Assumption: callers hold the engine's lock.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from .._stats import Counters
 from .calls import SavedBy, kind_of
 from .projected_linear import ProjectedLinear
 
-# What is saved must pay for two more passes over the data.
+# Largest share of the bytes that an encode may leave: the savings must pay for two more passes over the data.
 _WORTH = 0.9
 
 
 class _Waiting(NamedTuple):
-    """An encode whose values are still to be looked at."""
+    """An encode whose flag is still on its way to the host."""
 
     record: weakref.ref[Record]
     codec: Codec
@@ -49,7 +50,7 @@ class _Waiting(NamedTuple):
 
 
 class Compressor:
-    """Applies a preset. Without one nothing is ever smaller."""
+    """Chooses and applies the codecs of a preset."""
 
     def __init__(self, preset: Preset, seed: int, counters: Counters) -> None:
         self._preset = preset
@@ -60,9 +61,13 @@ class Compressor:
         self.waiting: list[_Waiting] = []
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
-        """What tells savers apart and, for projections, takes over linear layers; entered with the hooks.
+        """Make the torch-function mode to enter with the hooks; None if the preset needs none.
 
-        None where the preset does not ask for it. Raises ConfigError, RankError: nothing in the model to project.
+        It notes which function is saving and, where the preset projects linear inputs, replaces linear layers.
+
+        Raises:
+            ConfigError: a projection, but no linear layer in the model.
+            RankError: a rank above the width of a layer.
         """
         if not self._tells_savers_apart:
             return None
@@ -72,23 +77,23 @@ class Compressor:
         return mode
 
     def projection(self, model: nn.Module | None) -> ProjectedLinear | None:
-        """What takes over linear layers, where the preset projects their inputs. Raises as `mode`."""
+        """Make the replacement of linear layers; None if the preset projects nothing. Raises as `mode` does."""
         projected = self._preset[Saved.LINEAR_INPUT]
         if isinstance(projected, Projected):
             self._linear = ProjectedLinear(projected, seed=self._seed, model=model)
         return self._linear
 
     def end_step(self) -> None:
-        """A training step is over: the next one has other projections."""
+        """End a training step: the next one gets new projections."""
         if self._linear is not None:
             self._linear.step()
 
     def kind(self, tensor: Tensor) -> Saved:
-        """Who is saving this tensor, in a pack hook."""
+        """Return the class of the tensor that a pack hook is given."""
         return kind_of(tensor) if self._tells_savers_apart else Saved.UNKNOWN
 
     def also(self, record: Record, kind: Saved) -> bool:
-        """One more operator saves a record's tensor; False where the record has been made too small for it."""
+        """Note that one more operator saves a record's tensor. False if the record has lost too much for it already."""
         needed = self._preset[kind]
         if record.codec is None or strictness(needed) <= strictness(record.codec):
             return True
@@ -98,7 +103,7 @@ class Compressor:
         return True
 
     def _is_waiting(self, record: Record) -> bool:
-        """Whether a codec has begun with it, and will finish."""
+        """Whether an encode of it has begun and is still to finish."""
         return any(entry.record is record.ref for entry in self.waiting)
 
     def choose(self, record: Record, kind: Saved) -> None:
@@ -106,7 +111,7 @@ class Compressor:
         record.use_codec(self._preset[kind])
 
     def encode(self, record: Record) -> bool:
-        """Make a record smaller whose operator has finished. False if its values are to be looked at first."""
+        """Encode a record whose operator has finished. False if its flag must reach the host first."""
         alias, codec = record.alias, record.codec
         if codec is None or alias is None or record.is_edited() or not record.is_whole():
             return True
@@ -124,7 +129,7 @@ class Compressor:
         return True
 
     def settle(self, *, wait: bool) -> list[Record]:
-        """Finish the encodes whose values have arrived, of all if `wait`. The records that may now go on."""
+        """Finish the encodes whose flags have arrived, or all if `wait`. Return the records that may go on."""
         done, waiting, self.waiting = [], self.waiting, []
         for entry in waiting:
             record = entry.record()

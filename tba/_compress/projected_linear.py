@@ -1,20 +1,21 @@
-"""Intercept: linear layers that save a projection of their input, for models that nobody converted.
+"""ProjectedLinear: a replacement for `linear` that saves a projection of the input, for unconverted models.
 
-`ProjectedLinear` is a `linear` for `SavedBy`: it runs `compact.compact_linear` in the place of
-`torch.nn.functional.linear`, so that autograd saves z = x P, [..., r], instead of x [..., n]. The output, the input
-gradient and the bias gradient are those of the plain call, bit for bit; the weight gradient is full-size and has the
-plain one as its mean, so any optimizer takes it. CompAct, arXiv 2410.15352, section 3 (whose small optimizer needs
-`compact.convert`).
+`SavedBy` calls it in place of `torch.nn.functional.linear`. It runs `compact.compact_linear`, so that autograd saves
+z = x P, [..., r], instead of x [..., n]. The output, the input gradient and the bias gradient are those of the plain
+call, bit for bit. The weight gradient is full-size and its mean is the plain one, so any optimizer takes it. CompAct,
+arXiv 2410.15352, section 3 (its optimizer in the small space needs `compact.convert`).
 
 Guarantees:
 
-1. P depends on (seed, layer, step) alone: a new one each step averages best. A layer is known by its parameter's name
-   in the model, else by the order in which parameters were first used.
-2. Layers that read the very same tensor, unchanged, share one projection (the first one's) and one z.
-3. Left alone: frozen weights and weights that are no parameter, integers and complex numbers, a rank that is the whole
-   width, `torch.func` transforms, and checkpointed regions, which keep nothing until backward and must save the same
-   tensors when they are run again, outside of any mode.
-4. Any thread may call. One lock guards the tables; products are made outside of it. Inputs are held weakly.
+1. P depends on (seed, layer, step) alone; a new P in each step averages best. A layer is identified by its parameter's
+   name in the model, or else by the order in which parameters were first used.
+2. Layers that read one tensor, unchanged in between, share one P (that of the first layer) and one z.
+3. These calls are left alone: frozen weights and weights that are not parameters, integers and complex numbers, a rank
+   equal to the width, `torch.func` transforms, and checkpointed regions. The latter keep nothing until backward, and
+   must save equal tensors when they are run again, outside any mode.
+4. Any thread may call. One lock guards the tables; products are computed without it. Inputs and parameters are held
+   weakly: their entries go when they die, by `WeakIdKeyDictionary`, which takes no lock and never confuses a new tensor
+   with a dead one that had its id.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from .classes import is_float
 
 
 class ProjectedLinear:
-    """What `SavedBy` calls instead of `linear`.
+    """Replacement for `linear(x, weight, bias)`.
 
     Args:
-        projected: rank, a number or a share of each width, and kind of projection.
-        seed: of the run. Equal seeds and layers give equal projections, on every rank and device.
-        model: to name layers by, and to check before anything runs. Held weakly, by its parameters.
+        projected: rank (a number of columns, or a share of each width) and kind of projection.
+        seed: seed of the run. Equal seeds and layers give equal projections on every rank and device.
+        model: names the layers, and is checked before anything runs. Only its parameters are held, weakly.
 
     Raises:
         ConfigError: a model without a linear layer.
-        RankError: a rank above a layer's width, naming the layer; without a model it is raised when the layer is met.
+        RankError: a rank above a layer's width, naming the layer; without a model a call raises it.
     """
 
     def __init__(self, projected: Projected, *, seed: int = 0, model: nn.Module | None = None) -> None:
@@ -57,12 +58,12 @@ class ProjectedLinear:
             self._learn(model)
 
     def step(self) -> None:
-        """A training step is over: what follows gets new projections. Graphs made before keep theirs."""
+        """End a training step: later calls get new projections. Existing graphs keep theirs."""
         with self._lock:
             self._steps += 1
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """x [..., n], weight [out, n], bias [out] or None -> [..., out]; or None where the call is left alone.
+        """Map x [..., n] with weight [out, n] and bias [out] or None to [..., out]; None if the call is left alone.
 
         Raises:
             RankError: a rank above n, naming the layer.
@@ -80,7 +81,7 @@ class ProjectedLinear:
             x, weight, bias, rank=rank, key=source.key, kind=self._projected.kind, shared=source.shared
         )
 
-    # -- with the lock -------------------------------------------------------------------------------------------
+    # -- with the lock held --------------------------------------------------------------------------------------
 
     def _learn(self, model: nn.Module) -> None:
         layers = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
@@ -105,7 +106,7 @@ class ProjectedLinear:
         return name
 
     def _source(self, x: Tensor, parameter: Tensor) -> _Input:
-        """The projection of this input: that of the layer which read it first, if nothing has changed since."""
+        """Return the projection of an input: that of the layer that read it first, if nothing has changed since."""
         source: _Input | None = self._inputs.get(x)
         if source is None or (source.version, source.step) != (x._version, self._steps):
             number = key(self._seed, self._name(parameter), self._steps)
@@ -114,7 +115,7 @@ class ProjectedLinear:
 
 
 class _Input(NamedTuple):
-    """What is known of a tensor that layers read: its version, the step, the key of its projection, and that itself."""
+    """An input of linear layers: its version, the step, the key of its projection, and the cache of its z."""
 
     version: int
     step: int
@@ -123,7 +124,7 @@ class _Input(NamedTuple):
 
 
 def _trained(weight: Any) -> Tensor | None:
-    """The parameter that a weight [out, n] is, or is the transpose of; None if it needs no gradient or is no such."""
+    """Return the parameter that a weight [out, n] is, or transposes; None if it is neither or needs no gradient."""
     parameter = weight if type(weight) is nn.Parameter else getattr(weight, "_base", None)
     if type(parameter) is not nn.Parameter or not parameter.requires_grad or weight.numel() != parameter.numel():
         return None
@@ -131,7 +132,7 @@ def _trained(weight: Any) -> Tensor | None:
 
 
 def _plain(x: Any, weight: Tensor, bias: Any) -> bool:
-    """Whether these are tensors that fit, so that errors are torch's own."""
+    """Whether the arguments are plain and fit each other; otherwise torch is left to raise its own errors."""
     return (
         type(x) is Tensor
         and is_float(x)

@@ -75,7 +75,7 @@ def leads_to_parameter(node: Any) -> bool:
 
 
 def is_weight(tensor: Any) -> bool:
-    """Whether it is a parameter, or a view or cast of one that autograd or a mark on its storage links to it."""
+    """Whether a tensor is a parameter, or a view or cast of one that autograd or a mark on its storage reveals."""
     if isinstance(tensor, nn.Parameter):
         return True
     if type(tensor) is not Tensor:
