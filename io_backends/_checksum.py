@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from . import _layout
-from ._extents import align_up
-from ._store import Buffer, Location
+from ._store import Buffer
+
+# Small enough that an error says where to look, large enough that `xxhash` lets other threads run meanwhile.
+CHUNK_BYTES = 4 << 20
 
 _PyBUF_READ = 0x100
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -22,7 +23,6 @@ _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view.restype = ctypes.py_object
 
 Digest = Callable[[int, int], int]  # of (address, nbytes)
-Sums = dict[int, int]  # chunk index to checksum
 
 
 def digest() -> Digest:
@@ -39,10 +39,11 @@ def digest() -> Digest:
     return of_memory
 
 
-def sums(digest: Digest, buffer: Buffer, location: Location, block: int, part: _layout.Part) -> Sums:
-    """The checksums, over the buffer's memory, of the chunks that one part of a transfer consists of."""
-    found: Sums = {}
-    for index in _layout.chunks_of(part, align_up(location.skew + location.nbytes, block), block):
-        first, last = _layout.chunk_payload(index, location.skew, location.nbytes, block)
-        found[index] = digest(buffer.address + first, last - first)
-    return found
+def chunks(nbytes: int) -> list[tuple[int, int]]:
+    """The ranges of a buffer, each as begin and end, that have a checksum of their own."""
+    return [(begin, min(begin + CHUNK_BYTES, nbytes)) for begin in range(0, nbytes, CHUNK_BYTES)]
+
+
+def sums(digest: Digest, buffer: Buffer) -> tuple[int, ...]:
+    """The checksums of a buffer's memory, one for each of its `chunks`."""
+    return tuple(digest(buffer.address + begin, end - begin) for begin, end in chunks(buffer.nbytes))

@@ -90,9 +90,7 @@ class Gather:
         for ticket, location in zip(tickets, locations, strict=True):
             assert ticket.buffer is not None
             length = align_up(location.skew + location.nbytes, block)
-            vector, edges = _layout.vector(
-                ticket.buffer.address, location.skew, location.nbytes, block, (0, length), bounce
-            )
+            vector, edges = _layout.vector(ticket.buffer.address, location.skew, location.nbytes, block, bounce)
             for inside, outside, nbytes in edges:
                 ctypes.memmove(inside, outside, nbytes)
             pieces += vector

@@ -44,7 +44,7 @@ class Buffer(NamedTuple):
 class Location(NamedTuple):
     """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
 
-    `sums` has one checksum for each of the pieces the store cuts an extent into, in order; empty without checksums.
+    `sums` has the checksums of its chunks, in order; empty without checksums.
     """
 
     offset: int

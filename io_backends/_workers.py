@@ -1,4 +1,4 @@
-"""Workers: a few named threads that run tickets, reads ahead of writes, and help one another with big ones.
+"""Workers: a few named threads that run tickets, reads ahead of writes.
 
 Where all are busy, one that comes to the queue takes several writes at once, if its store can move them so.
 
@@ -10,7 +10,7 @@ Guarantees:
    the ticket it had, and another thread takes its place; so no ticket waits for a thread that is not there.
 3. Between jobs a worker holds no reference to the last one, so memory goes the moment a transfer ends.
 4. `held()` waits for running tickets and holds new ones; used around `fork` (`_fork`).
-5. A ticket depends on its own worker only. Tasks it shares with others it does itself if they do not come.
+5. A ticket depends on its own worker only.
 6. Whoever waits learns when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
 
 Threads are daemons: an interpreter that exits with I/O in flight does not wait for it; scratch data is worthless then.
@@ -30,7 +30,6 @@ from . import _fork
 from ._desk import Desk
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
 from ._gather import Gatherer
-from ._share import Shared
 from ._store import Ticket
 
 # A pool whose threads keep dying has a reason that new ones will not cure.
@@ -71,10 +70,9 @@ class Workers:
         self.gatherer: Gatherer | None = None
         self.on_forked = on_forked
         self._name = f"{name}-{next(_number)}"
-        self._helps: deque[Shared] = deque()
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True or more per job; False ends a worker
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True per job; False ends a worker
         self._desks = [Desk() for _ in range(count)]
         self._lock = threading.Lock()  # for starting and ending threads
         self._on_stopped = on_stopped
@@ -133,29 +131,6 @@ class Workers:
                 thread.join(self.period_s)
                 if thread is desk.thread and (not thread.is_alive() or self.stalled_s(begun_s)):
                     break
-
-    def idle(self) -> int:
-        """About how many workers have nothing to do; none once stopped. Those coming for queued jobs are among them."""
-        return sum(desk.idle for desk in self._desks) if self._open else 0
-
-    def share(self, tasks: list[Callable[[], None]]) -> None:
-        """On a worker, within a ticket: run `tasks` with the help of idle workers; returns when all have ended.
-
-        Raises the first error of any; tasks not begun by then are left out.
-        """
-        if len(tasks) == 1:
-            return tasks[0]()
-        shared = Shared(tasks)
-        helpers = min(self.idle(), len(tasks) - 1)
-        shared.offer(helpers)
-        for _ in range(helpers):
-            self._helps.append(shared)
-            self._tokens.put(True)
-        try:
-            shared.work()
-        finally:
-            shared.join(lambda: any(desk.has(shared) for desk in self._desks))
-        shared.finish()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -254,18 +229,16 @@ class Workers:
         # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
         if self._frozen:
             return False
-        while queue := self._helps or self._reads or self._writes:
-            job: Shared | Ticket | None = desk.take(queue)
-            if job is not None:  # else another worker was faster
+        while queue := self._reads or self._writes:
+            ticket: Ticket | None = desk.take(queue)
+            if ticket is not None:  # else another worker was faster
                 break
         else:
             return False
-        if isinstance(job, Shared):
-            job.help()
-        elif self.gatherer is not None and queue is self._writes and queue and not self.idle():
-            self._run_together(self.gatherer, job, desk)
+        if self.gatherer is not None and queue is self._writes and queue and not any(d.idle for d in self._desks):
+            self._run_together(self.gatherer, ticket, desk)
         else:
-            self._run(job)
+            self._run(ticket)
         return True
 
     def _run(self, ticket: Ticket) -> None:

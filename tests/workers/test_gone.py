@@ -6,7 +6,6 @@ import ctypes
 import random
 import time
 import weakref
-from functools import partial
 
 import pytest
 
@@ -98,15 +97,14 @@ def test_a_pool_whose_workers_keep_dying_gives_up_and_says_so() -> None:
 
 
 def test_workers_hit_at_any_place_lose_no_ticket() -> None:
-    """SystemExit thrown into the threads from outside, while they run tickets and share tasks."""
+    """SystemExit thrown into the threads from outside, while they run tickets."""
     throw = ctypes.pythonapi.PyThreadState_SetAsyncExc
     throw.argtypes = (ctypes.c_ulong, ctypes.py_object)
     choose = random.Random(1)
     deaths = 0
     with running(2) as workers:
         for turn in range(60):
-            tasks = [partial(time.sleep, 0.0002 * choose.randrange(3)) for _ in range(4)]
-            tickets = [ticket_of(lambda _, tasks=tasks: workers.share(tasks)) for _ in range(6)]  # type: ignore[misc]
+            tickets = [ticket_of(lambda _: time.sleep(0.0002 * choose.randrange(3))) for _ in range(6)]
             try:
                 for ticket in tickets:
                     workers.submit(ticket, urgent=choose.random() < 0.5)
