@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from . import _layout
 from ._errors import ShortTransfer
@@ -28,16 +27,6 @@ from ._syscalls import Syscalls
 
 MOST_BYTES = 16 << 20
 MOST_TICKETS = 64  # four pieces each at most, and the system takes 1024
-
-
-class Gatherer(Protocol):
-    """What a pool of workers asks of a store that moves several writes at once."""
-
-    def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
-        """Whether `another` goes with these, which may be none yet."""
-
-    def write(self, tickets: Sequence[Ticket]) -> None:
-        """Move them, and set each one's location and bytes. Raises where it cannot, and has changed nothing then."""
 
 
 class Gather:

@@ -78,7 +78,7 @@ class Watch(Protocol):
         """How often a waiter looks."""
 
     def check(self, ticket: Ticket, since_s: float) -> None:
-        """Raise StoreError if there is no use in waiting on: nobody has the ticket any more, or nothing moves.
+        """Raise StoreError if there is no use in waiting on, as nothing moves any more.
 
         `since_s` is when the wait began, in `time.perf_counter()` seconds.
         """
@@ -136,7 +136,7 @@ class Ticket:
 
         Raises:
             StoreError: what ended the transfer; or, with the transfer still unfinished, `StoreStalled` when no byte of
-                the store has moved for its timeout since this wait began, or that nobody has the ticket any more.
+                the store has moved for its timeout since this wait began.
         """
         if self.state not in _ENDED and not self._await_end(timeout_s):
             return False
@@ -198,7 +198,7 @@ class Ticket:
             work(self)
         except BaseException as error:  # a worker carries every error, even SystemExit, to whoever waits
             self.error = error if isinstance(error, StoreError) else _broken(error)
-            _let_go(error)
+            let_go(error)
         self.ended_s = clock()
         self.finish()
 
@@ -228,10 +228,10 @@ def _broken(cause: BaseException) -> StoreBroken:
     return error
 
 
-def _let_go(error: BaseException) -> None:
+def let_go(error: BaseException) -> None:
     """Keep a failed transfer's traceback but not the locals of its frames: they hold the buffer's owner."""
     if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # the first frame is `run`, which is still running
+        error.__traceback__ = error.__traceback__.tb_next  # the first frame is the caller's, which is still running
     chained: BaseException | None = error
     while chained is not None:
         traceback.clear_frames(chained.__traceback__)

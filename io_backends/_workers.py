@@ -1,17 +1,30 @@
-"""Workers: a few named threads that run tickets, reads ahead of writes.
-
-Where all are busy, one that comes to the queue takes several writes at once, if its store can move them so.
+"""Workers: a few named threads that run a store's tickets, reads ahead of writes.
 
 Guarantees:
 
-1. `submit` and `stop` never block and may be called from a finaliser: they only append to deques and put a token
-   into a `SimpleQueue`, whose `put` is reentrant.
-2. A ticket that fails leaves its worker alive. A worker that dies all the same (an exception in the loop itself) fails
-   the ticket it had, and another thread takes its place; so no ticket waits for a thread that is not there.
+1. `submit` and `stop` never block and may be called from a finaliser: they append to deques and put a token into a
+   `SimpleQueue`, whose `put` is reentrant. No lock of ours is taken once the threads run.
+2. A ticket that fails leaves its worker alive (`Ticket.run`). An exception in the loop itself breaks the store: the
+   tickets in that worker's hands and in the queues fail with StoreBroken, and so does every later `submit`.
 3. Between jobs a worker holds no reference to the last one, so memory goes the moment a transfer ends.
 4. `held()` waits for running tickets and holds new ones; used around `fork` (`_fork`).
-5. A ticket depends on its own worker only.
-6. Whoever waits learns when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
+5. Where all workers are busy, one that comes to the queue takes several writes at once, if its store can move them so
+   (`gatherer`). Where another is idle, or on its way to the queue, each gets its own.
+6. Waiters learn when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
+
+Where threads meet:
+
+- Every ticket has a token, put after it. A worker takes at least one ticket for each token it gets, if there is one,
+  so no ticket is left in a queue without a worker to come. Tickets taken together leave tokens over; those wake a
+  worker for nothing.
+- `submit` against the last worker's end. The submitter (1) sees the pool open, (2) appends its ticket, (3) looks
+  whether a worker runs. The last worker (a) counts itself out, (b) fails what is queued. With (2) before (b) the worker
+  fails the ticket. With (b) before (2), (a) was before (3), so the submitter sees that nobody runs and fails it itself.
+- `stop` against the first `submit`. `_begin` starts the threads and opens the pool under a lock; `stop` takes none, as
+  a finaliser of the thread that holds it may call. It may thus see no thread, or some of them, and put its tokens
+  before the others are there. `_begin` looks again, last, whether the pool has been stopped, and puts those tokens.
+- `stop` against a running ticket. It ends; only tickets that a worker takes afterwards fail with StoreClosed.
+- Two workers at the queue. `_taking` is held while one looks at what is first and takes it; nobody else takes anything.
 
 Threads are daemons: an interpreter that exits with I/O in flight does not wait for it; scratch data is worthless then.
 """
@@ -22,22 +35,45 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
+from typing import Protocol
 
 from . import _fork
-from ._desk import Desk
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
-from ._gather import Gatherer
-from ._store import Ticket
+from ._store import Ticket, let_go
 
-# A pool whose threads keep dying has a reason that new ones will not cure.
-MOST_DEATHS = 16
 # How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
 _PERIOD_S = 0.25
 
 _number = itertools.count()
+
+
+class Gatherer(Protocol):
+    """What a pool of workers asks of a store that moves several writes at once."""
+
+    def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
+        """Whether `another` goes with these, which may be none yet."""
+
+    def write(self, tickets: Sequence[Ticket]) -> None:
+        """Move them, and set each one's location and bytes. Raises where it cannot, and has changed nothing then."""
+
+
+class _Slot:
+    """One thread, and what it is at.
+
+    Attributes:
+        busy: held during a job, and while the worker looks for one.
+        in_hand: its tickets, several where it runs them together.
+    """
+
+    __slots__ = ("busy", "in_hand", "thread")
+
+    def __init__(self) -> None:
+        self.busy = threading.Lock()
+        self.in_hand: list[Ticket] = []
+        self.thread: threading.Thread | None = None
 
 
 class Workers:
@@ -68,38 +104,39 @@ class Workers:
         self.timeout_s = timeout_s
         self.moved_s = 0.0
         self.gatherer: Gatherer | None = None
-        self.on_forked = on_forked
         self._name = f"{name}-{next(_number)}"
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
-        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True per job; False ends a worker
-        self._desks = [Desk() for _ in range(count)]
+        self._tokens: SimpleQueue[bool] = SimpleQueue()  # one True per ticket; False ends a worker
+        self._taking = threading.Lock()
+        self._slots = [_Slot() for _ in range(count)]
         self._lock = threading.Lock()  # for starting and ending threads
         self._on_stopped = on_stopped
+        self._on_forked = on_forked
         self._open = False  # there are threads, and they take tickets
-        self._stopping = False
-        self._refusal = "the store is closed; make a new one"
-        self._forked = self._frozen = False
+        self._stopping = self._forked = self._frozen = False
         self._running = 0
-        self._deaths = 0
+        self._cause: BaseException | None = None  # of a loop's end that nobody asked for
         _fork.register(self)
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket, *, urgent: bool) -> None:
-        """Queue a ticket. Raises StoreClosed after `stop`, StoreBroken once too many workers have died."""
+        """Queue a ticket. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
         if not self._open:
             self._begin()
         ticket.watch = self
         (self._reads if urgent else self._writes).append(ticket)
         self._tokens.put(True)
-        if self._stopping and not self._running:  # stopped between the check and here: nobody is left to take it
-            self._fail_queued(Desk())
+        if self._stopping and not self._running:
+            self._fail_queued()
 
     def refuse(self) -> None:
-        """Raise StoreClosed after `stop`, StoreBroken once too many workers have died."""
+        """Raise StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
+        if self._cause is not None:
+            raise StoreBroken(f"a worker of the store died: {self._cause!r}; make a new one") from self._cause
         if self._stopping:
-            raise (StoreClosed if self._deaths <= MOST_DEATHS else StoreBroken)(self._refusal)
+            raise StoreClosed("the store is closed; make a new one")
 
     @property
     def ended(self) -> bool:
@@ -112,7 +149,7 @@ class Workers:
             return
         self._stopping = True
         self._open = False
-        if not any(desk.thread for desk in self._desks):
+        if not any(slot.thread for slot in self._slots):
             self._on_stopped()
         self._end_threads()
 
@@ -122,14 +159,12 @@ class Workers:
             return
         begun_s = time.perf_counter()
         with self._lock:
-            pass  # whoever is starting threads has started them all
-        for desk in self._desks:
-            while True:
-                thread = desk.thread
-                if thread is None or thread is threading.current_thread():
-                    break
+            pass  # if some are being started, all have been now
+        for slot in self._slots:
+            thread = slot.thread
+            while thread is not None and thread is not threading.current_thread() and thread.is_alive():
                 thread.join(self.period_s)
-                if thread is desk.thread and (not thread.is_alive() or self.stalled_s(begun_s)):
+                if self.stalled_s(begun_s):
                     break
 
     @contextmanager
@@ -137,27 +172,27 @@ class Workers:
         """No ticket runs inside, except one that has stalled."""
         begun_s = time.perf_counter()
         with ExitStack() as stack:
-            for desk in self._desks:
-                while not desk.busy.acquire(timeout=self.period_s):
+            for slot in self._slots:
+                while not slot.busy.acquire(timeout=self.period_s):
                     if self.stalled_s(begun_s):
                         break
                 else:
-                    stack.callback(desk.busy.release)
+                    stack.callback(slot.busy.release)
             yield
 
     def forget(self) -> None:
         """In a forked child: the threads do not exist here; take nothing more."""
         self._open, self._stopping, self._forked = False, True, True
         self._lock = threading.Lock()  # another thread may have held it
-        self._desks = []
+        self._slots = []
         self._running = 0
-        self.on_forked()
+        self._on_forked()
 
     def freeze(self, deadline_s: float) -> None:
         """At the interpreter's exit: no ticket is begun any more; running ones may end until then."""
         self._open, self._stopping, self._frozen = False, True, True
-        for desk in self._desks:
-            desk.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
+        for slot in self._slots:
+            slot.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
 
     # -- for those who wait (`Watch`) ----------------------------------------------------------------------------
 
@@ -170,8 +205,8 @@ class Workers:
             raise StoreClosed("a transfer of the parent process cannot be waited for in a forked child")
         if self._frozen and not ticket.done():
             raise StoreClosed("the interpreter is exiting: nothing is transferred any more")
-        if not self._has(ticket) and not ticket.done():
-            raise StoreBroken(f"the worker that had the transfer of {ticket.nbytes} bytes is gone")
+        if self._cause is not None and self.ended and not ticket.done():
+            raise self._ending()
         stalled_s = self.stalled_s(since_s)
         if stalled_s and not ticket.done():
             raise StoreStalled(
@@ -184,158 +219,113 @@ class Workers:
         still_s = time.perf_counter() - max(since_s, self.moved_s)
         return still_s if self.timeout_s is not None and still_s > self.timeout_s else 0.0
 
-    def _has(self, ticket: Ticket) -> bool:
-        # In the order a ticket goes: what was taken from a queue before it was looked at is at a desk by now.
-        if ticket in self._reads or ticket in self._writes:
-            return True
-        return any(desk.has(ticket) for desk in self._desks)
-
     # -- threads -------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         with self._lock:
             if not self._stopping and not self._open:
-                self._running = len(self._desks)
-                for desk in self._desks:
-                    self._seat(desk)
+                self._running = len(self._slots)
+                for number, slot in enumerate(self._slots):
+                    name = f"{self._name}-{number}"
+                    slot.thread = threading.Thread(target=self._loop, args=(slot,), name=name, daemon=True)
+                    slot.thread.start()
                 self._open = True
-                if self._stopping:  # meanwhile, by somebody who saw no thread, or not all, to end
+                if self._stopping:
                     self._open = False
                     self._end_threads()
                     return
         self.refuse()
 
-    def _seat(self, desk: Desk) -> None:
-        name = f"{self._name}-{self._desks.index(desk)}"
-        desk.thread = threading.Thread(target=self._loop, args=(desk,), name=name, daemon=True)
-        desk.thread.start()
-
     def _end_threads(self) -> None:
-        for _ in self._desks:
+        for _ in self._slots:
             self._tokens.put(False)
 
-    def _loop(self, desk: Desk) -> None:
+    def _loop(self, slot: _Slot) -> None:
         try:
             while self._tokens.get():
-                with desk.busy:
-                    self._run_next(desk)
-                    desk.jobs.clear()
-        except BaseException as error:  # the ticket it strikes tells of it; where it strikes none, nothing is lost
-            self._bury(desk, error)
-        else:
-            self._leave(desk)
-
-    def _run_next(self, desk: Desk) -> bool:
-        # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
-        if self._frozen:
-            return False
-        while queue := self._reads or self._writes:
-            ticket: Ticket | None = desk.take(queue)
-            if ticket is not None:  # else another worker was faster
-                break
-        else:
-            return False
-        if self.gatherer is not None and queue is self._writes and queue and not any(d.idle for d in self._desks):
-            self._run_together(self.gatherer, ticket, desk)
-        else:
-            self._run(ticket)
-        return True
-
-    def _run(self, ticket: Ticket) -> None:
-        if ticket.start():
-            self._run_started(ticket)
-
-    def _run_started(self, ticket: Ticket) -> None:
-        if self._stopping:
-            ticket.error = self._closing_error()
-            ticket.finish()
-        else:
-            ticket.run(time.perf_counter)
-            self.moved_s = ticket.ended_s
-
-    def _run_together(self, gatherer: Gatherer, first: Ticket, desk: Desk) -> None:
-        """Run a write and those behind it in the queue that go with it."""
-        tickets, other = [first], None
-        if gatherer.takes([], first):
-            while (another := _peek(self._writes)) is not None and gatherer.takes(tickets, another):
-                taken = desk.take(self._writes)
-                if taken is not another:  # another worker took that, and this may be one that goes alone
-                    other = taken
-                    break
-                tickets.append(taken)
-        started = [ticket for ticket in tickets if ticket.start()]
-        started_s = time.perf_counter()
-        if len(started) > 1 and not self._stopping and _written(gatherer, started):
-            self.moved_s = ended_s = time.perf_counter()
-            for ticket in started:
-                ticket.started_s, ticket.ended_s = started_s, ended_s
-                ticket.finish()
-        else:
-            for ticket in started:
-                while (read := desk.take(self._reads)) is not None:  # ahead of writes, here as well
-                    self._run(read)
-                self._run_started(ticket)
-        if other is not None:
-            self._run(other)
-
-    def _bury(self, desk: Desk, cause: BaseException) -> None:
-        """The thread at this desk is dying: put another there, or give up, and then end what it had."""
-        jobs, desk.jobs = desk.jobs, []
-        with self._lock:
-            self._deaths += 1
-            goes_on = not self._stopping and self._deaths <= MOST_DEATHS
-            if goes_on:
-                self._seat(desk)
-                self._tokens.put(True)  # the dead one may have used up a token and left its ticket in the queue
-            elif not self._stopping:
-                self._refusal = f"{self._deaths} workers of the store died, the last of {cause!r}; make a new one"
-                self._open, self._stopping = False, True
-                self._end_threads()
-        _abort(jobs, cause)
-        if not goes_on:
-            self._leave(desk)
-
-    def _leave(self, desk: Desk) -> None:
+                with slot.busy:
+                    self._run_next(slot)
+                    slot.in_hand.clear()
+        except BaseException as error:
+            let_go(error)
+            self._break(slot, error)
         with self._lock:
             self._running -= 1
             last = self._running == 0
         if last:
-            self._fail_queued(desk)
+            self._fail_queued()
             self._on_stopped()
 
-    def _fail_queued(self, desk: Desk) -> None:
-        more = True
-        while more:
-            try:
-                more = self._run_next(desk)
-            except BaseException as error:
-                _abort(desk.jobs, error)
-            desk.jobs.clear()
+    def _run_next(self, slot: _Slot) -> None:
+        # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
+        if self._frozen:
+            return
+        self._take(slot, (self._reads, self._writes))
+        started = [ticket for ticket in slot.in_hand if ticket.start()]
+        if self._stopping:
+            for ticket in started:
+                ticket.abort(self._ending())
+        elif len(started) < 2 or not self._write_together(started):
+            for ticket in started:
+                while len(started) > 1 and (read := self._take(slot, (self._reads,))) is not None:
+                    if read.start():  # reads go ahead here as well
+                        self._run(read)
+                self._run(ticket)
 
-    def _closing_error(self) -> StoreError:
-        if self._deaths > MOST_DEATHS:
-            return StoreBroken(self._refusal)
-        return StoreClosed("the store was closed before this transfer started")
+    def _run(self, ticket: Ticket) -> None:
+        ticket.run(time.perf_counter)
+        self.moved_s = ticket.ended_s
 
+    def _take(self, slot: _Slot, queues: Sequence[deque[Ticket]]) -> Ticket | None:
+        """Put what comes next into the worker's hands: before it leaves the queue, so that it is never in neither."""
+        with self._taking:
+            queue = next(filter(None, queues), None)
+            if queue is None:
+                return None
+            tickets, gatherer = slot.in_hand, self.gatherer
+            tickets.append(queue[0])
+            queue.popleft()
+            if gatherer is None or queue is self._reads or not all(other.in_hand for other in self._slots):
+                return tickets[-1]
+            while queue and gatherer.takes((), tickets[0]) and gatherer.takes(tickets, queue[0]):
+                tickets.append(queue[0])
+                queue.popleft()
+            return tickets[-1]
 
-def _peek(queue: deque[Ticket]) -> Ticket | None:
-    try:
-        return queue[0]
-    except IndexError:
-        return None
+    def _write_together(self, tickets: list[Ticket]) -> bool:
+        assert self.gatherer is not None
+        started_s = time.perf_counter()
+        try:
+            self.gatherer.write(tickets)
+        except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one ticket's own
+            return False
+        self.moved_s = ended_s = time.perf_counter()
+        for ticket in tickets:
+            ticket.started_s, ticket.ended_s = started_s, ended_s
+            ticket.finish()
+        return True
 
+    def _break(self, slot: _Slot, cause: BaseException) -> None:
+        """A loop has failed: take nothing more, end the other threads, and fail what this one had."""
+        self._cause = cause
+        self._open, self._stopping = False, True
+        self._end_threads()
+        for ticket in slot.in_hand:
+            ticket.abort(self._ending(f"the worker that had the transfer of {ticket.nbytes} bytes died"))
+        slot.in_hand.clear()
 
-def _written(gatherer: Gatherer, tickets: list[Ticket]) -> bool:
-    try:
-        gatherer.write(tickets)
-    except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one of these tickets' own
-        return False
-    return True
+    def _fail_queued(self) -> None:
+        """Nobody is left to take tickets: end those that are queued."""
+        for queue in () if self._frozen else (self._reads, self._writes):
+            while queue:
+                try:
+                    queue.popleft().abort(self._ending())
+                except IndexError:  # a submitter and the last worker are both at it
+                    break
 
-
-def _abort(jobs: list[object], cause: BaseException) -> None:
-    for job in jobs:
-        if isinstance(job, Ticket):
-            error = StoreBroken(f"the worker that had the transfer of {job.nbytes} bytes died: {cause!r}")
-            error.__cause__ = cause.with_traceback(None)  # its frames would keep what the ticket lets go
-            job.abort(error)
+    def _ending(self, what: str = "a worker of the store died before this transfer ended") -> StoreError:
+        if self._cause is None:
+            return StoreClosed("the store was closed before this transfer started")
+        error = StoreBroken(f"{what}: {self._cause!r}")
+        error.__cause__ = self._cause
+        return error
