@@ -10,7 +10,6 @@ Guarantees beyond those of `Store`:
 2. A transfer is over when every piece of it is, also when one of them failed: nobody touches the memory any more.
 3. Nothing is left on disk when the process ends (`_scratch`): kvikio opens files by name, so it is given the name
    /proc/self/fd/N of a file that has no other.
-4. Registered memory is never freed while it is registered (`_device_memory`).
 
 Host path. A transfer of less than `threshold_bytes` does not go through kvikio's threads: bytes in host memory go by
 one plain write or read through the page cache, bytes on a device (by kvikio) through its pinned bounce buffer.
@@ -28,11 +27,11 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from ._device_memory import Registry, on_device, view
+from ._device_memory import on_device, view
 from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
 from ._file_store import FileStore
 from ._store import Buffer, Location, Ticket
@@ -62,7 +61,6 @@ class KvikioStore(FileStore[_File]):
         directory: an existing, writable directory. For GDS on a file system that supports it (ext4, xfs, Lustre ...).
         threads: workers, and at least as many threads of kvikio.
         threshold_bytes: smaller transfers take the host path.
-        registered_bytes: how much device memory may be registered at once.
         capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
         timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
         syscalls: replaced in tests.
@@ -81,7 +79,6 @@ class KvikioStore(FileStore[_File]):
         *,
         threads: int = 2,
         threshold_bytes: int = THRESHOLD_BYTES,
-        registered_bytes: int = 1 << 30,
         capacity_bytes: int | None = None,
         timeout_s: float | None = 60.0,
         syscalls: Syscalls | None = None,
@@ -90,7 +87,6 @@ class KvikioStore(FileStore[_File]):
         self.threshold_bytes = threshold_bytes
         self._kvikio, self._defaults, self._driver = _import_kvikio()
         _configure(self._defaults, threads, threshold_bytes)
-        self._registry = Registry(self._kvikio.memory_register, self._kvikio.memory_deregister, registered_bytes)
         super().__init__(
             directory,
             "tba-kvikio",
@@ -105,19 +101,6 @@ class KvikioStore(FileStore[_File]):
     def mode(self) -> Mode:
         """`gds`: device memory goes straight to the disk. `compat`: through host memory. Makes the file."""
         return self.open().mode
-
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes of device memory registered now."""
-        return self._registry.registered_bytes
-
-    def register(self, allocation: Buffer) -> bool:
-        """Register a whole allocation of device memory (one cudaMalloc; for torch a segment of its allocator).
-
-        Its owner is held until the store closes or others, used more recently, need the room; transfers within it are
-        then faster. False where there is nothing to gain (no GDS, host memory) or the driver or the budget refuses.
-        """
-        return self.mode == "gds" and on_device(allocation.owner) and self._registry.add(allocation)
 
     # -- on the workers ------------------------------------------------------------------------------------------
 
@@ -151,8 +134,7 @@ class KvikioStore(FileStore[_File]):
             if not cuda and buffer.nbytes < self.threshold_bytes:
                 self._by_system_calls(plain, file.fd, buffer, location)
             else:
-                with self._registry.using(buffer.address) if cuda else nullcontext():
-                    self._by_kvikio(submit, buffer, location, cuda)
+                self._by_kvikio(submit, buffer, location, cuda)
         except StoreError:
             raise
         except Exception as error:  # kvikio's are RuntimeErrors with the system's text in them
@@ -240,14 +222,9 @@ class KvikioStore(FileStore[_File]):
 
     def _forget(self) -> None:
         # In a forked child the driver must not be called; in compat mode it does not know of the descriptors.
-        self._registry.forget()
         if self._files and self._files[-1].mode == "gds":
             self._files.clear()
         super()._forget()
-
-    def _close_file(self) -> None:
-        self._registry.clear()
-        super()._close_file()
 
     def _release(self, file: _File) -> None:
         file.handle.close()

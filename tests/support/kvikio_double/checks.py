@@ -111,11 +111,6 @@ def test_bytes_cross_between_device_and_host(store: KvikioStore, device: Bytes) 
         assert np.array_equal(target, array)
 
 
-def test_in_compat_mode_there_is_nothing_to_register(store: KvikioStore, device: Bytes) -> None:
-    assert not store.register(device_buffer(device))
-    assert store.registered_bytes == 0
-
-
 def test_the_file_has_no_name_and_goes_with_the_store(store: KvikioStore, tmp_path: Path) -> None:
     def mine() -> list[str]:
         links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
