@@ -5,6 +5,7 @@ Steps are the same with and without offloading, to the last bit: data, dropout a
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from functools import cache
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from io_backends import HostArena, HostStore, PosixStore, Store, StripedStore, Syscalls, TwoLevelStore
+from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, Syscalls, Ticket, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from tba import OffloadConfig, Offloader
 
@@ -25,7 +26,7 @@ from .gpt import GPT
 Seen = tuple[str, ...]  # the losses of a step, exactly, and the hash of its gradients
 
 # Host memory of a two-level store: room for a few tensors, so that most are spilled.
-_HOST_BYTES, _ARENA_BYTES, _SEGMENT_BYTES = 1 << 16, 1 << 20, 1 << 16
+_HOST_BYTES = 1 << 16
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -103,6 +104,15 @@ def size_of(name: str, directory: Path) -> tuple[int, int]:
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
+class _Copying(FaultyStore):
+    """Writes a copy that the store may keep: as from a device, with which nobody else has the memory."""
+
+    def write(self, buffer: Buffer, **callbacks: Any) -> Ticket:
+        copy = torch.empty(buffer.nbytes, dtype=torch.uint8)
+        ctypes.memmove(copy.data_ptr(), buffer.address, buffer.nbytes)
+        return super().write(Buffer(copy.data_ptr(), buffer.nbytes, copy, given=True), **callbacks)
+
+
 class Site:
     """Directories below `place`, and the store of `case` over them."""
 
@@ -136,9 +146,9 @@ class Site:
             return StripedStore(self._files)
         if case.store == "posix":
             return self._files[0]
-        host = HostStore(arena=HostArena(_ARENA_BYTES, segment_bytes=_SEGMENT_BYTES), timeout_s=case.io_timeout_s)
+        host = HostStore(timeout_s=case.io_timeout_s)
         self._levels = [TwoLevelStore(host, self._files[0], _HOST_BYTES, timeout_s=case.io_timeout_s)]
-        return self._levels[0]
+        return _Copying(self._levels[0], lambda operation, number: None)
 
     def used_bytes(self) -> int:
         """What belongs to writes not yet discarded, in files and host memory."""

@@ -1,15 +1,11 @@
-"""HostStore: bytes stay in host memory, in the memory they came in or in an arena.
+"""HostStore: bytes stay in host memory, where they are.
 
-Two modes, by who else uses the memory:
+`write` keeps the buffer's owner instead of copying. This is for what a device has copied out already, into memory that
+nobody else has: `before` (a wait for the device) runs on the worker, so that the source can be freed the moment the
+copy has arrived.
 
-- Without an arena, `write` keeps the buffer's owner instead of copying. For what a device has copied out already, into
-  memory that nobody else has: `before` (a wait for the device) runs on the worker, so that the source can be freed the
-  moment the copy has arrived.
-- With one, bytes are copied into it, as for memory that the caller edits or uses again, and only buffers that are
-  `given` are kept as they are.
-
-Either way the location of a finished write *is* a `Buffer`, so whoever knows this may use the memory in place, for as
-long as it holds the owner: a lease of the arena outlives the discard of its write until nobody reads it any more.
+The location of a finished write *is* a `Buffer`: its memory may be used in place for as long as its owner is held, also
+after the write has been discarded.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from ._arena import HostArena
 from ._errors import StoreError, StoreFull
 from ._store import Buffer, Ticket
 from ._workers import Workers
@@ -29,9 +24,8 @@ class HostStore:
     """A `Store` whose locations are buffers.
 
     Args:
-        threads: workers; they copy and wait for devices.
-        budget_bytes: what may be stored at once, given memory included; a write beyond it fails with `StoreFull`.
-        arena: where to copy to; closed with the store. It has a budget of its own.
+        threads: workers; they wait for devices, and copy what is read.
+        budget_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None for no limit.
         timeout_s: a wait fails when nothing has ended for so long; None for never.
     """
 
@@ -42,11 +36,9 @@ class HostStore:
         *,
         threads: int = 1,
         budget_bytes: int | None = None,
-        arena: HostArena | None = None,
         timeout_s: float | None = 60.0,
     ) -> None:
         self.budget_bytes = budget_bytes
-        self._arena = arena
         self._lock = threading.Lock()
         self._bytes = 0
         self._given_back: deque[int] = deque()  # bytes of discarded writes, still to be taken off `_bytes`
@@ -69,10 +61,6 @@ class HostStore:
             self.discard(ticket)
             raise
         return ticket
-
-    def keeps(self, buffer: Buffer) -> bool:
-        """Whether what is stored of `buffer` stays as it is, whatever the caller does with that memory later."""
-        return self._arena is not None or buffer.given
 
     def read(
         self,
@@ -100,20 +88,13 @@ class HostStore:
         ticket.location = None  # and `_store`, which sets it, looks at `discarded` afterwards
 
     def allocated_bytes(self) -> int:
-        """Bytes stored, given memory included."""
+        """Bytes of the memory that is kept."""
         with self._lock:
             return self._stored_bytes()
-
-    def trim(self) -> None:
-        """Once a step: give back memory of the arena that the last one did not use."""
-        if self._arena is not None:
-            self._arena.trim()
 
     def close(self) -> None:
         self._workers.stop()
         self._workers.join()
-        if self._arena is not None:
-            self._arena.close()
 
     def abandon(self) -> None:
         self._workers.stop()
@@ -131,14 +112,7 @@ class HostStore:
         return self._bytes
 
     def _store(self, ticket: Ticket) -> None:
-        buffer = ticket.buffer
-        assert buffer is not None
-        if self._arena is None or buffer.given:
-            ticket.location = buffer
-        else:
-            _, copy = self._arena.lease(buffer.nbytes, buffer.address % self._arena.alignment)
-            ctypes.memmove(copy.address, buffer.address, buffer.nbytes)
-            ticket.location = copy
+        ticket.location = ticket.buffer
         if vars(ticket).get("discarded"):
             ticket.location = None
         ticket.moved_bytes = ticket.nbytes

@@ -1,8 +1,8 @@
 """Place: on which of two levels the bytes of a write are, and which write leaves the upper one next.
 
 COMING -> HOST -> SPILLING -> FILE      SPILLING -> HOST where the file store failed,
-   `-----------------------> FILE       at once where a write alone is larger than the budget, or its memory stays the
-                                        caller's and host memory takes no copies; GONE from any
+   `-----------------------> FILE       at once where a write alone is larger than the budget, or its memory is not
+                                        `given`; GONE from any
 """
 
 from __future__ import annotations

@@ -217,7 +217,8 @@ class StripedStore:
                 )
             except StoreError as error:
                 self._degraded(index, error, nbytes)
-                ticket.first_error = ticket.first_error or error
+                # Without its traceback, whose frames hold the submitter's.
+                ticket.first_error = ticket.first_error or error.with_traceback(None)
                 continue
             ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes.all[index], index, inner
             return True

@@ -12,8 +12,7 @@ Guarantees beyond those of `Store`:
 3. A read takes the bytes from where they are when it is submitted. While they are being spilled that is host memory,
    which a reader keeps alive whatever becomes of the spill.
 4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
-5. Memory that the caller edits, uses again or frees is copied: into host memory where the upper level has an arena,
-   else to the file.
+5. Only memory that is `given` stays in host memory. What the caller may edit or use again goes to the file.
 
 Assumptions: nobody else writes to the two stores, which are closed with this one; the file store never waits for this
 one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
@@ -42,10 +41,10 @@ class TwoLevelStore:
     """A `Store` over two others.
 
     Args:
-        host: the upper level; with an arena where callers reuse their memory. Its own budget, if any, should be larger.
+        host: the upper level. Its own budget, if any, should be larger.
         file: any store, the lower level.
         budget_bytes: what the upper level holds at most.
-        threads: workers; each spills, copies or waits for a device.
+        threads: workers; each spills, or waits for a device.
         timeout_s: a wait fails when nothing has moved for so long; None for never.
     """
 
@@ -55,8 +54,6 @@ class TwoLevelStore:
         if budget_bytes < 0:
             raise ValueError(f"a budget cannot be negative, got {budget_bytes} bytes")
         self.budget_bytes = budget_bytes
-        self.failed_spills = 0
-        self.spilled_bytes = 0  # since the start
         self._host = host
         self._file = file
         self._changed = threading.Condition(threading.Lock())
@@ -162,7 +159,7 @@ class TwoLevelStore:
         buffer = ticket.buffer
         assert buffer is not None
         try:
-            if stored.nbytes > self.budget_bytes or not self._host.keeps(buffer):
+            if stored.nbytes > self.budget_bytes or not buffer.given:
                 self._store_in_file(stored, buffer)
             else:
                 self._make_room(stored)
@@ -189,9 +186,13 @@ class TwoLevelStore:
 
     def _store_in_host(self, stored: Stored, buffer: Buffer) -> None:
         """With room reserved."""
+        ticket: Ticket | None = None
         try:
-            ticket = self._copy_to_host(buffer)
+            ticket = self._host.write(buffer)
+            self._await(ticket)
         except BaseException:
+            if ticket is not None:
+                self._host.discard(ticket)
             with self._locked():
                 self._host_bytes -= stored.nbytes
                 self._changed.notify_all()
@@ -201,20 +202,6 @@ class TwoLevelStore:
             self._changed.notify_all()
             if stored.discarded:
                 self._leave_host(stored, Place.GONE)
-
-    def _copy_to_host(self, buffer: Buffer) -> Ticket:
-        while True:
-            ticket = self._host.write(buffer)
-            try:
-                self._await(ticket)
-                return ticket
-            except StoreFull:  # an arena may have the room, but not in one piece: one more makes way
-                self._host.discard(ticket)
-                if not self._spill_coldest() and not self._await_spill():
-                    raise
-            except BaseException:
-                self._host.discard(ticket)
-                raise
 
     def _make_room(self, stored: Stored) -> None:
         """Reserve host memory for `stored`; others make way first. Raises StoreFull, StoreClosed, TransferCancelled."""
@@ -234,12 +221,12 @@ class TwoLevelStore:
                     self._settle()
             self._spill_coldest()
 
-    def _spill_coldest(self) -> bool:
-        """Move the coldest write to the file; False if there is none. Raises StoreFull when the file fails."""
+    def _spill_coldest(self) -> None:
+        """Move the coldest write, if any, to the file. Raises StoreFull when the file fails."""
         with self._locked():
             stored = coldest(self._upper)
             if stored is None:
-                return False
+                return
             assert stored.host is not None
             stored.place = Place.SPILLING
         failure: BaseException | None = None
@@ -258,26 +245,15 @@ class TwoLevelStore:
             if stored.discarded:
                 self._leave_host(stored, Place.GONE)
             elif failure is None:
-                self.spilled_bytes += stored.nbytes
                 stored.skew = _skew(ticket)
                 self._leave_host(stored, Place.FILE)
             else:
-                self.failed_spills += 1
                 stored.place = Place.HOST
                 self._changed.notify_all()
                 raise StoreFull(
                     f"host memory holds {self._host_bytes} of {self.budget_bytes} bytes and the file store did not "
                     f"take the oldest {stored.nbytes} of them: {failure}; make room there, or raise the budget"
                 ) from failure
-        return True
-
-    def _await_spill(self) -> bool:
-        """Wait for a spill of another worker, or a moment; False if there is none."""
-        with self._locked():
-            if not any(one.place is Place.SPILLING for one in self._upper):
-                return False
-            self._changed.wait(_PERIOD_S)
-            return True
 
     def _await(self, ticket: Ticket) -> None:
         while not ticket.wait(_PERIOD_S):
