@@ -2,8 +2,11 @@
 
 A write goes where it will probably end first: bytes under way, read or written, and its own, over the measured speed.
 A fast disk thus gets more of them, one that is busy with reads fewer, and one that has become slow, or hangs, fewer the
-more it lags. A store that failed rests, each time twice as long, and is then tried again: a full disk may have room by
-then.
+more it lags. A store that failed rests and is then tried again: a full disk may have room by then.
+
+Measured against a simpler rule (least bytes under way, in turn where those are equal), on two paths of 40 and 160 MB/s:
+writing and reading back 128 MiB, 32 of them under way at once, took 1.35 times as long by that (1.19 to 1.40 in 8
+interleaved rounds), 512 MiB 1.09 times; 128 MiB on paths of 60 and 120 MB/s 1.09 times; on equal ones as long.
 """
 
 from __future__ import annotations
@@ -15,8 +18,7 @@ from weakref import ref
 
 from ._store import Ticket
 
-FIRST_REST_S = 5.0
-LONGEST_REST_S = 300.0
+REST_S = 30.0  # a failed write costs little, as another store takes it; a disk comes back within minutes, if at all
 # Of the past, each transfer leaves so much to the estimate of speed: it looks back over about ten.
 _MEMORY = 0.9
 
@@ -39,7 +41,6 @@ class Lane:
         self.reading_bytes = 0
         self._reads: deque[tuple[ref[Ticket], int]] = deque()
         self.rests_until_s = float("-inf")
-        self._failures = 0
         self._since_s = 0.0  # the store is busy with writes since then, or since the last one ended
         self._busy_s = 0.0  # both over the recent past only
         self._moved_bytes = 0.0
@@ -82,18 +83,15 @@ class Lane:
                 self._busy_s = memory * self._busy_s + took_s
                 self._moved_bytes = memory * self._moved_bytes + end.nbytes
                 self._since_s = end.at_s
-                self._failures = 0
                 self.rests_until_s = float("-inf")
             elif end.failed:
-                rest_s = min(FIRST_REST_S * 2.0 ** min(self._failures, 60), LONGEST_REST_S)
-                self._failures += 1
-                self.rests_until_s = end.at_s + rest_s
+                self.rests_until_s = end.at_s + REST_S
 
 
 def choose(lanes: Sequence[Lane], nbytes: int, now_s: float, tried: Collection[int]) -> int | None:
     """The index of the lane for a write of `nbytes`, none of `tried`; None where that leaves none.
 
-    Where all rest, the one that has rested longest in proportion is tried rather than none.
+    Where all rest, the one whose rest ends first is tried rather than none.
     """
     for lane in lanes:
         lane.catch_up()

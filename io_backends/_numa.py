@@ -11,10 +11,9 @@ import ctypes
 import platform
 from pathlib import Path
 
-# mbind(2) and get_mempolicy(2) have no function in libc; their numbers, from the kernel's tables.
-_SYSCALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
+# mbind(2) has no function in libc; its number, from the kernel's tables.
+_MBIND = {"x86_64": 237, "aarch64": 235}
 _MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must slow a copy down, not end the process
-_MPOL_F_ADDR = 2
 _MOST_NODES = 1024  # what the kernel is built for at most (CONFIG_NODES_SHIFT = 10)
 _MASK_BITS = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel takes one off (get_nodes in mm/mempolicy.c)
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -64,23 +63,10 @@ def bind(address: int, nbytes: int, node: int) -> bool:
 
     `address` is a multiple of the page size. False where the system does not do it.
     """
-    numbers = _SYSCALLS.get(platform.machine())
-    if numbers is None or not 0 <= node < _MOST_NODES:
+    number = _MBIND.get(platform.machine())
+    if number is None or not 0 <= node < _MOST_NODES:
         return False
     mask = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
     mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
-    call = (numbers[0], ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_PREFERRED, mask)
+    call = (number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_PREFERRED, mask)
     return bool(_libc.syscall(*call, _MASK_BITS, 0) == 0)
-
-
-def preferred_node(address: int) -> int | None:
-    """The node that the page at `address` is to come from, or None where it has no preference of its own."""
-    numbers = _SYSCALLS.get(platform.machine())
-    if numbers is None:
-        return None
-    policy = ctypes.c_int()
-    mask = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
-    call = (numbers[1], ctypes.byref(policy), mask, _MASK_BITS, ctypes.c_void_p(address))
-    if _libc.syscall(*call, ctypes.c_ulong(_MPOL_F_ADDR)) != 0 or policy.value != _MPOL_PREFERRED:
-        return None
-    return next((n for n in range(_MOST_NODES) if mask[n // _WORD_BITS] >> n % _WORD_BITS & 1), None)

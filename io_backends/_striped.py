@@ -5,8 +5,8 @@ Guarantees beyond those of `Store`:
 1. Each write goes whole to the store that will probably end it first (`_lane`); its read goes there too.
 2. A write that fails is tried on the other stores, once each, while its bytes are still in memory: its ticket ends
    only when one of them has it or none of them could. The error is then the first one.
-3. A store that failed is left alone for a while, then tried again. `on_degraded` hears of the first failure, and of
-   the next after it has worked again.
+3. A store that failed is left alone for a while, then tried again. There is a RuntimeWarning at the first failure,
+   and at the next after it has worked again.
 4. What a failed attempt took of a store is given back there.
 
 A write is one ticket to its user and, beneath it, one ticket of a store at a time. The first may be cancelled as long
@@ -101,17 +101,12 @@ class StripedStore:
 
     Args:
         stores: at least one. They belong to this store from now on: it closes them.
-        on_degraded: called with the index of a store and its error when it fails and others take over, on a worker; it
-            returns soon and raises nothing. Without it there is a RuntimeWarning.
     """
 
-    def __init__(
-        self, stores: Sequence[Store], *, on_degraded: Callable[[int, StoreError], None] | None = None
-    ) -> None:
+    def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise ValueError("a striped store needs at least one store, got none")
         self.stores = tuple(stores)
-        self._on_degraded = on_degraded or self._warn
         self._lanes = _Lanes(len(stores))
         self._failing: dict[int, object] = {}  # those reported and not well again
         self._alignment = 0
@@ -257,13 +252,13 @@ class StripedStore:
         return not ticket.discarded and self._send(ticket, tried, None)
 
     def _degraded(self, index: int, error: StoreError, nbytes: int) -> None:
-        """A store has failed: it rests, and who wants to know is told, once."""
+        """A store has failed: it rests, and there is a warning, once."""
         closed = isinstance(error, StoreClosed)
         self._lanes.all[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
         mine = object()
         if not closed and self._failing.setdefault(index, mine) is mine:
             with suppress(Exception):  # a warning made an error must not end a transfer
-                self._on_degraded(index, error)
+                self._warn(index, error)
 
     def _warn(self, index: int, error: StoreError) -> None:
         warnings.warn(

@@ -22,7 +22,7 @@ from io_backends import (
     TicketState,
 )
 from support.stores import WAIT_S, Held, buffer_of, in_child, pattern_at, read_back, write
-from support.striped import NBYTES, Disk, Report, index_of
+from support.striped import NBYTES, Disk, Reporting, index_of
 
 
 @pytest.fixture
@@ -31,13 +31,8 @@ def disks(scratch: Path) -> list[Disk]:
 
 
 @pytest.fixture
-def report() -> Report:
-    return Report()
-
-
-@pytest.fixture
-def store(disks: list[Disk], report: Report) -> Iterator[StripedStore]:
-    store = StripedStore([disk.store for disk in disks], on_degraded=report)
+def store(disks: list[Disk]) -> Iterator[Reporting]:
+    store = Reporting([disk.store for disk in disks])
     yield store
     store.close()
 
@@ -55,9 +50,9 @@ def test_a_store_that_hangs_is_noticed_by_those_who_wait(scratch: Path) -> None:
     store.close()
 
 
-def test_closing_with_writes_in_flight(scratch: Path, report: Report) -> None:
+def test_closing_with_writes_in_flight(scratch: Path) -> None:
     held = Held()
-    store = StripedStore([held.store(scratch), held.store(scratch)], on_degraded=report)
+    store = Reporting([held.store(scratch), held.store(scratch)])
     tickets = [store.write(buffer_of(pattern_at(0, NBYTES))) for _ in range(2)]
     held.await_begun(2)  # a worker that came late would take those behind its own along
     tickets += [store.write(buffer_of(pattern_at(0, NBYTES))) for _ in range(7)]
@@ -70,7 +65,7 @@ def test_closing_with_writes_in_flight(scratch: Path, report: Report) -> None:
     for ticket in tickets[2:]:
         with pytest.raises(StoreClosed):
             ticket.wait(0)
-    assert report.heard == []
+    assert store.heard == []
     with pytest.raises(StoreClosed):
         store.write(buffer_of(pattern_at(0, NBYTES)))
 
@@ -79,7 +74,7 @@ def test_a_larger_alignment_that_appears_later_writes_nothing_beside_a_padded_re
     """A path that could not be opened at first has bigger blocks than the padding that was promised."""
     late = scratch / "late"
     stores = [PosixStore(late), PosixStore(scratch)]
-    store = StripedStore(stores, on_degraded=lambda index, error: None)
+    store = Reporting(stores)
     if store.alignment != 512:
         store.close()
         pytest.skip("this disk has no blocks of 512 bytes")
@@ -121,7 +116,7 @@ def test_a_striped_store_needs_a_store() -> None:
         StripedStore([])
 
 
-def test_many_threads_over_disks_that_come_and_go(store: StripedStore, disks: list[Disk]) -> None:
+def test_many_threads_over_disks_that_come_and_go(store: Reporting, disks: list[Disk]) -> None:
     wrong: list[str] = []
     stop = threading.Event()
 
