@@ -107,10 +107,10 @@ def size_of(name: str, directory: Path) -> tuple[int, int]:
 class _Copying(FaultyStore):
     """Writes a copy that the store may keep: as from a device, with which nobody else has the memory."""
 
-    def write(self, buffer: Buffer, **callbacks: Any) -> Ticket:
+    def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
         copy = torch.empty(buffer.nbytes, dtype=torch.uint8)
         ctypes.memmove(copy.data_ptr(), buffer.address, buffer.nbytes)
-        return super().write(Buffer(copy.data_ptr(), buffer.nbytes, copy, given=True), **callbacks)
+        return super().submit_write(Buffer(copy.data_ptr(), buffer.nbytes, copy, given=True), *callbacks)
 
 
 class Site:

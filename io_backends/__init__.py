@@ -10,6 +10,7 @@ Whoever writes a store reads `Store`'s contract; `io_backends.testing` has the t
 """
 
 from ._arena import HostArena
+from ._buffer import Buffer, Location
 from ._errors import (
     Corrupted,
     ShortTransfer,
@@ -25,9 +26,10 @@ from ._kvikio import KvikioStore
 from ._numa import device_node, pci_address
 from ._pool import BufferPool
 from ._posix import PosixStore
-from ._store import Buffer, Location, Store, Ticket, TicketState
+from ._store import Store
 from ._striped import StripedLocation, StripedStore
 from ._syscalls import Syscalls
+from ._ticket import Ticket, TicketState
 from ._two_level import TwoLevelStore
 
 __all__ = [

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from ._store import Buffer
+from ._buffer import Buffer
 
 # Small enough that an error says where to look, large enough that `xxhash` lets other threads run meanwhile.
 CHUNK_BYTES = 4 << 20

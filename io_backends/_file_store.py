@@ -12,16 +12,17 @@ from __future__ import annotations
 import abc
 import os
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from ._buffer import Buffer, Location
 from ._errors import StoreBroken, StoreClosed
 from ._scratch import ScratchFile, open_scratch
 from ._space import Space, extent_of
-from ._store import Buffer, Location, Ticket
+from ._store import Store
 from ._syscalls import Syscalls
+from ._ticket import Before, OnDone, Ticket
 from ._workers import Workers
 
 
@@ -33,7 +34,7 @@ class _Open(Protocol):
 File = TypeVar("File", bound=_Open)
 
 
-class FileStore(abc.ABC, Generic[File]):
+class FileStore(Store, Generic[File]):
     """All of a `Store` but how bytes move (`_write`, `_read`) and what the file is (`_make`, `_release`)."""
 
     def __init__(
@@ -91,27 +92,12 @@ class FileStore(abc.ABC, Generic[File]):
                 raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
         return file
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = Ticket(buffer, None, self._write, on_done, before)
         self._workers.submit(ticket, urgent=False)
         return ticket
 
-    def read(
-        self,
-        location: Location,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if buffer.nbytes != location.nbytes:
-            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
+    def submit_read(self, location: Location, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = Ticket(buffer, location, self._read, on_done, before)
         self._workers.submit(ticket, urgent=True)
         return ticket
@@ -139,7 +125,6 @@ class FileStore(abc.ABC, Generic[File]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the file that belong to writes begun and not yet discarded."""
         return self._space.used_bytes
 
     def close(self) -> None:

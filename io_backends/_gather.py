@@ -18,12 +18,13 @@ import ctypes
 from collections.abc import Callable, Sequence
 
 from . import _layout
+from ._buffer import Location
 from ._errors import ShortTransfer
 from ._extents import align_up
 from ._scratch import ScratchFile
 from ._space import EXTENT_ALIGNMENT, Space, extent_of
-from ._store import Location, Ticket
 from ._syscalls import Syscalls
+from ._ticket import Ticket
 
 MOST_BYTES = 16 << 20
 MOST_TICKETS = 64  # four pieces each at most, and the system takes 1024

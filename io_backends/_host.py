@@ -13,14 +13,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable
 
+from ._buffer import Buffer
 from ._errors import StoreError, StoreFull
-from ._store import Buffer, Ticket
+from ._store import Store
+from ._ticket import Before, OnDone, Ticket
 from ._workers import Workers
 
 
-class HostStore:
+class HostStore(Store):
     """A `Store` whose locations are buffers.
 
     Args:
@@ -28,8 +29,6 @@ class HostStore:
         budget_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None for no limit.
         timeout_s: a wait fails when nothing has ended for so long; None for never.
     """
-
-    alignment = 1
 
     def __init__(
         self,
@@ -44,13 +43,7 @@ class HostStore:
         self._given_back: deque[int] = deque()  # bytes of discarded writes, still to be taken off `_bytes`
         self._workers = Workers(threads, "tba-host", lambda: None, on_forked=self._forget, timeout_s=timeout_s)
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         reserved = self._reserve(buffer.nbytes)
         ticket = _HostTicket(buffer, None, self._store if reserved else self._refuse, on_done, before)
         if reserved:
@@ -62,18 +55,7 @@ class HostStore:
             raise
         return ticket
 
-    def read(
-        self,
-        location: Buffer | None,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if location is None:
-            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
-        if buffer.nbytes != location.nbytes:
-            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
+    def submit_read(self, location: Buffer, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = Ticket(buffer, location, _fetch, on_done, before)
         self._workers.submit(ticket, urgent=True)
         return ticket
@@ -91,6 +73,9 @@ class HostStore:
         """Bytes of the memory that is kept."""
         with self._lock:
             return self._stored_bytes()
+
+    def resident(self, location: Buffer | None) -> Buffer | None:
+        return location
 
     def close(self) -> None:
         self._workers.stop()

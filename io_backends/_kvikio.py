@@ -5,8 +5,9 @@ with POSIX calls in any case. Which of the two is live is asked of kvikio for th
 
 Guarantees beyond those of `Store`:
 
-1. Device memory is recognised by the buffer's owner: a CUDA tensor, or anything with `__cuda_array_interface__`. The
-   submitter waits, in `before`, for the kernels and copies that use it; kvikio waits for the default stream alone.
+1. Device memory is recognised by the buffer's owner: a CUDA tensor, or anything with `__cuda_array_interface__`, such
+   as a CuPy array. The submitter waits, in `before`, for the kernels and copies that use it (with CuPy
+   `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits for the default stream alone.
 2. A transfer is over when every piece of it is, also when one of them failed: nobody touches the memory any more.
 3. Nothing is left on disk when the process ends (`_scratch`): kvikio opens files by name, so it is given the name
    /proc/self/fd/N of a file that has no other.
@@ -31,11 +32,13 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from ._device_memory import on_device, view
+import numpy as np
+
+from ._buffer import Buffer, Location, on_device
 from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
 from ._file_store import FileStore
-from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
+from ._ticket import Ticket
 
 # Measured with kvikio 26.10 on 2 cores: a request through its threads takes 0.24 ms more than a system call, however
 # small. A write of 1 MiB takes 0.49 ms that way, 0.18 ms into the page cache; of 2 MiB 0.9 and, as the cache begins to
@@ -46,6 +49,23 @@ TASK_BYTES = 4 << 20
 _PAGE_BYTES = mmap.PAGESIZE  # kvikio's direct I/O goes by pages
 
 Mode = Literal["gds", "compat"]
+
+
+class _View:
+    """`nbytes` at `address` for whoever takes arrays: of a device (`cuda`) or of the host. It owns nothing."""
+
+    def __init__(self, address: int, nbytes: int, *, cuda: bool) -> None:
+        interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None}
+        if cuda:
+            self.__cuda_array_interface__ = interface
+        else:
+            self.__array_interface__ = interface
+
+
+def _view(address: int, nbytes: int, *, cuda: bool) -> Any:
+    """An array over memory, without a copy. Whoever uses it keeps the memory alive."""
+    memory = _View(address, nbytes, cuda=cuda)
+    return memory if cuda else np.asarray(memory)
 
 
 class _File(NamedTuple):
@@ -71,7 +91,8 @@ class KvikioStore(FileStore[_File]):
     """
 
     alignment = _PAGE_BYTES
-    takes_device_memory = True  # a buffer's address may be that of device memory
+    takes_device_memory = True
+    threshold_bytes: int = THRESHOLD_BYTES
 
     def __init__(
         self,
@@ -165,7 +186,7 @@ class KvikioStore(FileStore[_File]):
         failure: BaseException | None = None
         try:
             for begin, end in itertools.pairwise(bounds):
-                memory, nbytes = view(buffer.address + begin, end - begin, cuda=cuda), end - begin
+                memory, nbytes = _view(buffer.address + begin, end - begin, cuda=cuda), end - begin
                 pieces.append((nbytes, submit(memory, nbytes, offset + begin, nbytes)))
         except Exception as error:
             failure = error

@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import ref
 
-from ._store import Ticket
+from ._ticket import Ticket
 
 REST_S = 30.0  # a failed write costs little, as another store takes it; a disk comes back within minutes, if at all
 # Of the past, each transfer leaves so much to the estimate of speed: it looks back over about ten.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from ._store import Ticket
+from ._ticket import Ticket
 
 
 class Place(enum.Enum):

@@ -40,10 +40,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
+from ._buffer import Buffer
 from ._errors import StoreClosed, StoreFull
 from ._extents import Extents, align_up
 from ._pages import Pages
-from ._store import Buffer
 
 # Large enough that a step needs few segments, small enough that a small model's pool stays small. Pages are touched
 # only when used, so an empty part of a segment costs address space, not memory.

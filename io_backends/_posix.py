@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 
 from . import _checksum, _layout
+from ._buffer import Buffer, Location
 from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
 from ._extents import align_up
 from ._file_store import FileStore
@@ -36,8 +37,8 @@ from ._gather import Gather
 from ._layout import Piece, Vector
 from ._rate import RateLimit
 from ._scratch import ScratchFile
-from ._store import Buffer, Location, Ticket
 from ._syscalls import Pieces, Syscalls
+from ._ticket import Before, OnDone, Ticket
 
 # For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
 _BOUNCE_BYTES = 1 << 20
@@ -110,16 +111,10 @@ class PosixStore(FileStore[ScratchFile]):
     def alignment(self) -> int:
         return (self._file or self.open()).alignment
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         if self._file is None:
             self.open()
-        return super().write(buffer, on_done=on_done, before=before)
+        return super().submit_write(buffer, on_done, before)
 
     # -- on the workers ------------------------------------------------------------------------------------------
 

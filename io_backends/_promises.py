@@ -13,9 +13,12 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
 from ._probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, written_to
-from ._store import DONE, FAILED, RUNNING, Store, Ticket
+from ._store import Store
+from ._ticket import DONE, FAILED, RUNNING, Ticket
 
 _MIB = 1 << 20
 _MOST_WORKERS = 64  # a store with more could not be held up by so many transfers
@@ -211,6 +214,29 @@ def _sizes(store: Store, keeps_memory: bool) -> None:
         assert str(nbytes) in said, f"the error does not name the buffer's {nbytes} bytes: {said}"
 
 
+def _arrays(store: Store, keeps_memory: bool) -> None:
+    """Arrays may be handed over as they are; one whose bytes do not lie together, or may not be changed, is refused."""
+    source = np.frombuffer(Memory(8000).content(), np.float32)  # read-only, which a write may be
+    ticket = store.write(source)
+    assert ticket.wait(WAIT_S), "a write of an array did not end"
+    target = np.zeros((40, 50), np.float32)
+    read = store.read(ticket.location, target)
+    assert read.wait(WAIT_S), "a read into an array did not end"
+    assert target.tobytes() == source.tobytes(), "an array came back as other bytes"
+    for use, said in (
+        (partial(store.write, target[:, ::2]), "contiguous"),
+        (partial(store.read, ticket.location, target.T), "contiguous"),
+        (partial(store.read, ticket.location, source), "read-only"),
+    ):
+        error = None
+        try:
+            use()
+        except ValueError as refusal:
+            error = refusal
+        assert error is not None, f"an array was taken though its error would have said {said!r}"
+        assert said in str(error), f"the error does not say {said!r}: {error}"
+
+
 def _discarding(store: Store, keeps_memory: bool) -> None:
     """`discard` may come in any state and any number of times, and harms no other write."""
     kept = [written_to(store, Memory(40_000, seed=seed)) for seed in range(3)]
@@ -313,6 +339,7 @@ PROMISES = (
     _failing,
     _callbacks,
     _sizes,
+    _arrays,
     _discarding,
     _reusing,
     _crowds,

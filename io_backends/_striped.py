@@ -24,9 +24,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from . import _fork
+from ._buffer import Buffer
 from ._errors import StoreClosed, StoreError
 from ._lane import Ended, Lane, choose
-from ._store import QUEUED, Buffer, Store, Ticket
+from ._store import Store
+from ._ticket import QUEUED, Before, OnDone, Ticket
 
 
 class StripedLocation(NamedTuple):
@@ -96,7 +98,7 @@ class _Lanes:
         """At the interpreter's exit: the stores freeze their own workers."""
 
 
-class StripedStore:
+class StripedStore(Store):
     """Several stores as one `Store`.
 
     Args:
@@ -119,13 +121,7 @@ class StripedStore:
             self._open()
         return self._alignment
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         if not self._alignment:
             self._open()
         ticket = _Write(buffer, None, _nothing, on_done)
@@ -133,16 +129,7 @@ class StripedStore:
             raise ticket.first_error or StoreClosed("the store is closed; make a new one")
         return ticket
 
-    def read(
-        self,
-        location: StripedLocation | None,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        if location is None:
-            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+    def submit_read(self, location: StripedLocation, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         store = self.stores[location.store_index]
         if buffer.padded and store.alignment > self.alignment:  # opened late: the padding promised may be too small
             buffer = buffer._replace(padded=False)
@@ -157,19 +144,18 @@ class StripedStore:
             self._give_back(ticket)
 
     def trim(self) -> None:
-        """Once a step: let each store that can give back what the step before did not need."""
         for store in self.stores:
-            trim = getattr(store, "trim", None)
-            if trim is not None:
-                trim()
+            store.trim()
 
     def allocated_bytes(self) -> int:
         return sum(store.allocated_bytes() for store in self.stores)
 
     @property
     def used_bytes(self) -> int:
-        """The sum over those stores that tell."""
-        return sum(getattr(store, "used_bytes", 0) for store in self.stores)
+        return sum(store.used_bytes for store in self.stores)
+
+    def resident(self, location: StripedLocation | None) -> Buffer | None:
+        return None if location is None else self.stores[location.store_index].resident(location.location)
 
     def close(self) -> None:
         self._closed = True

@@ -23,21 +23,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from ._buffer import Buffer
 from ._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
 from ._host import HostStore
 from ._place import Place, Stored, coldest
-from ._store import Buffer, Store, Ticket
+from ._store import Store
+from ._ticket import Before, OnDone, Ticket
 from ._workers import Workers
 
 # How often who waits looks up: `abandon` cannot wake anybody, as it may run in a finaliser and take no lock.
 _PERIOD_S = 1.0
 
 
-class TwoLevelStore:
+class TwoLevelStore(Store):
     """A `Store` over two others.
 
     Args:
@@ -73,13 +75,7 @@ class TwoLevelStore:
         with self._locked():
             return self._host_bytes
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         stored = Stored(buffer.nbytes)
         ticket = Ticket(buffer, stored, partial(self._store, stored), on_done, before)
         with self._locked():
@@ -91,31 +87,26 @@ class TwoLevelStore:
             raise
         return ticket
 
-    def read(
-        self,
-        location: Stored | None,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    def submit_read(self, location: Stored, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         with self._locked():
             if self._closed:
                 raise StoreClosed("the store is closed; make a new one")
-            if location is None or location.place in (Place.COMING, Place.GONE):
+            if location.place in (Place.COMING, Place.GONE):
                 raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
-            if buffer.nbytes != location.nbytes:
-                raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
             if location.place is Place.FILE:
                 assert location.file is not None
                 return self._file.read(location.file.location, buffer, on_done=on_done, before=before)
             assert location.host is not None
             return self._host.read(location.host.location, buffer, on_done=on_done, before=before)
 
-    def in_memory(self, location: Stored) -> Buffer | None:
-        """A finished write's bytes, if in host memory: for use in place for as long as the buffer's owner is held."""
+    @property
+    def used_bytes(self) -> int:
+        return self.host_bytes + self._file.used_bytes
+
+    def resident(self, location: Stored | None) -> Buffer | None:
         with self._locked():
-            return location.host.location if location.host is not None else None
+            host = None if location is None else location.host
+            return None if host is None else self._host.resident(host.location)
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
@@ -127,11 +118,7 @@ class TwoLevelStore:
         return self._host.allocated_bytes() + self._file.allocated_bytes()
 
     def trim(self) -> None:
-        """Once a step: give back, on both levels, what the last one did not need."""
-        for store in (self._host, self._file):
-            trim = getattr(store, "trim", None)  # not every store has it
-            if trim is not None:
-                trim()
+        self._file.trim()
 
     def close(self) -> None:
         with self._locked():

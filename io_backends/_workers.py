@@ -42,7 +42,7 @@ from typing import Protocol
 
 from . import _fork
 from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
-from ._store import Ticket, let_go
+from ._ticket import Ticket, let_go
 
 # How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
 _PERIOD_S = 0.25

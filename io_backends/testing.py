@@ -23,8 +23,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ._buffer import Buffer
 from ._contract import check_store
-from ._store import Buffer, Store, Ticket
+from ._store import Store
+from ._ticket import Before, OnDone, Ticket
 
 __all__ = ["Fault", "FaultyStore", "Operation", "check_store"]
 
@@ -48,8 +50,11 @@ class Fault:
     flip_byte: int | None = None
 
 
-class FaultyStore:
-    """A `Store` that asks `plan(operation, number)` for the fault of each transfer; None means none. Thread-safe."""
+class FaultyStore(Store):
+    """A store that asks `plan(operation, number)` for the fault of each transfer; None means none. Thread-safe.
+
+    All else is the wrapped store's.
+    """
 
     def __init__(self, store: Store, plan: Callable[[Operation, int], Fault | None]) -> None:
         self._store = store
@@ -60,30 +65,29 @@ class FaultyStore:
     def alignment(self) -> int:
         return self._store.alignment
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        fault = self._plan("write", next(self._numbers["write"]))
-        if fault is None:
-            return self._store.write(buffer, on_done=on_done, before=before)
-        return self._store.write(buffer, on_done=on_done, before=_befall(fault, before))
+    @property
+    def takes_device_memory(self) -> bool:
+        return self._store.takes_device_memory
 
-    def read(
-        self,
-        location: Any,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
+    @property
+    def threshold_bytes(self) -> int:
+        return self._store.threshold_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._store.used_bytes
+
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        fault = self._plan("write", next(self._numbers["write"]))
+        if fault is not None:
+            before = _befall(fault, before)
+        return self._store.write(buffer, on_done=on_done, before=before)
+
+    def submit_read(self, location: Any, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         fault = self._plan("read", next(self._numbers["read"]))
-        if fault is None:
-            return self._store.read(location, buffer, on_done=on_done, before=before)
-        return self._store.read(location, buffer, on_done=_corrupt(fault, on_done), before=_befall(fault, before))
+        if fault is not None:
+            on_done, before = _corrupt(fault, on_done), _befall(fault, before)
+        return self._store.read(location, buffer, on_done=on_done, before=before)
 
     def discard(self, ticket: Ticket) -> None:
         self._store.discard(ticket)
@@ -91,14 +95,11 @@ class FaultyStore:
     def allocated_bytes(self) -> int:
         return self._store.allocated_bytes()
 
-    def trim(self) -> None:
-        trim = getattr(self._store, "trim", None)
-        if trim is not None:
-            trim()
+    def resident(self, location: Any) -> Buffer | None:
+        return self._store.resident(location)
 
-    @property
-    def used_bytes(self) -> int:
-        return getattr(self._store, "used_bytes", 0)
+    def trim(self) -> None:
+        self._store.trim()
 
     def close(self) -> None:
         self._store.close()
@@ -107,7 +108,7 @@ class FaultyStore:
         self._store.abandon()
 
 
-def _befall(fault: Fault, before: Callable[[], None] | None) -> Callable[[], None]:
+def _befall(fault: Fault, before: Before) -> Callable[[], None]:
     def befall() -> None:
         if before is not None:
             before()
@@ -120,7 +121,7 @@ def _befall(fault: Fault, before: Callable[[], None] | None) -> Callable[[], Non
     return befall
 
 
-def _corrupt(fault: Fault, on_done: Callable[[Ticket], None] | None) -> Callable[[Ticket], None] | None:
+def _corrupt(fault: Fault, on_done: OnDone) -> OnDone:
     index = fault.flip_byte
     if index is None:
         return on_done

@@ -62,7 +62,7 @@ def test_given_memory_is_kept_and_used_in_place(make: Make) -> None:
     array = pattern_at(16, 600)
     ticket = store.write(given(array))
     assert ticket.wait(WAIT_S)
-    there = store.in_memory(ticket.location)
+    there = store.resident(ticket.location)
     assert there is not None
     assert (there.address, there.owner) == (array.ctypes.data, array)
     watched = weakref.ref(array)
@@ -71,8 +71,8 @@ def test_given_memory_is_kept_and_used_in_place(make: Make) -> None:
     assert watched() is not None
     other = write(store, pattern_at(0, 600, 1))  # it must leave
     assert watched() is None
-    assert store.in_memory(ticket.location) is None
-    assert store.in_memory(other.location) is not None
+    assert store.resident(ticket.location) is None
+    assert store.resident(other.location) is not None
     assert np.array_equal(read(store, ticket), kept)
 
 
@@ -182,8 +182,8 @@ def test_only_what_is_given_stays_in_host_memory(scratch: Path) -> None:
 class Giving(FaultyStore):
     """Its writes are of memory that the store may keep."""
 
-    def write(self, buffer: Buffer, **callbacks: Any) -> Ticket:
-        return super().write(buffer._replace(given=True), **callbacks)
+    def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
+        return super().submit_write(buffer._replace(given=True), *callbacks)
 
 
 @pytest.mark.parametrize("budget", [1 << 28, 1 << 20, 0], ids=["in host memory", "in both", "in the file"])

@@ -113,10 +113,10 @@ class Copying(FaultyStore):
     def __init__(self, store: Store) -> None:
         super().__init__(store, lambda operation, number: None)
 
-    def write(self, buffer: Buffer, **callbacks: Any) -> Ticket:
+    def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
         copy = np.empty(buffer.nbytes, np.uint8)
         ctypes.memmove(copy.ctypes.data, buffer.address, buffer.nbytes)
-        return super().write(Buffer(copy.ctypes.data, copy.nbytes, copy, given=True), **callbacks)
+        return super().submit_write(Buffer(copy.ctypes.data, copy.nbytes, copy, given=True), *callbacks)
 
 
 class Plan:
