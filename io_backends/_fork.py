@@ -12,25 +12,27 @@ One fork at a time: two threads that fork at once would each hold some of the wo
 
 from __future__ import annotations
 
+import abc
 import atexit
 import os
 import threading
 import time
 import weakref
-from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 
-class Forgetful(Protocol):
-    """What has threads."""
+class Forgetful(abc.ABC):
+    """What has threads, or locks that a forked child must not wait for."""
 
     def held(self) -> AbstractContextManager[None]:
         """Nothing runs inside."""
+        return nullcontext()
 
+    @abc.abstractmethod
     def forget(self) -> None:
         """In the child: there are no threads."""
 
-    def freeze(self, deadline_s: float) -> None:
+    def freeze(self, deadline_s: float) -> None:  # noqa: B027  # without threads nothing has to end
         """At the interpreter's exit: nothing is begun any more; what runs may end until then (`time.monotonic()`)."""
 
 
@@ -41,10 +43,10 @@ _EXIT_S = 5.0  # a transfer takes milliseconds, and a device that hangs must not
 _held = ExitStack()  # of the fork under way
 
 
-def register(workers: Forgetful) -> None:
-    """Hold `workers` at every fork from now on, for as long as they live."""
+def register(one: Forgetful) -> None:
+    """Hold it at every fork from now on, for as long as it lives."""
     with _known_lock:
-        _known.add(workers)
+        _known.add(one)
 
 
 def _all_known() -> list[Forgetful]:

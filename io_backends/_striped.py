@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class _Write(Ticket):
             self.inner.check(since_s)
 
 
-class _Lanes:
+class _Lanes(_fork.Forgetful):
     """The lanes of a store, and the lock they need."""
 
     def __init__(self, count: int) -> None:
@@ -82,20 +82,9 @@ class _Lanes:
                 self.all[index].begin(nbytes, now_s)
         return index
 
-    def begin_read(self, index: int, ticket: Ticket) -> None:
-        with self._lock:
-            self.all[index].begin_read(ticket)
-
-    def held(self) -> AbstractContextManager[None]:
-        """Around a fork: the stores hold their own workers."""
-        return nullcontext()
-
     def forget(self) -> None:
         """In a forked child: another thread may have held the lock."""
         self._lock = threading.Lock()
-
-    def freeze(self, deadline_s: float) -> None:
-        """At the interpreter's exit: the stores freeze their own workers."""
 
 
 class StripedStore(Store):
@@ -105,25 +94,17 @@ class StripedStore(Store):
         stores: at least one. They belong to this store from now on: it closes them.
     """
 
+    alignment = 4096  # the largest of a file store's; which of them can be opened at all, their first writes show
+
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
             raise ValueError("a striped store needs at least one store, got none")
         self.stores = tuple(stores)
         self._lanes = _Lanes(len(stores))
         self._failing: dict[int, object] = {}  # those reported and not well again
-        self._alignment = 0
         self._closed = False
 
-    @property
-    def alignment(self) -> int:
-        """The largest of those that can be opened. Raises the first one's error if none can."""
-        if not self._alignment:
-            self._open()
-        return self._alignment
-
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
-        if not self._alignment:
-            self._open()
         ticket = _Write(buffer, None, _nothing, on_done)
         if not self._send(ticket, (), None if before is None else partial(_begin, ticket, before)):
             raise ticket.first_error or StoreClosed("the store is closed; make a new one")
@@ -131,11 +112,9 @@ class StripedStore(Store):
 
     def submit_read(self, location: StripedLocation, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         store = self.stores[location.store_index]
-        if buffer.padded and store.alignment > self.alignment:  # opened late: the padding promised may be too small
+        if buffer.padded and store.alignment > self.alignment:  # the padding promised may be too small
             buffer = buffer._replace(padded=False)
-        ticket = store.read(location.location, buffer, on_done=on_done, before=before)
-        self._lanes.begin_read(location.store_index, ticket)
-        return ticket
+        return store.read(location.location, buffer, on_done=on_done, before=before)
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
@@ -169,18 +148,6 @@ class StripedStore(Store):
         for store in self.stores:
             store.abandon()
 
-    def _open(self) -> None:
-        found, errors = list[int](), list[StoreError]()
-        for index, store in enumerate(self.stores):
-            try:
-                found.append(store.alignment)
-            except StoreError as error:
-                errors.append(error)
-                self._degraded(index, error, 0)
-        if not found:
-            raise errors[0]
-        self._alignment = max(found)
-
     # -- attempts ------------------------------------------------------------------------------------------------
 
     def _send(self, ticket: _Write, tried: tuple[int, ...], before: Callable[[], None] | None) -> bool:
@@ -213,7 +180,7 @@ class StripedStore(Store):
             assert buffer is not None
             self._lanes.all[index].ended.append(Ended(inner.ended_s, ticket.nbytes, moved=True, failed=False))
             self._failing.pop(index, None)
-            ticket.location = StripedLocation(index, inner.location, ticket.nbytes, buffer.address % self._alignment)
+            ticket.location = StripedLocation(index, inner.location, ticket.nbytes, buffer.address % self.alignment)
             ticket.moved_bytes, ticket.started_s, ticket.ended_s = inner.moved_bytes, inner.started_s, inner.ended_s
             ticket.placed = index, inner
             if ticket.discarded:

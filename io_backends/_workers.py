@@ -76,7 +76,7 @@ class _Slot:
         self.thread: threading.Thread | None = None
 
 
-class Workers:
+class Workers(_fork.Forgetful):
     """`count` threads, started with the first ticket.
 
     `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first

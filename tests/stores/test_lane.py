@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from io_backends import Buffer, Ticket
 from io_backends._lane import REST_S, Ended, Lane, choose
 
 
@@ -142,44 +141,3 @@ def test_what_ends_together_does_not_make_a_disk_fast(together: int) -> None:
             lane.ended.append(Ended(begun_s + together * nbytes / rate, nbytes, moved=True, failed=False))
         lane.catch_up()
         assert lane.bytes_per_s == pytest.approx(rate, rel=1e-6)
-
-
-def a_read(nbytes: int) -> Ticket:
-    return Ticket(Buffer(0, nbytes, None), None, lambda _: None)
-
-
-def test_a_disk_that_is_busy_with_reads_gets_fewer_writes() -> None:
-    lanes = [Lane(), Lane()]
-    reads = [a_read(10) for _ in range(3)]
-    for read in reads:
-        lanes[0].begin_read(read)
-    chosen: list[int | None] = []
-    for _ in range(6):
-        index = choose(lanes, 10, 1.0, ())
-        assert index is not None
-        lanes[index].begin(10, 1.0)
-        chosen.append(index)
-    assert chosen == [1, 1, 1, 0, 1, 0]
-
-
-@pytest.mark.parametrize("end", ["done", "cancelled", "dropped"])
-def test_reads_that_are_over_count_no_more(end: str) -> None:
-    lane = Lane()
-    reads = [a_read(10), a_read(20)]
-    for read in reads:
-        lane.begin_read(read)
-    lane.catch_up()
-    assert lane.reading_bytes == 30
-    if end == "done":
-        reads[0].start()
-        reads[0].finish()
-    elif end == "cancelled":
-        reads[0].cancel()
-    else:
-        del read, reads[0]
-    lane.catch_up()
-    assert lane.reading_bytes == 20
-    reads.clear()
-    read = a_read(5)
-    lane.begin_read(read)  # those that ended are not kept until the next write
-    assert lane.reading_bytes == 5

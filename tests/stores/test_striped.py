@@ -19,12 +19,11 @@ from io_backends import (
     StoreError,
     StoreFull,
     StripedStore,
-    Syscalls,
     TicketState,
     TransferCancelled,
 )
 from io_backends.testing import Fault, FaultyStore
-from support.stores import WAIT_S, Held, Pieces, buffer_of, empty_at, pattern_at, read_back, write
+from support.stores import WAIT_S, Held, buffer_of, empty_at, pattern_at, read_back, write
 from support.striped import NBYTES, Disk, Reporting, index_of
 
 
@@ -58,37 +57,6 @@ def test_writes_are_spread_and_reads_find_them(store: Reporting, disks: list[Dis
     assert store.used_bytes == 0
     with pytest.raises(ValueError, match="asked to read what is not there"):
         store.read(tickets[0].location, buffer_of(empty_at(0, NBYTES)))
-
-
-def test_writes_go_where_no_big_read_is_under_way(scratch: Path) -> None:
-    reading, go_on = threading.Event(), threading.Event()
-    go_on.set()
-
-    def pwritev(fd: int, pieces: Pieces, offset: int) -> int:
-        assert go_on.wait(WAIT_S)
-        return Syscalls().pwritev(fd, pieces, offset)
-
-    def preadv(fd: int, pieces: Pieces, offset: int) -> int:
-        reading.set()
-        assert go_on.wait(WAIT_S)
-        return Syscalls().preadv(fd, pieces, offset)
-
-    syscalls = Syscalls(pwritev=pwritev, preadv=preadv)
-    store = StripedStore([PosixStore(scratch, threads=2, syscalls=syscalls) for _ in range(2)])
-    big = write(store, pattern_at(0, 100 * NBYTES))
-    array = empty_at(0, 100 * NBYTES)
-    go_on.clear()  # nothing ends, so no speed of a small write is known
-    reading.clear()
-    read = store.read(big.location, buffer_of(array))
-    assert reading.wait(WAIT_S)
-    small = pattern_at(0, NBYTES)
-    tickets = [store.write(buffer_of(small)) for _ in range(10)]
-    go_on.set()
-    for ticket in (*tickets, read):
-        assert ticket.wait(WAIT_S)
-    assert {index_of(ticket) for ticket in tickets} == {1 - index_of(big)}
-    assert np.array_equal(array, pattern_at(0, 100 * NBYTES))
-    store.close()
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, StoreFull), (errno.EIO, StoreBroken)])
