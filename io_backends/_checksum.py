@@ -9,18 +9,13 @@ made with `checksum=True` need it.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 
 from ._buffer import Buffer
+from ._syscalls import memory_at
 
 # Small enough that an error says where to look, large enough that `xxhash` lets other threads run meanwhile.
 CHUNK_BYTES = 4 << 20
-
-_PyBUF_READ = 0x100
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view.restype = ctypes.py_object
 
 Digest = Callable[[int, int], int]  # of (address, nbytes)
 
@@ -32,11 +27,7 @@ def digest() -> Digest:
     except ImportError as error:
         raise ImportError("checksum=True needs the package xxhash: pip install xxhash") from error
 
-    def of_memory(address: int, nbytes: int) -> int:
-        # A memoryview by this way needs no ctypes type of its length, each of which would be kept for ever.
-        return xxh3_64_intdigest(_view(address, nbytes, _PyBUF_READ))
-
-    return of_memory
+    return lambda address, nbytes: xxh3_64_intdigest(memory_at(address, nbytes))
 
 
 def chunks(nbytes: int) -> list[tuple[int, int]]:

@@ -45,9 +45,8 @@ class HostStore(Store):
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         reserved = self._reserve(buffer.nbytes)
-        ticket = _HostTicket(buffer, None, self._store if reserved else self._refuse, on_done, before)
-        if reserved:
-            ticket.held_bytes = buffer.nbytes
+        ticket = Ticket(buffer, None, self._store if reserved else self._refuse, on_done, before)
+        vars(ticket)["held_bytes"] = buffer.nbytes * reserved  # of the budget, until it is discarded
         try:
             self._workers.submit(ticket, urgent=False)
         except StoreError:
@@ -110,12 +109,6 @@ class HostStore(Store):
 
     def _forget(self) -> None:
         self._lock = threading.Lock()  # another thread may have held it
-
-
-class _HostTicket(Ticket):
-    """A write, and how many bytes of the budget it holds until it is discarded."""
-
-    held_bytes: int
 
 
 def _fetch(ticket: Ticket) -> None:

@@ -1,8 +1,8 @@
 """Lane: what is known of one of several stores, and which of them the next write goes to. Pure decisions.
 
 A write goes where it will probably end first: bytes being written, and its own, over the measured speed. A fast disk
-thus gets more of them, and one that has become slow, or hangs, fewer the more it lags. A store that failed rests and is then tried
-again: a full disk may have room by then.
+thus gets more of them, and one that has become slow, or hangs, fewer the more it lags. A store that failed rests and is
+then tried again: a full disk may have room by then.
 
 Measured against a simpler rule (least bytes under way, in turn where those are equal), on two paths of 40 and 160 MB/s:
 writing and reading back 128 MiB, 32 of them under way at once, took 1.35 times as long by that (1.19 to 1.40 in 8

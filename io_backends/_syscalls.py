@@ -1,7 +1,7 @@
 """The system calls beneath the stores, in one table that tests replace to make any of them fail.
 
-Transfers go by address through libc (ctypes releases the GIL around a call), so memory of any origin works without a
-Python buffer object for it.
+Transfers go by address, through views that own nothing, so memory of any origin works. None of these calls holds the
+GIL while the system works.
 """
 
 from __future__ import annotations
@@ -11,47 +11,34 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
-
-
 _libc = ctypes.CDLL(None, use_errno=True)
-for _name in ("pwritev", "preadv"):
-    _function = getattr(_libc, _name)
-    _function.argtypes = (ctypes.c_int, ctypes.POINTER(_IoVec), ctypes.c_int, ctypes.c_int64)
-    _function.restype = ctypes.c_ssize_t
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
-
-for _name in ("pwrite", "pread"):
-    _function = getattr(_libc, _name)
-    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64)
-    _function.restype = ctypes.c_ssize_t
-
 # fallocate(2): give the blocks of a range back, and leave the file's size as it is.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view.restype = ctypes.py_object
+_PyBUF_WRITE = 0x200
 
 Pieces = Sequence[tuple[int, int]]  # (address, nbytes), in file order
 
 
-def _vectored(one: Callable[..., int], many: Callable[..., int]) -> Callable[[int, Pieces, int], int]:
-    def move(fd: int, pieces: Pieces, offset: int) -> int:
-        if len(pieces) == 1:  # most transfers; a vector costs several microseconds
-            moved = one(fd, *pieces[0], offset)
-        else:
-            vector = (_IoVec * len(pieces))(*(_IoVec(*piece) for piece in pieces))
-            moved = many(fd, vector, len(pieces), offset)
-        if moved < 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
-        return moved
-
-    return move
+def memory_at(address: int, nbytes: int) -> memoryview:
+    """A view of plain memory, which the caller keeps alive. It needs no ctypes type of its size, kept for ever."""
+    view: memoryview = _view(address, nbytes, _PyBUF_WRITE)
+    return view
 
 
-_pwritev = _vectored(_libc.pwrite, _libc.pwritev)
-_preadv = _vectored(_libc.pread, _libc.preadv)
+def _pwritev(fd: int, pieces: Pieces, offset: int) -> int:
+    if len(pieces) == 1:  # most transfers
+        return os.pwrite(fd, memory_at(*pieces[0]), offset)
+    return os.pwritev(fd, [memory_at(*piece) for piece in pieces], offset)
+
+
+def _preadv(fd: int, pieces: Pieces, offset: int) -> int:
+    return os.preadv(fd, [memory_at(*piece) for piece in pieces], offset)
 
 
 def _fallocate(fd: int, offset: int, length: int, mode: int = 0) -> None:

@@ -20,23 +20,59 @@ one (a fork holds the file store's transfers, and this one's workers only wait f
 
 from __future__ import annotations
 
+import enum
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from ._buffer import Buffer
 from ._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
 from ._host import HostStore
-from ._place import Place, Stored, coldest
 from ._store import Store
 from ._ticket import Before, OnDone, Ticket
 from ._workers import Workers
 
 # How often who waits looks up: `abandon` cannot wake anybody, as it may run in a finaliser and take no lock.
 _PERIOD_S = 1.0
+
+
+class Place(enum.Enum):
+    """Where the bytes of a write are.
+
+    ::
+
+        COMING -> HOST -> SPILLING -> FILE      SPILLING -> HOST where the file store failed,
+           `-----------------------> FILE       at once where a write alone is larger than the budget, or its memory is
+                                                not `given`; GONE from any
+    """
+
+    COMING = enum.auto()  # from submission until they are stored: in the submitter's memory
+    HOST = enum.auto()  # in host memory
+    SPILLING = enum.auto()  # in host memory, and on their way to the file
+    FILE = enum.auto()  # in the file alone
+    GONE = enum.auto()  # discarded, or never stored because something failed
+
+
+class Stored:
+    """The location of a write. `skew` is as in `Location`, of bytes in the file; those in memory are copied anyhow."""
+
+    __slots__ = ("discarded", "file", "host", "nbytes", "place", "skew")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.skew = 0
+        self.place = Place.COMING
+        self.discarded = False
+        self.host: Ticket | None = None  # of the host store, in HOST and SPILLING
+        self.file: Ticket | None = None  # of the file store, in SPILLING and FILE
+
+
+def coldest(stored: Iterable[Stored]) -> Stored | None:
+    """What makes way next, given writes in the order of their submission; None when nothing can."""
+    return next((one for one in stored if one.place is Place.HOST), None)
 
 
 class TwoLevelStore(Store):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, ShortTransfer, StoreBroken, StoreFull
-from io_backends._kvikio import TASK_BYTES, KvikioStore, _view
+from io_backends._kvikio import TASK_BYTES, KvikioStore
 from support.kvikio_double import build
 from support.kvikio_double.fake import Kvikio
 from support.stores import WAIT_S, Bytes, buffer_of, in_child, pattern_at, read_back, write
@@ -86,22 +86,6 @@ def store_over(fake: Kvikio, scratch: Path, **options: int) -> Iterator[KvikioSt
         store = KvikioStore(scratch, **options)
         yield store
         store.close()
-
-
-def test_a_view_of_host_memory_is_that_memory() -> None:
-    array = pattern_at(5, 1000)
-    seen = _view(array.ctypes.data + 10, 900, cuda=False)
-    assert isinstance(seen, np.ndarray)
-    assert (seen.ctypes.data, seen.nbytes, seen.dtype) == (array.ctypes.data + 10, 900, np.uint8)
-    seen[:] = 7
-    assert bytes(array[9:12]) == bytes([pattern_at(5, 1000)[9], 7, 7])
-
-
-def test_a_view_of_device_memory_names_it() -> None:
-    seen = _view(123456, 900, cuda=True)
-    assert seen.__cuda_array_interface__["data"] == (123456, False)
-    assert (seen.__cuda_array_interface__["shape"], seen.__cuda_array_interface__["typestr"]) == ((900,), "|u1")
-    assert not hasattr(seen, "__array_interface__")
 
 
 def test_without_kvikio_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> None:
