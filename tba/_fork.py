@@ -1,6 +1,6 @@
 """Fork: in a forked child the engine is dead. Hooks pass through, finalisers do nothing, what was stored is gone.
 
-The I/O layer holds its transfers back around the fork and closes its files in the child (`io_backends._fork`).
+The I/O layer holds its transfers back around the fork and closes its files in the child (`io_backends._workers.fork`).
 """
 
 from __future__ import annotations

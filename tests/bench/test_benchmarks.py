@@ -21,7 +21,7 @@ from benchmarks.gpt import GPT, GPTConfig
 from benchmarks.overlap import needed_rate, parse_rate
 from benchmarks.step import measure, same_gradients
 from benchmarks.text import Text, sources, standard_library
-from io_backends._rate import BURST_S
+from io_backends._file.rate import BURST_S
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"layers": 1, "width": 16, "heads": 2, "sequence": 16, "batch": 2}

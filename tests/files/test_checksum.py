@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from io_backends import Corrupted, PosixStore, Syscalls, _checksum
+from io_backends import Corrupted, PosixStore, Syscalls
+from io_backends._file import checksum
 from support.stores import WAIT_S, Pieces, buffer_of, empty_at, pattern_at, read_back, write
 
 MIB = 1 << 20
@@ -51,7 +52,7 @@ def store(scratch: Path, flipping: Flipping) -> Iterator[PosixStore]:
 def test_the_digest_is_xxh3_over_the_memory_itself() -> None:
     array = pattern_at(3, 100_000)
     for begin, end in ((0, 100_000), (1, 2), (77, 4000)):
-        found = _checksum.digest()(array.ctypes.data + begin, end - begin)
+        found = checksum.digest()(array.ctypes.data + begin, end - begin)
         assert found == xxhash.xxh3_64_intdigest(array[begin:end].tobytes())
 
 
@@ -61,7 +62,7 @@ def test_a_flipped_bit_is_found_and_named(store: PosixStore, flipping: Flipping,
     array = pattern_at(100, nbytes)
     ticket = write(store, array)
     location = ticket.location
-    chunks = _checksum.chunks(nbytes)
+    chunks = checksum.chunks(nbytes)
     assert len(location.sums) == len(chunks)
     assert [begin for begin, _ in chunks] == [0, *[end for _, end in chunks[:-1]]]
     assert chunks[-1][1] == nbytes
@@ -69,7 +70,7 @@ def test_a_flipped_bit_is_found_and_named(store: PosixStore, flipping: Flipping,
         flipping.masks = {location.offset + location.skew + place: 1 << place % 8}
         with pytest.raises(Corrupted) as caught:
             read_back(store, ticket, padded=padded)
-        chunk = place // _checksum.CHUNK_BYTES
+        chunk = place // checksum.CHUNK_BYTES
         first, last = chunks[chunk]
         assert first <= place < last
         text = str(caught.value)
@@ -107,7 +108,7 @@ def test_what_another_write_put_there_is_found(store: PosixStore, scratch: Path)
 
 
 def test_without_checksums_nothing_is_hashed(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checksum, "sums", None)
+    monkeypatch.setattr(checksum, "sums", None)
     store = PosixStore(scratch)
     array = pattern_at(3, 5000)
     ticket = write(store, array)

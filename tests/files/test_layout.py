@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from io_backends import _layout
 from io_backends._extents import align_up
+from io_backends._file import layout
 
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=300)
 BOUNCE = 1 << 50  # far from any buffer below
@@ -23,7 +23,7 @@ BOUNCE = 1 << 50  # far from any buffer below
 def test_a_vector_covers_memory_once_and_whole_blocks_of_the_extent(block: int, skew: int, nbytes: int) -> None:
     skew %= block
     address = 7 * 4096 + skew
-    pieces, edges = _layout.vector(address, skew, nbytes, block, BOUNCE)
+    pieces, edges = layout.vector(address, skew, nbytes, block, BOUNCE)
     assert sum(size for _, size in pieces) == align_up(skew + nbytes, block)
     moved: list[tuple[int, int]] = []  # ranges of memory, in file order
     at = {inside // block: (outside, size) for inside, outside, size in edges}
@@ -44,7 +44,7 @@ def test_a_vector_covers_memory_once_and_whole_blocks_of_the_extent(block: int, 
 @STEADY
 def test_what_ranges_of_an_extent_hold_of_a_buffer(skew: int, nbytes: int, step: int) -> None:
     bounds = range(0, skew + nbytes + step, step)
-    ranges = [_layout.payload(begin, begin + step, skew, nbytes) for begin in bounds]
+    ranges = [layout.payload(begin, begin + step, skew, nbytes) for begin in bounds]
     assert (ranges[0][0], ranges[-1][1]) == (0, nbytes)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
@@ -59,5 +59,5 @@ def test_the_first_and_the_rest_of_a_vector(sizes: list[int], most: int, moved: 
         assert all(size > 0 for _, size in vector)
         return [address + byte for address, size in vector for byte in range(size)]
 
-    assert flat(_layout.first(pieces, most)) == bytes_of[:most]
-    assert flat(_layout.rest(pieces, moved)) == bytes_of[moved:]
+    assert flat(layout.first(pieces, most)) == bytes_of[:most]
+    assert flat(layout.rest(pieces, moved)) == bytes_of[moved:]

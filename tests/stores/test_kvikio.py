@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, ShortTransfer, StoreBroken, StoreFull
-from io_backends._kvikio import TASK_BYTES, KvikioStore
+from io_backends._stores.kvikio import TASK_BYTES, KvikioStore
 from support.kvikio_double import build
 from support.kvikio_double.fake import Kvikio
 from support.stores import WAIT_S, Bytes, buffer_of, in_child, pattern_at, read_back, write
@@ -53,7 +53,7 @@ def test_the_real_kvikio_over_the_double(library: Path, scratch: Path) -> None:
 
 def test_without_a_driver_the_first_transfer_says_so(library: Path, scratch: Path) -> None:
     try_it = (
-        "import sys; from io_backends._kvikio import KvikioStore; from io_backends import Buffer, StoreBroken\n"
+        "import sys; from io_backends import Buffer, KvikioStore, StoreBroken\n"
         "import numpy as np; array = np.zeros(100, np.uint8); store = KvikioStore(sys.argv[1])\n"
         "try: store.write(Buffer(array.ctypes.data, 100, array)).wait(60)\n"
         "except StoreBroken as error: print(error)\n"

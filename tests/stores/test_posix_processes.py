@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from io_backends import PosixStore, StoreStalled
-from io_backends._rate import RateLimit
+from io_backends._file.rate import RateLimit
 from support.stores import WAIT_S, Held, buffer_of, is_open, pattern_at, read_back, write
 
 _PROCESS = """

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, HostStore, PosixStore, Store, Ticket
-from io_backends._two_level import Place, Stored, TwoLevelStore, coldest
+from io_backends._stores.two_level import Place, Stored, TwoLevelStore, coldest
 from io_backends.testing import Fault, FaultyStore, check_store
 from support.stores import WAIT_S, buffer_of, empty_at, pattern_at
 from support.two_level import BUDGET, KIB, Make, await_spill, given, maker, places, read, waits, write

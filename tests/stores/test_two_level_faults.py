@@ -24,7 +24,7 @@ from io_backends import (
     TicketState,
     TransferCancelled,
 )
-from io_backends._two_level import TwoLevelStore
+from io_backends._stores.two_level import TwoLevelStore
 from io_backends.testing import Fault, Operation
 from support.stores import WAIT_S, Bytes, empty_at, in_child, pattern_at
 from support.two_level import (

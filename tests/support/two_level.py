@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from io_backends import Buffer, HostStore, PosixStore, Store, Syscalls, Ticket
-from io_backends._two_level import Place, TwoLevelStore
+from io_backends._stores.two_level import Place, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from support.stores import WAIT_S, Bytes, Plan, buffer_of, empty_at
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from io_backends import Buffer, Ticket
-from io_backends._workers import Workers
+from io_backends._workers.workers import Workers
 from support.stores import WAIT_S
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from io_backends import Buffer, StoreBroken, StoreStalled, Ticket
-from io_backends._workers import Workers
+from io_backends._workers.workers import Workers
 from support.stores import WAIT_S
 from support.workers import Blocker, Owner, never, nothing, running, threads_of, ticket_of
 

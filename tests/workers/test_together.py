@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 
 from io_backends import Buffer, StoreBroken, Ticket
-from io_backends._probe import error_of
+from io_backends._testing.probe import error_of
 from support.stores import WAIT_S
 from support.workers import Blocker, nothing, running, ticket_of
 
 
 class Together:
-    """A gatherer that takes everything and does what the test says."""
+    """A batch_writer that takes everything and does what the test says."""
 
     def __init__(self, write: Callable[[Sequence[Ticket]], None]) -> None:
         self._write = write
@@ -34,7 +34,7 @@ class DeadlyAtTheEnd(Ticket):
 
 def test_a_worker_that_dies_among_them_fails_the_rest() -> None:
     with running(1) as workers:
-        workers.gatherer = Together(lambda _: None)
+        workers.batch_writer = Together(lambda _: None)
         blocker = Blocker()
         blocker.occupy(workers)
         deadly = DeadlyAtTheEnd(Buffer(0, 8, None), None, nothing)
@@ -51,7 +51,7 @@ def test_a_worker_that_dies_among_them_fails_the_rest() -> None:
 def test_writes_go_together_and_reads_ahead_of_them() -> None:
     order: list[str] = []
     with running(1) as workers:
-        workers.gatherer = Together(lambda tickets: order.append(f"{len(tickets)} writes"))
+        workers.batch_writer = Together(lambda tickets: order.append(f"{len(tickets)} writes"))
         blocker = Blocker()
         blocker.occupy(workers)
         tickets = [ticket_of(lambda _: order.append("read")) for _ in range(6)]
@@ -70,7 +70,7 @@ def test_where_they_cannot_go_together_each_goes_alone() -> None:
         raise SystemExit("even so")
 
     with running(1) as workers:
-        workers.gatherer = Together(fail)
+        workers.batch_writer = Together(fail)
         blocker = Blocker()
         blocker.occupy(workers)
         tickets = [ticket_of(lambda _, number=number: ran.append(number)) for number in range(3)]  # type: ignore[misc]
@@ -85,7 +85,7 @@ def test_workers_on_their_way_to_the_queue_get_what_lies_there() -> None:
     """All have been woken and none has taken anything yet: who comes first leaves the others theirs."""
     together = list[int]()
     with running(3) as workers:
-        workers.gatherer = Together(lambda tickets: together.append(len(tickets)))
+        workers.batch_writer = Together(lambda tickets: together.append(len(tickets)))
         tickets = [ticket_of(nothing) for _ in range(3)]
         with workers._taking:
             for ticket in tickets:

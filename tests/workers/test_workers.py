@@ -11,7 +11,7 @@ from collections import deque
 import pytest
 
 from io_backends import StoreBroken, StoreClosed, Ticket, TicketState, TransferCancelled
-from io_backends._workers import Workers
+from io_backends._workers.workers import Workers
 from support.stores import WAIT_S
 from support.workers import Blocker, Owner, never, nothing, running, threads_of, ticket_of
 

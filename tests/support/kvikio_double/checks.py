@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, Location, ShortTransfer, Store, StoreBroken, StoreClosed, StoreFull, Syscalls
-from io_backends._kvikio import THRESHOLD_BYTES, KvikioStore
+from io_backends._stores.kvikio import THRESHOLD_BYTES, KvikioStore
 from io_backends.testing import FaultyStore, check_store
 from support.stores import WAIT_S, Bytes, buffer_of, empty_at, in_child, pattern_at, read_back, write
 

@@ -9,7 +9,7 @@ Guarantees beyond those of `Store`:
    as a CuPy array. The submitter waits, in `before`, for the kernels and copies that use it (with CuPy
    `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits for the default stream alone.
 2. A transfer is over when every piece of it is, also when one of them failed: nobody touches the memory any more.
-3. Nothing is left on disk when the process ends (`_scratch`): kvikio opens files by name, so it is given the name
+3. Nothing is left on disk when the process ends (`_file.scratch`): kvikio opens files by name, so it is given the name
    /proc/self/fd/N of a file that has no other.
 
 Host path. A transfer of less than `threshold_bytes` does not go through kvikio's threads: bytes in host memory go by
@@ -32,11 +32,11 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from ._buffer import Buffer, Location, on_device
-from ._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
-from ._file_store import FileStore
-from ._syscalls import Pieces, Syscalls, memory_at
-from ._ticket import Ticket
+from .._buffer import Buffer, Location, on_device
+from .._errors import ShortTransfer, StoreBroken, StoreError, StoreFull
+from .._file.syscalls import Pieces, Syscalls, memory_at
+from .._ticket import Ticket
+from .file_store import FileStore
 
 # Measured with kvikio 26.10 on 2 cores: a request through its threads takes 0.24 ms more than a system call, however
 # small. A write of 1 MiB takes 0.49 ms that way, 0.18 ms into the page cache; of 2 MiB 0.9 and, as the cache begins to

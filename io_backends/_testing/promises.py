@@ -15,10 +15,10 @@ from functools import partial
 
 import numpy as np
 
-from ._errors import StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
-from ._probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, written_to
-from ._store import Store
-from ._ticket import DONE, FAILED, RUNNING, Ticket
+from .._errors import StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
+from .._store import Store
+from .._ticket import DONE, FAILED, RUNNING, Ticket
+from .probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, written_to
 
 _MIB = 1 << 20
 _MOST_WORKERS = 64  # a store with more could not be held up by so many transfers

@@ -7,9 +7,9 @@ Guarantees:
 2. A ticket that fails leaves its worker alive (`Ticket.run`). An exception in the loop itself breaks the store: the
    tickets in that worker's hands and in the queues fail with StoreBroken, and so does every later `submit`.
 3. Between jobs a worker holds no reference to the last one, so memory goes the moment a transfer ends.
-4. `held()` waits for running tickets and holds new ones; used around `fork` (`_fork`).
+4. `held()` waits for running tickets and holds new ones; used around `fork` (`_workers.fork`).
 5. Where all workers are busy, one that comes to the queue takes several writes at once, if its store can move them so
-   (`gatherer`). Where another is idle, or on its way to the queue, each gets its own.
+   (`batch_writer`). Where another is idle, or on its way to the queue, each gets its own.
 6. Waiters learn when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
 
 Where threads meet:
@@ -40,9 +40,9 @@ from contextlib import ExitStack, contextmanager
 from queue import SimpleQueue
 from typing import Protocol
 
-from . import _fork
-from ._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
-from ._ticket import Ticket, let_go
+from .._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
+from .._ticket import Ticket, let_go
+from . import fork
 
 # How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
 _PERIOD_S = 0.25
@@ -50,7 +50,7 @@ _PERIOD_S = 0.25
 _number = itertools.count()
 
 
-class Gatherer(Protocol):
+class MovesBatches(Protocol):
     """What a pool of workers asks of a store that moves several writes at once."""
 
     def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
@@ -76,7 +76,7 @@ class _Slot:
         self.thread: threading.Thread | None = None
 
 
-class Workers(_fork.Forgetful):
+class Workers(fork.ForkAware):
     """`count` threads, started with the first ticket.
 
     `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first
@@ -85,7 +85,7 @@ class Workers(_fork.Forgetful):
     Attributes:
         timeout_s: a wait fails when no byte has moved for so long; None for never.
         moved_s: when bytes last moved, in `time.perf_counter()` seconds; the store keeps it up to date.
-        gatherer: moves several writes at once; set by a store that can, before its first ticket.
+        batch_writer: moves several writes at once; set by a store that can, before its first ticket.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Workers(_fork.Forgetful):
             raise ValueError(f"a timeout must be positive, or None for never; got {timeout_s} seconds")
         self.timeout_s = timeout_s
         self.moved_s = 0.0
-        self.gatherer: Gatherer | None = None
+        self.batch_writer: MovesBatches | None = None
         self._name = f"{name}-{next(_number)}"
         self._reads: deque[Ticket] = deque()
         self._writes: deque[Ticket] = deque()
@@ -117,7 +117,7 @@ class Workers(_fork.Forgetful):
         self._stopping = self._forked = self._frozen = False
         self._running = 0
         self._cause: BaseException | None = None  # of a loop's end that nobody asked for
-        _fork.register(self)
+        fork.register(self)
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
@@ -282,21 +282,21 @@ class Workers(_fork.Forgetful):
             queue = next(filter(None, queues), None)
             if queue is None:
                 return None
-            tickets, gatherer = slot.in_hand, self.gatherer
+            tickets, batch_writer = slot.in_hand, self.batch_writer
             tickets.append(queue[0])
             queue.popleft()
-            if gatherer is None or queue is self._reads or not all(other.in_hand for other in self._slots):
+            if batch_writer is None or queue is self._reads or not all(other.in_hand for other in self._slots):
                 return tickets[-1]
-            while queue and gatherer.takes((), tickets[0]) and gatherer.takes(tickets, queue[0]):
+            while queue and batch_writer.takes((), tickets[0]) and batch_writer.takes(tickets, queue[0]):
                 tickets.append(queue[0])
                 queue.popleft()
             return tickets[-1]
 
     def _write_together(self, tickets: list[Ticket]) -> bool:
-        assert self.gatherer is not None
+        assert self.batch_writer is not None
         started_s = time.perf_counter()
         try:
-            self.gatherer.write(tickets)
+            self.batch_writer.write(tickets)
         except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one ticket's own
             return False
         self.moved_s = ended_s = time.perf_counter()

@@ -2,7 +2,7 @@
 
 Guarantees beyond those of `Store`:
 
-1. Each write goes whole to the store that will probably end it first (`_lane`); its read goes there too.
+1. Each write goes whole to the store that will probably end it first (`_stores.lanes`); its read goes there too.
 2. A write that fails is tried on the other stores, once each, while its bytes are still in memory: its ticket ends
    only when one of them has it or none of them could. The error is then the first one.
 3. A store that failed is left alone for a while, then tried again. There is a RuntimeWarning at the first failure,
@@ -23,12 +23,12 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from . import _fork
-from ._buffer import Buffer
-from ._errors import StoreClosed, StoreError
-from ._lane import Ended, Lane, choose
-from ._store import Store
-from ._ticket import QUEUED, Before, OnDone, Ticket
+from .._buffer import Buffer
+from .._errors import StoreClosed, StoreError
+from .._store import Store
+from .._ticket import QUEUED, Before, OnDone, Ticket
+from .._workers import fork
+from .lanes import Ended, Lane, choose
 
 
 class StripedLocation(NamedTuple):
@@ -65,13 +65,13 @@ class _Write(Ticket):
             self.inner.check(since_s)
 
 
-class _Lanes(_fork.Forgetful):
+class _Lanes(fork.ForkAware):
     """The lanes of a store, and the lock they need."""
 
     def __init__(self, count: int) -> None:
         self.all = [Lane() for _ in range(count)]
         self._lock = threading.Lock()
-        _fork.register(self)
+        fork.register(self)
 
     def begin(self, nbytes: int, tried: tuple[int, ...]) -> int | None:
         """Choose one for a write that begins now."""

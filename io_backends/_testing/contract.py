@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from ._promises import PROMISES
-from ._store import Store
+from .._store import Store
+from .promises import PROMISES
 
 _GRACE_S = 10.0  # for threads told to end, on a busy machine
 

@@ -28,12 +28,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from ._buffer import Buffer
-from ._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
-from ._host import HostStore
-from ._store import Store
-from ._ticket import Before, OnDone, Ticket
-from ._workers import Workers
+from .._buffer import Buffer
+from .._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
+from .._store import Store
+from .._ticket import Before, OnDone, Ticket
+from .._workers.workers import Workers
+from .host import HostStore
 
 # How often who waits looks up: `abandon` cannot wake anybody, as it may run in a finaliser and take no lock.
 _PERIOD_S = 1.0

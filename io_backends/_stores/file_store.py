@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from ._buffer import Buffer, Location
-from ._errors import StoreBroken, StoreClosed
-from ._scratch import ScratchFile, open_scratch
-from ._space import Space, extent_of
-from ._store import Store
-from ._syscalls import Syscalls
-from ._ticket import Before, OnDone, Ticket
-from ._workers import Workers
+from .._buffer import Buffer, Location
+from .._errors import StoreBroken, StoreClosed
+from .._file.scratch import ScratchFile, open_scratch
+from .._file.space import Space, extent_of
+from .._file.syscalls import Syscalls
+from .._store import Store
+from .._ticket import Before, OnDone, Ticket
+from .._workers.workers import Workers
 
 
 class _Open(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from io_backends._lane import REST_S, Ended, Lane, choose
+from io_backends._stores.lanes import REST_S, Ended, Lane, choose
 
 
 class Disks:

@@ -22,11 +22,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from ._buffer import Location
-from ._errors import StoreBroken, StoreFull
-from ._extents import Extents, align_up
-from ._syscalls import Syscalls
-from ._ticket import Ticket
+from .._buffer import Location
+from .._errors import StoreBroken, StoreFull
+from .._extents import Extents, align_up
+from .._ticket import Ticket
+from .syscalls import Syscalls
 
 # Extents keep 4 KiB: the page of the device mapping, so that neighbours never share a block.
 EXTENT_ALIGNMENT = 4096

@@ -14,11 +14,11 @@ import ctypes
 import threading
 from collections import deque
 
-from ._buffer import Buffer
-from ._errors import StoreError, StoreFull
-from ._store import Store
-from ._ticket import Before, OnDone, Ticket
-from ._workers import Workers
+from .._buffer import Buffer
+from .._errors import StoreError, StoreFull
+from .._store import Store
+from .._ticket import Before, OnDone, Ticket
+from .._workers.workers import Workers
 
 
 class HostStore(Store):

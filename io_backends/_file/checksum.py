@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ._buffer import Buffer
-from ._syscalls import memory_at
+from .._buffer import Buffer
+from .syscalls import memory_at
 
 # Small enough that an error says where to look, large enough that `xxhash` lets other threads run meanwhile.
 CHUNK_BYTES = 4 << 20

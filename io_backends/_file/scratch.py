@@ -14,8 +14,8 @@ from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import NamedTuple
 
-from ._errors import StoreBroken
-from ._syscalls import Syscalls
+from .._errors import StoreBroken
+from .syscalls import Syscalls
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

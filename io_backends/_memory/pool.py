@@ -7,7 +7,7 @@ Guarantees:
    object that counts: `torch.frombuffer` holds it, but slices of it and numpy arrays over it do not.
 2. Leases never overlap. Each owns the whole aligned blocks around its bytes.
 3. The memory is private: a forked child has a copy of its own. Whoever reads into leases holds transfers back around
-   a fork (`_workers` does), as direct I/O into private memory wants (open(2), NOTES).
+   a fork (`_workers.workers` does), as direct I/O into private memory wants (open(2), NOTES).
 4. With a budget, the segments together never exceed it. A lease that finds no room though all others have ended gets
    it all the same: segments that nobody uses make way.
 5. A lease outlives the pool and its `close`: a segment is unmapped when the last of its leases has ended.
@@ -40,10 +40,10 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-from ._buffer import Buffer
-from ._errors import StoreClosed, StoreFull
-from ._extents import Extents, align_up
-from ._pages import Pages
+from .._buffer import Buffer
+from .._errors import StoreClosed, StoreFull
+from .._extents import Extents, align_up
+from .huge_pages import Pages
 
 # Large enough that a step needs few segments, small enough that a small model's pool stays small. Pages are touched
 # only when used, so an empty part of a segment costs address space, not memory.

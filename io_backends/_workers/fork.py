@@ -21,7 +21,7 @@ import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 
-class Forgetful(abc.ABC):
+class ForkAware(abc.ABC):
     """What has threads, or locks that a forked child must not wait for."""
 
     def held(self) -> AbstractContextManager[None]:
@@ -36,20 +36,20 @@ class Forgetful(abc.ABC):
         """At the interpreter's exit: nothing is begun any more; what runs may end until then (`time.monotonic()`)."""
 
 
-_known: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+_known: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 _known_lock = threading.Lock()  # held for moments only: a worker may register others while a fork waits for it
 _forking = threading.Lock()
 _EXIT_S = 5.0  # a transfer takes milliseconds, and a device that hangs must not keep a program from ending
 _held = ExitStack()  # of the fork under way
 
 
-def register(one: Forgetful) -> None:
+def register(one: ForkAware) -> None:
     """Hold it at every fork from now on, for as long as it lives."""
     with _known_lock:
         _known.add(one)
 
 
-def _all_known() -> list[Forgetful]:
+def _all_known() -> list[ForkAware]:
     with _known_lock:
         return list(_known)
 

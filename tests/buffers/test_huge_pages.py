@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from io_backends import BufferPool
-from io_backends._pages import Pages
-from io_backends._pool import Mapping
+from io_backends._memory.huge_pages import Pages
+from io_backends._memory.pool import Mapping
 
 HUGE = 2 << 20
 PAGE = mmap.PAGESIZE

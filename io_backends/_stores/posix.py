@@ -3,13 +3,13 @@
 Guarantees beyond those of `Store`:
 
 1. No bounce copy for the bulk of a buffer: the aligned middle goes straight between its memory and the file, head and
-   tail (below one block each) through blocks of the worker's own in the same system call (`_layout`).
-2. Where all workers are busy queued writes go together (`_gather`), as every further system call costs CPU time that
-   training would use. One transfer is never cut among workers: measured on two, for 16 to 256 MiB, that made neither
-   writes nor reads faster (0.97 to 1.05 of the time) and took as much CPU.
+   tail (below one block each) through blocks of the worker's own in the same system call (`_file.layout`).
+2. Where all workers are busy queued writes go together (`_file.batch_writer`), as every further system call costs CPU
+   time that training would use. One transfer is never cut among workers: measured on two, for 16 to 256 MiB, that made
+   neither writes nor reads faster (0.97 to 1.05 of the time) and took as much CPU.
 3. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written, and
    `trim` lets it shrink again.
-4. Nothing is left on disk when the process ends, however it ends (`_scratch`).
+4. Nothing is left on disk when the process ends, however it ends (`_file.scratch`).
 5. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
 6. With `checksum`, a read that ends well brought back what was written, to one chance in 2**64.
 
@@ -28,17 +28,18 @@ import threading
 import time
 from collections.abc import Callable
 
-from . import _checksum, _layout
-from ._buffer import Buffer, Location
-from ._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
-from ._extents import align_up
-from ._file_store import FileStore
-from ._gather import Gather
-from ._layout import Piece, Vector
-from ._rate import RateLimit
-from ._scratch import ScratchFile
-from ._syscalls import Pieces, Syscalls
-from ._ticket import Before, OnDone, Ticket
+from .._buffer import Buffer, Location
+from .._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
+from .._extents import align_up
+from .._file import checksum as checksums
+from .._file import layout
+from .._file.batch_writer import BatchWriter
+from .._file.layout import Piece, Vector
+from .._file.rate import RateLimit
+from .._file.scratch import ScratchFile
+from .._file.syscalls import Pieces, Syscalls
+from .._ticket import Before, OnDone, Ticket
+from .file_store import FileStore
 
 # For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
 _BOUNCE_BYTES = 1 << 20
@@ -100,12 +101,12 @@ class PosixStore(FileStore[ScratchFile]):
             syscalls=syscalls,
             device=device,
         )
-        self._digest = _checksum.digest() if checksum else None
+        self._digest = checksums.digest() if checksum else None
         self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
         self._read_limit = RateLimit(read_rate_bytes_per_s) if read_rate_bytes_per_s is not None else None
         self._memory = _Memory()
         if not checksum and write_rate_bytes_per_s is None:
-            self._workers.gatherer = Gather(self.open, self._space, self._syscalls, self._memory.of)
+            self._workers.batch_writer = BatchWriter(self.open, self._space, self._syscalls, self._memory.of)
 
     @property
     def alignment(self) -> int:
@@ -125,7 +126,7 @@ class PosixStore(FileStore[ScratchFile]):
         if not location.length:
             return
         if self._digest is not None:
-            ticket.location = location._replace(sums=_checksum.sums(self._digest, buffer))
+            ticket.location = location._replace(sums=checksums.sums(self._digest, buffer))
         pieces, edges = self._vector(file, buffer, location)
         for inside, outside, nbytes in edges:
             ctypes.memmove(inside, outside, nbytes)
@@ -157,12 +158,12 @@ class PosixStore(FileStore[ScratchFile]):
         for begin in range(0, length, _BOUNCE_BYTES):
             end = min(begin + _BOUNCE_BYTES, length)
             self._move(call, file, [(bounce, end - begin)], location, self._read_limit, begin)
-            first, last = _layout.payload(begin, end, location.skew, location.nbytes)
+            first, last = layout.payload(begin, end, location.skew, location.nbytes)
             ctypes.memmove(buffer.address + first, bounce + first + location.skew - begin, last - first)
 
     def _vector(self, file: ScratchFile, buffer: Buffer, location: Location) -> Vector:
         block = file.alignment
-        return _layout.vector(buffer.address, location.skew, location.nbytes, block, self._memory.of(2 * block))
+        return layout.vector(buffer.address, location.skew, location.nbytes, block, self._memory.of(2 * block))
 
     def _move(
         self,
@@ -177,7 +178,7 @@ class PosixStore(FileStore[ScratchFile]):
         offset, left = location.offset + begin, sum([length for _, length in pieces])
         most = _CALL_BYTES if limit is None else limit.piece_bytes
         while left:
-            batch, asked = (pieces, left) if left <= most else (_layout.first(pieces, most), most)
+            batch, asked = (pieces, left) if left <= most else (layout.first(pieces, most), most)
             if limit is not None:
                 limit.pace(asked)
             try:
@@ -194,11 +195,11 @@ class PosixStore(FileStore[ScratchFile]):
             offset += moved
             left -= moved
             if left:
-                pieces = _layout.rest(pieces, moved)
+                pieces = layout.rest(pieces, moved)
 
-    def _compare(self, digest: _checksum.Digest, buffer: Buffer, location: Location) -> None:
-        found = _checksum.sums(digest, buffer)
-        for (begin, end), now, then in zip(_checksum.chunks(buffer.nbytes), found, location.sums, strict=True):
+    def _compare(self, digest: checksums.Digest, buffer: Buffer, location: Location) -> None:
+        found = checksums.sums(digest, buffer)
+        for (begin, end), now, then in zip(checksums.chunks(buffer.nbytes), found, location.sums, strict=True):
             if now != then:
                 raise Corrupted(
                     f"bytes {begin} to {end} of {location.nbytes}, read at offset {location.offset} of a file in "

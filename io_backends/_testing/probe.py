@@ -1,4 +1,4 @@
-"""Probe: memory to move and gates to hold transfers with, for whoever tests a store (`_promises`)."""
+"""Probe: memory to move and gates to hold transfers with, for whoever tests a store (`_testing.promises`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ._buffer import Buffer
-from ._errors import StoreError
-from ._store import Store
-from ._ticket import Ticket
+from .._buffer import Buffer
+from .._errors import StoreError
+from .._store import Store
+from .._ticket import Ticket
 
 PAGE = 4096
 WAIT_S = 60.0  # far above what anything here takes: what would hang fails instead

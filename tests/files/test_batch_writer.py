@@ -22,8 +22,8 @@ from io_backends import (
     TicketState,
 )
 from io_backends._extents import align_up
-from io_backends._gather import MOST_BYTES, MOST_TICKETS
-from io_backends._probe import Gate, error_of
+from io_backends._file.batch_writer import MOST_BYTES, MOST_TICKETS
+from io_backends._testing.probe import Gate, error_of
 from support.stores import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, pattern_at, read_back, write
 
 MIB = 1 << 20

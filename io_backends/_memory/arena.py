@@ -23,8 +23,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 
-from . import _numa
-from ._pool import SEGMENT_BYTES, BufferPool, Mapping, address_of, map_memory
+from . import numa
+from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of, map_memory
 
 
 class _Pinned(Mapping):
@@ -83,7 +83,7 @@ class HostArena(BufferPool):
         mapping, memory = map_memory(nbytes, _Pinned)
         address = address_of(memory)
         if self._node is not None:
-            _numa.bind(address, nbytes, self._node)
+            numa.bind(address, nbytes, self._node)
         if self._register is not None and self._unregister is not None:
             unregister = self._unregister
             try:

@@ -1,4 +1,4 @@
-"""Gather: several queued writes moved by one system call.
+"""BatchWriter: several queued writes moved by one system call.
 
 A worker that falls asleep in a transfer and wakes again costs a core that computes more than the transfer of a MiB or
 two does: what it runs on has left the caches by then, and it has to wait for the interpreter.
@@ -17,20 +17,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-from . import _layout
-from ._buffer import Location
-from ._errors import ShortTransfer
-from ._extents import align_up
-from ._scratch import ScratchFile
-from ._space import EXTENT_ALIGNMENT, Space, extent_of
-from ._syscalls import Syscalls
-from ._ticket import Ticket
+from .._buffer import Location
+from .._errors import ShortTransfer
+from .._extents import align_up
+from .._ticket import Ticket
+from . import layout
+from .scratch import ScratchFile
+from .space import EXTENT_ALIGNMENT, Space, extent_of
+from .syscalls import Syscalls
 
 MOST_BYTES = 16 << 20
 MOST_TICKETS = 64  # four pieces each at most, and the system takes 1024
 
 
-class Gather:
+class BatchWriter:
     """The writes of a store on a scratch file.
 
     Args:
@@ -72,15 +72,15 @@ class Gather:
             ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
             offset += location.length
 
-    def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[_layout.Piece]:
+    def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[layout.Piece]:
         """All extents, one behind another, in file order."""
         filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
         bounce = filler + EXTENT_ALIGNMENT
-        pieces: list[_layout.Piece] = []
+        pieces: list[layout.Piece] = []
         for ticket, location in zip(tickets, locations, strict=True):
             assert ticket.buffer is not None
             length = align_up(location.skew + location.nbytes, block)
-            vector, edges = _layout.vector(ticket.buffer.address, location.skew, location.nbytes, block, bounce)
+            vector, edges = layout.vector(ticket.buffer.address, location.skew, location.nbytes, block, bounce)
             for inside, outside, nbytes in edges:
                 ctypes.memmove(inside, outside, nbytes)
             pieces += vector
