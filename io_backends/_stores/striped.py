@@ -9,8 +9,19 @@ Guarantees beyond those of `Store`:
    and at the next after it has worked again.
 4. What a failed attempt took of a store is given back there.
 
-A write is one ticket to its user and, beneath it, one ticket of a store at a time. The first may be cancelled as long
-as the second may. `dict.pop` decides which of `discard` and the end of a write gives the space back.
+A write is one ticket to its user (the outer one) and, beneath it, one ticket of a store at a time (the inner one).
+
+Where threads meet:
+
+- `discard` against the end of a write. The submitter's thread (1) sets `discarded`, (2) takes `placed`. The worker that
+  ends the write (a) sets `placed`, (b) looks at `discarded`, and if it is set (c) takes `placed`. If (1) comes before
+  (b) the worker gives the space back, else (a) was before (2) and the submitter does. Where both try, `dict.pop` gives
+  `placed` to one of them.
+- `cancel` against the start of a write. The inner ticket decides: if it can be cancelled no worker has begun it, and the
+  outer one can be. An attempt after the first may be queued too, but by then the outer ticket is RUNNING, as its
+  callbacks have run; so that is asked first.
+- A failed attempt against its successor. The worker of the store that failed submits to the next and returns; that
+  store's worker may have ended the outer ticket by then. What the first still sets (`inner`, `watch`) nobody reads then.
 """
 
 from __future__ import annotations
@@ -41,19 +52,18 @@ class StripedLocation(NamedTuple):
 
 
 class _Write(Ticket):
-    """What the user of a striped store holds of a write. `inner` is the attempt under way."""
+    """The outer ticket of a write. `inner` is that of the attempt under way."""
 
     inner: Ticket | None = None
-    index = -1  # whose it is
+    index = -1  # of the store that has the inner ticket
     lane: Lane
     discarded = False
     first_error: StoreError | None = None  # of an attempt that failed
-    own_fault = False  # the user's own `before` failed, no store did
-    placed: tuple[int, Ticket] | None = None  # whose space is to be given back; taken out with `dict.pop`
+    own_fault = False  # the submitter's own `before` failed, no store did
+    placed: tuple[int, Ticket] | None = None  # the store, and the inner ticket to discard there; taken with `dict.pop`
 
     def cancel(self) -> bool:
         inner, index = self.inner, self.index
-        # In this order: an attempt after the first has begun too, but may be queued again.
         if inner is None or self.state is not QUEUED or not inner.cancel():
             return False
         self.placed = index, inner
@@ -66,7 +76,7 @@ class _Write(Ticket):
 
 
 class _Lanes(fork.ForkAware):
-    """The lanes of a store, and the lock they need."""
+    """The lanes of a striped store, and the lock they need."""
 
     def __init__(self, count: int) -> None:
         self.all = [Lane() for _ in range(count)]
@@ -101,7 +111,7 @@ class StripedStore(Store):
             raise ValueError("a striped store needs at least one store, got none")
         self.stores = tuple(stores)
         self._lanes = _Lanes(len(stores))
-        self._failing: dict[int, object] = {}  # those reported and not well again
+        self._failing: dict[int, object] = {}  # stores that were warned of and have not worked since
         self._closed = False
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
@@ -119,7 +129,7 @@ class StripedStore(Store):
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
         if isinstance(ticket, _Write):
-            ticket.discarded = True  # before the look at `placed`: the end of a write does the reverse
+            ticket.discarded = True
             self._give_back(ticket)
 
     def trim(self) -> None:
@@ -151,7 +161,7 @@ class StripedStore(Store):
     # -- attempts ------------------------------------------------------------------------------------------------
 
     def _send(self, ticket: _Write, tried: tuple[int, ...], before: Callable[[], None] | None) -> bool:
-        """Try the stores that are left until one takes the write; False if none does."""
+        """Submit the write to the best store not yet tried, until one takes it; False if none does."""
         buffer, nbytes = ticket.buffer, ticket.nbytes
         assert buffer is not None
         while True:
@@ -191,11 +201,11 @@ class StripedStore(Store):
                 return
             ticket.error = ticket.first_error
             ticket.started_s, ticket.ended_s = inner.started_s, inner.ended_s
-        inner.buffer = None  # whoever waits for the outer ticket finds its memory let go
+        inner.buffer = None  # now, as a waiter of the outer ticket may look whether its memory has been released
         ticket.finish()
 
     def _try_again(self, ticket: _Write, index: int, tried: tuple[int, ...], error: BaseException) -> bool:
-        """After a failure: whether another store has the write now."""
+        """Submit a failed write to another store; False if there is none, or no use in it."""
         assert isinstance(error, StoreError)
         ticket.first_error = ticket.first_error or error
         if ticket.own_fault:
@@ -205,7 +215,7 @@ class StripedStore(Store):
         return not ticket.discarded and self._send(ticket, tried, None)
 
     def _degraded(self, index: int, error: StoreError, nbytes: int) -> None:
-        """A store has failed: it rests, and there is a warning, once."""
+        """Let a store that has failed rest, and warn of it once."""
         closed = isinstance(error, StoreClosed)
         self._lanes.all[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
         mine = object()
@@ -229,7 +239,7 @@ class StripedStore(Store):
 
 
 def _begin(ticket: _Write, before: Callable[[], None]) -> None:
-    """On a store's worker, ahead of the first attempt."""
+    """Call the submitter's `before`, on a store's worker ahead of the first attempt."""
     ticket.start()
     try:
         before()
@@ -239,4 +249,4 @@ def _begin(ticket: _Write, before: Callable[[], None]) -> None:
 
 
 def _nothing(_: Ticket) -> None:
-    """The work of a ticket whose work is another's."""
+    """Do no work: the inner ticket does it."""

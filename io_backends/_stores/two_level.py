@@ -16,6 +16,21 @@ Guarantees beyond those of `Store`:
 
 Assumptions: nobody else writes to the two stores, which are closed with this one; the file store never waits for this
 one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
+
+Where threads meet:
+
+- All that is known of writes changes under one lock (`_changed`). No transfer is waited for with it.
+- `discard` may run in a finaliser of the thread that has the lock. It only appends to `_discarded`, and applies what is
+  there if the lock is free. If not, the holder does, which looks after it has released the lock: either the append
+  comes before that look, or the lock was free by the time of `discard`'s own attempt.
+- `discard` against a spill. The worker (1) marks the write SPILLING, (2) submits it to the file, (3) stores the file's
+  ticket and looks at `discarded`, (4) waits, (5) looks at `discarded` again. Until (3) the discard only sets the flag,
+  and (3) cancels. After (3) it cancels the file's ticket itself. Where that is too late, (5) gives both places back.
+- `discard` against a write that is being stored. The place is COMING until the bytes are somewhere: the worker that put
+  them there finds `discarded` set, under the lock, and takes them away again.
+- Two workers that need room. Each takes another write to spill, as the first marks its own under the lock. One that
+  finds none to spill waits for those under way; each end of a spill, and each discard, notifies it.
+- `resident` takes no lock: it reads one reference, and the buffer that it returns keeps its memory alive by itself.
 """
 
 from __future__ import annotations
@@ -35,7 +50,7 @@ from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
 from .host import HostStore
 
-# How often who waits looks up: `abandon` cannot wake anybody, as it may run in a finaliser and take no lock.
+# How often a waiting thread looks up: `abandon` cannot notify it, as it may run in a finaliser and take no lock.
 _PERIOD_S = 1.0
 
 
@@ -71,7 +86,7 @@ class Stored:
 
 
 def coldest(stored: Iterable[Stored]) -> Stored | None:
-    """What makes way next, given writes in the order of their submission; None when nothing can."""
+    """The write to spill next, given all in the order of their submission; None if there is none."""
     return next((one for one in stored if one.place is Place.HOST), None)
 
 
@@ -140,9 +155,8 @@ class TwoLevelStore(Store):
         return self.host_bytes + self._file.used_bytes
 
     def resident(self, location: Stored | None) -> Buffer | None:
-        with self._locked():
-            host = None if location is None else location.host
-            return None if host is None else self._host.resident(host.location)
+        host = None if location is None else location.host
+        return None if host is None else self._host.resident(host.location)
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
@@ -279,8 +293,9 @@ class TwoLevelStore(Store):
                 ) from failure
 
     def _await(self, ticket: Ticket) -> None:
+        """Wait for a transfer of one of the two stores. Raises its error."""
         while not ticket.wait(_PERIOD_S):
-            # A transfer of a store that stands still fails its wait, so this one moves; and so do those behind it.
+            # A store that stands still fails this wait; so its bytes move, and with them all that waits for them here.
             self._workers.moved_s = time.perf_counter()
 
     # -- with the lock -------------------------------------------------------------------------------------------
@@ -295,7 +310,7 @@ class TwoLevelStore(Store):
             self._catch_up()
 
     def _catch_up(self) -> None:
-        """See to discards, unless somebody has the lock: who has it does so when it lets go."""
+        """Apply pending discards if the lock is free; otherwise its holder does, on release."""
         while self._discarded and self._changed.acquire(blocking=False):
             try:
                 self._settle()
@@ -303,6 +318,7 @@ class TwoLevelStore(Store):
                 self._changed.release()
 
     def _settle(self) -> None:
+        """Apply pending discards."""
         while self._discarded:
             ticket = self._discarded.popleft()
             stored, ticket.location = ticket.location, None
@@ -316,11 +332,12 @@ class TwoLevelStore(Store):
                 self._leave_file(stored)
             elif stored.place is Place.SPILLING:
                 if stored.file is not None:
-                    stored.file.cancel()  # who spills it sees to the rest, also if it is too late for this
+                    stored.file.cancel()  # the worker that spills it does the rest, also where this is too late
             else:
-                self._upper.pop(stored, None)  # who stores it, if anybody, finds it discarded
+                self._upper.pop(stored, None)  # a worker that stores it finds it discarded
 
     def _leave_host(self, stored: Stored, place: Place) -> None:
+        """Give back its host memory."""
         ticket, stored.host, stored.place = stored.host, None, place
         assert ticket is not None
         self._host.discard(ticket)
@@ -329,6 +346,7 @@ class TwoLevelStore(Store):
         self._changed.notify_all()
 
     def _leave_file(self, stored: Stored) -> None:
+        """Give back its range of the file, if it has one."""
         ticket, stored.file = stored.file, None
         if ticket is not None:
             self._file.discard(ticket)
