@@ -6,7 +6,7 @@
     store.read(ticket.location, other).wait()
     store.discard(ticket); store.close()
 
-Whoever writes a store reads `Store`'s contract; `io_backends.testing` has the tools to test one.
+`Store` is the contract for stores of your own; `io_backends.testing` has the tools to test one.
 """
 
 from ._buffer import Buffer, Location

@@ -13,7 +13,7 @@ class Buffer(NamedTuple):
 
     `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
     `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
-    that nobody else uses this memory any more, so that a store in memory may keep it instead of a copy.
+    that this memory has no other user, so that a store in memory may keep it instead of a copy.
     """
 
     address: int
@@ -80,7 +80,7 @@ class Location(NamedTuple):
 
 
 def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:
-    """What holds the memory of an object, and its array interface."""
+    """Find the object that holds the memory, and its array interface."""
     for kind in ("__cuda_array_interface__", "__array_interface__"):
         if (interface := getattr(memory, kind, None)) is not None:
             return memory, interface

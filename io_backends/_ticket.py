@@ -33,7 +33,7 @@ _ENDED = (DONE, FAILED, CANCELLED)
 
 
 class Watch(Protocol):
-    """What moves a ticket's bytes, as far as whoever waits needs to know it."""
+    """The mover of a ticket's bytes, as a waiter sees it."""
 
     @property
     def period_s(self) -> float:
@@ -116,7 +116,7 @@ class Ticket:
     def _await_end(self, timeout_s: float | None) -> bool:
         event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
         begun_s = time.perf_counter()
-        while self.state not in _ENDED:  # looked at after the event is there: whoever ends the ticket does the reverse
+        while self.state not in _ENDED:  # after the event is there; the end of a ticket does the reverse
             period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
             if timeout_s is not None:
                 period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
@@ -162,7 +162,7 @@ class Ticket:
                 before()
             self.started_s = clock()
             work(self)
-        except BaseException as error:  # a worker carries every error, even SystemExit, to whoever waits
+        except BaseException as error:  # every error is carried to the waiters, even SystemExit
             self.error = error if isinstance(error, StoreError) else _broken(error)
             let_go(error)
         self.ended_s = clock()
@@ -182,7 +182,7 @@ class Ticket:
             self._event.set()
 
     def abort(self, error: StoreError) -> None:
-        """For stores: whoever had the ticket is gone, wherever it was; end it with `error` if it has not ended."""
+        """For stores: end the ticket with `error`, queued or running, if it has not ended, as no worker has it."""
         if self.state not in _ENDED and (self.state is RUNNING or self.start()):
             self.error = self.error or error
             self.finish()

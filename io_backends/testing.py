@@ -1,4 +1,4 @@
-"""What whoever writes or uses a store tests it with. Public and pytest-free.
+"""Tools to test a store with. Public and pytest-free.
 
 `check_store(make)` holds a store to the contract of `Store`:
 

@@ -6,7 +6,7 @@ two does: what it runs on has left the caches by then, and it has to wait for th
 Guarantees:
 
 1. Each write has an extent of its own, as if it had gone alone; they happen to lie side by side. Its `moved_bytes`
-   are the same too: what fills the rest of an extent's last page is not counted.
+   are as if it had: what fills the rest of an extent's last page is not counted.
 2. All of them move, or `write` raises and nothing is changed: each is then to be done by itself, and fails, if it
    does, with an error of its own.
 3. At most `MOST_BYTES` and `MOST_TICKETS` go together, so that none waits long for its neighbours.

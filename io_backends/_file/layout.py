@@ -1,8 +1,8 @@
 """Layout: how an extent and a buffer lie against each other. Pure arithmetic.
 
-An extent holds a buffer's bytes at the same place within an aligned block as memory does (`skew`), so direct I/O can
-move every whole block straight between the two. What is left, the head and the tail (each less than a block), goes
-through two blocks of the worker's own, in the same system call:
+An extent holds a buffer's bytes at the place within an aligned block that they have in memory (`skew`), so direct I/O
+can move every whole block straight between the two. What is left, the head and the tail (each less than a block), goes
+through two blocks of the worker's own, in one system call with the rest:
 
     memory                 |..hhhh|mmmmmm|mmmmmm|ttt...|     h head, m middle, t tail
     extent          0      |--hhhh|mmmmmm|mmmmmm|ttt---|     length, in whole blocks
@@ -17,7 +17,7 @@ Vector = tuple[list[Piece], list[Edge]]  # what to hand to the system, and what 
 
 
 def vector(address: int, skew: int, nbytes: int, block: int, bounce: int) -> Vector:
-    """What to move between memory and an extent with the same `skew`.
+    """Lay out a transfer between memory and an extent that have one `skew`.
 
     `bounce` is the address of two blocks, used only where the buffer begins or ends inside of one.
     """
@@ -56,7 +56,7 @@ def first(pieces: list[Piece], most_bytes: int) -> list[Piece]:
 
 
 def rest(pieces: list[Piece], moved: int) -> list[Piece]:
-    """What is left of a vector after its first `moved` bytes."""
+    """The end of a vector, after its first `moved` bytes."""
     for index, (address, length) in enumerate(pieces):
         if moved < length:
             return [(address + moved, length - moved), *pieces[index + 1 :]]

@@ -52,12 +52,12 @@ def slack_bytes(need: int) -> int:
 
 
 def need_bytes(step_bytes: int, before: int) -> int:
-    """What steps need that had `step_bytes` at most this time: a larger one before is forgotten little by little."""
+    """Blocks that steps need, the last of which had `step_bytes` at most; a larger one before is forgotten slowly."""
     return max(step_bytes, before - before // 16 if before >= _LEAST_SLACK_BYTES else 0)
 
 
 def extent_of(ticket: Ticket, block: int) -> Location:
-    """What a write takes where bytes keep their place within a block; the offset is still to be chosen."""
+    """Lay out a write whose bytes keep their place within a block; the offset is still to be chosen."""
     assert ticket.buffer is not None
     skew, nbytes = ticket.buffer.address % block, ticket.nbytes
     return Location(0, align_up(skew + nbytes, EXTENT_ALIGNMENT) if nbytes else 0, nbytes, skew)
@@ -82,7 +82,7 @@ class Space:
         self._can_punch = self._can_lay_out = True
 
     def take(self, length: int) -> int:
-        """The offset of `length` bytes that are nobody else's. Raises StoreFull."""
+        """Take a free range of `length` bytes; its offset. Raises StoreFull."""
         offset, punching = self._allocate(length)
         while offset is None and punching:  # of a file at its capacity, all that is free may be about to be punched
             with self._layout:
@@ -96,12 +96,12 @@ class Space:
         return offset
 
     def give_back(self, offset: int, length: int) -> None:
-        """What `take` gave is free again; for a write that never began to be there."""
+        """Free a range that `take` gave, for a write that never began."""
         with self._lock:
             self._extents.free(offset, length)
 
     def discard(self, ticket: Ticket) -> None:
-        """What the write took comes free as soon as it has ended. Any number of times."""
+        """Free what the write took, as soon as it has ended. Any number of times."""
         self._discarded.append(ticket)
 
     @property
@@ -169,12 +169,12 @@ class Space:
         with self._lock:
             try:
                 self._extents.take(offset, length)
-            except ValueError:  # somebody has been given some of it since
+            except ValueError:  # some of it has been taken since
                 return
             self._punching = offset, length
         try:
             _again(self._syscalls.punch, fd, offset, length)
-        except OSError:  # the file system cannot: its blocks stay as they are, which harms nobody
+        except OSError:  # the file system cannot: its blocks stay as they are, which does no harm
             self._can_punch = False
         with self._lock:
             self._punching = None

@@ -57,7 +57,7 @@ def _allocated(fd: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Syscalls:
-    """What a file store asks of the system. Each raises OSError.
+    """The system calls of a file store. Each raises OSError.
 
     `pwritev` and `preadv` return the bytes moved, `allocated` those that the blocks of a file take.
     """

@@ -12,7 +12,7 @@ Guarantees, beyond those of `BufferPool`:
    anew, as a limit may have been a matter of the moment.
 3. A forked child neither unpins nor touches the device.
 
-This module knows no device: who makes an arena passes the two functions that pin and unpin.
+This module knows no device: the two functions that pin and unpin are arguments.
 """
 
 from __future__ import annotations

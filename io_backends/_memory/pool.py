@@ -2,14 +2,14 @@
 
 Guarantees:
 
-1. A lease ends when its `view` dies, whoever held it last (a tensor's storage, a ticket). The finaliser only appends
-   to a deque, so it may run on any thread at any bytecode; the space is reused by the next `lease`. It is this very
-   object that counts: `torch.frombuffer` holds it, but slices of it and numpy arrays over it do not.
+1. A lease ends when its `view` dies, wherever it was held last (a tensor's storage, a ticket). The finaliser only
+   appends to a deque, so it may run on any thread at any bytecode; the space is reused by the next `lease`. It is this
+   very object that counts: `torch.frombuffer` holds it, but slices of it and numpy arrays over it do not.
 2. Leases never overlap. Each owns the whole aligned blocks around its bytes.
-3. The memory is private: a forked child has a copy of its own. Whoever reads into leases holds transfers back around
-   a fork (`_workers.workers` does), as direct I/O into private memory wants (open(2), NOTES).
+3. The memory is private: a forked child has a copy of its own. Transfers into leases are held back around a fork
+   (`_workers.workers`), as direct I/O into private memory wants (open(2), NOTES).
 4. With a budget, the segments together never exceed it. A lease that finds no room though all others have ended gets
-   it all the same: segments that nobody uses make way.
+   it nevertheless: segments without leases make way.
 5. A lease outlives the pool and its `close`: a segment is unmapped when the last of its leases has ended.
 6. A device may still copy to or from a lease after its last user has let go. `retain` keeps it until the copy is over.
 7. Leases that lie badly cost no memory: one that needs pages that are not in memory gives back as many that are free,
@@ -19,12 +19,22 @@ Guarantees:
    lease has memory of its own, which goes back to the system the moment the lease ends: it would be more than that.
 9. An interrupt (Ctrl-C) at any bytecode costs at most one range, which `trim` finds again.
 
+Where threads meet:
+
+- The end of a lease against `lease`. The finaliser appends the weak reference itself, which knows the range; `lease`
+  frees, under the lock, what was appended by then, and the rest is left to the next call. A range is thus never free
+  before its view is dead. `_live` keeps each reference until its range is free, so no other can have its `id`.
+- `retain` against `_let_go`. The first only stores an item; the second looks through a copy. Two threads may find one
+  item ready: `pop` with a default lets the second find nothing.
+- `close` against leases. It drops the pool's references to segments and lets the lock go; each view still holds its
+  mapping, and the appended ends of later leases are never looked at.
+
 Huge pages, where the system gives them: pinning a transfer's memory page by page is most of what direct I/O costs the
 CPU (measured: 0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory, which would
 need no care at a fork, gets none as Linux comes (`shmem_enabled` is `never`).
 
 First fit over a few segments keeps sizes from having pools of their own: a step's restored tensors, of whatever
-sizes, reuse the same compact range. It is not always the same: a step whose first tensors come in another order, as
+sizes, reuse one compact range. It may differ from step to step: one whose first tensors come in another order, as
 after a pause of the disk, may leave gaps that are too small for the largest until its end (measured: 24 MiB for 16).
 """
 
@@ -97,7 +107,7 @@ class _Segment:
         return len(pages)
 
     def mend(self, leases: Iterable[_End]) -> None:
-        """All but what these leases have is free."""
+        """Find again what is free: all but what these leases have."""
         extents = Extents(self.extents.alignment, self.memory.nbytes)
         for end in leases:
             if end.segment is self:
@@ -119,7 +129,7 @@ class BufferPool:
         alignment: bytes.
         segment_bytes: how much is mapped at once, where a lease does not need more; rounded up to whole pages.
         budget_bytes: what the segments may take together, rounded down to whole pages; None for no limit.
-        idle_bytes: what may stay in memory for leases to come; None for no limit..
+        idle_bytes: what may stay in memory for leases to come; None for no limit.
     """
 
     _gives_back = hasattr(mmap, "MADV_DONTNEED")
@@ -226,7 +236,7 @@ class BufferPool:
         return alone + sum(segment.memory.nbytes for segment in self._segments)
 
     def _let_go(self) -> None:
-        """Of what is retained and ready. Without the lock: `ready` is somebody else's, and what goes may go far."""
+        """Drop retained leases whose copy is over. Call without the lock: `ready` and finalisers are foreign code."""
         for number, (_, ready) in self._retained.copy().items():
             if ready():
                 self._retained.pop(number, None)  # unless another thread was faster
@@ -271,7 +281,7 @@ class BufferPool:
         return None
 
     def _touch(self, segment: _Segment, offset: int, length: int) -> None:
-        """A lease is about to use this: as many pages as that takes for the first time, others make up for."""
+        """Note that a lease is about to use a range; give back as many free pages as that takes for the first time."""
         segment.used_since_trim = True
         new_pages = segment.pages.touch(offset, length)
         if new_pages and self._gives_back:
@@ -285,14 +295,14 @@ class BufferPool:
                 self._give_back(-(-(touched - leased - self._idle_bytes) // _HUGE_PAGE_BYTES))
 
     def _give_back(self, pages: int) -> None:
-        """To the system, so many, as far as they are free."""
+        """Give so many pages back to the system, as far as they are free."""
         for segment in reversed(self._segments):  # the first ones are used again first
             pages -= segment.let_go(pages)
             if not pages:
                 return
 
     def _room_for(self, nbytes: int) -> int:
-        """How large a new segment for a lease of `nbytes` should be. Raises StoreFull."""
+        """The size of a new segment for a lease of `nbytes`. Raises StoreFull."""
         wanted = max(self._segment_bytes, nbytes)
         if self.budget_bytes is None:
             return wanted
@@ -302,6 +312,6 @@ class BufferPool:
                 f"a lease of {nbytes} bytes was asked of a pool whose budget is {self.budget_bytes} bytes, with {used} "
                 "in segments on lease; raise the budget or let go of leases"
             )
-        if self.budget_bytes - self.mapped_bytes < nbytes:  # those that nobody uses are all too small: make way
+        if self.budget_bytes - self.mapped_bytes < nbytes:  # those without leases are all too small: make way
             self._segments = [segment for segment in self._segments if segment.extents.used_bytes]
         return min(wanted, self.budget_bytes - self.mapped_bytes)

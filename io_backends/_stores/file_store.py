@@ -60,7 +60,7 @@ class FileStore(Store, Generic[File]):
 
     @abc.abstractmethod
     def _make(self) -> File:
-        """A new scratch file. Raises StoreBroken."""
+        """Make a new scratch file. Raises StoreBroken."""
 
     @abc.abstractmethod
     def _release(self, file: File) -> None:
@@ -68,11 +68,11 @@ class FileStore(Store, Generic[File]):
 
     @abc.abstractmethod
     def _write(self, ticket: Ticket) -> None:
-        """On a worker: set the ticket's location and move its bytes."""
+        """Set the ticket's location and move its bytes. Runs on a worker."""
 
     @abc.abstractmethod
     def _read(self, ticket: Ticket) -> None:
-        """On a worker: move the bytes of the ticket's location."""
+        """Move the bytes of the ticket's location. Runs on a worker."""
 
     def open(self) -> File:
         """The scratch file, made on the first call. Raises StoreBroken, StoreClosed."""
@@ -85,7 +85,7 @@ class FileStore(Store, Generic[File]):
                 if file is None and not self._closed:
                     file = self._file = self._make()
                     self._files.append(file)
-                    if self._closed:  # meanwhile, by somebody who found nothing to close
+                    if self._closed:  # meanwhile, when there was nothing to close yet
                         self._close_file()
                         file = None
             if file is None:
@@ -148,7 +148,7 @@ class FileStore(Store, Generic[File]):
         return open_scratch(str(self.directory), self._syscalls, self._device)
 
     def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
-        """On a worker: an extent for a write, laid out. Once it is the ticket's, `discard` frees it."""
+        """Take and lay out an extent for a write. Once it is the ticket's, `discard` frees it. Runs on a worker."""
         location = extent_of(ticket, block)
         if location.length:
             location = location._replace(offset=self._space.take(location.length))
@@ -160,7 +160,7 @@ class FileStore(Store, Generic[File]):
         self._space.punch(self.open().fd)
 
     def _forget(self) -> None:
-        """In a forked child."""
+        """Close what the child has inherited."""
         self._closed = True
         self._lock = threading.Lock()  # another thread may have held it
         self._space.forget()

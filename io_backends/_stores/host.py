@@ -1,8 +1,8 @@
 """HostStore: bytes stay in host memory, where they are.
 
-`write` keeps the buffer's owner instead of copying. This is for what a device has copied out already, into memory that
-nobody else has: `before` (a wait for the device) runs on the worker, so that the source can be freed the moment the
-copy has arrived.
+`write` keeps the buffer's owner instead of copying. This is for what a device has copied out already, into memory with
+no other user: `before` (a wait for the device) runs on the worker, so that the source can be freed the moment the copy
+has arrived.
 
 The location of a finished write *is* a `Buffer`: its memory may be used in place for as long as its owner is held, also
 after the write has been discarded.

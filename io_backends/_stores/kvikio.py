@@ -8,7 +8,7 @@ Guarantees beyond those of `Store`:
 1. Device memory is recognised by the buffer's owner: a CUDA tensor, or anything with `__cuda_array_interface__`, such
    as a CuPy array. The submitter waits, in `before`, for the kernels and copies that use it (with CuPy
    `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits for the default stream alone.
-2. A transfer is over when every piece of it is, also when one of them failed: nobody touches the memory any more.
+2. A transfer is over when every piece of it is, also when one of them failed: the memory is not touched afterwards.
 3. Nothing is left on disk when the process ends (`_file.scratch`): kvikio opens files by name, so it is given the name
    /proc/self/fd/N of a file that has no other.
 

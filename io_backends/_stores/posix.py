@@ -13,7 +13,8 @@ Guarantees beyond those of `Store`:
 5. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
 6. With `checksum`, a read that ends well brought back what was written, to one chance in 2**64.
 
-Assumptions: writes to memory in flight may tear the copy, so the submitter checks that nobody wrote (the engine does).
+Assumption: the submitter checks that its memory was not written to during the transfer (the engine does), as the copy
+may be torn then.
 
 The submitting thread only makes a ticket and queues it. Where the bytes go is decided on the worker.
 """
@@ -43,18 +44,18 @@ from .file_store import FileStore
 
 # For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
 _BOUNCE_BYTES = 1 << 20
-# One system call moves no more, so that whoever waits for a very big tensor on a slow disk sees it move.
+# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
 _CALL_BYTES = 64 << 20
 
 
 class _Memory(threading.local):
-    """Aligned memory of this worker's own."""
+    """Aligned memory, of each worker its own."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[mmap.mmap, int]] = {}
 
     def of(self, nbytes: int) -> int:
-        """The address of at least `nbytes` bytes, page-aligned; the same again for the same `nbytes`."""
+        """Return the address of `nbytes` bytes, page-aligned: one piece of memory for each size."""
         if nbytes not in self._kept:
             memory = mmap.mmap(-1, align_up(nbytes, mmap.PAGESIZE))
             self._kept[nbytes] = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))

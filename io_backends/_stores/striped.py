@@ -17,11 +17,11 @@ Where threads meet:
   ends the write (a) sets `placed`, (b) looks at `discarded`, and if it is set (c) takes `placed`. If (1) comes before
   (b) the worker gives the space back, else (a) was before (2) and the submitter does. Where both try, `dict.pop` gives
   `placed` to one of them.
-- `cancel` against the start of a write. The inner ticket decides: if it can be cancelled no worker has begun it, and the
-  outer one can be. An attempt after the first may be queued too, but by then the outer ticket is RUNNING, as its
+- `cancel` against the start of a write. The inner ticket decides: if it can be cancelled no worker has begun it, and
+  the outer one can be. An attempt after the first may be queued too, but by then the outer ticket is RUNNING, as its
   callbacks have run; so that is asked first.
 - A failed attempt against its successor. The worker of the store that failed submits to the next and returns; that
-  store's worker may have ended the outer ticket by then. What the first still sets (`inner`, `watch`) nobody reads then.
+  store's worker may have ended the outer ticket by then. What the first still sets (`inner`, `watch`) is not read then.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Guarantees beyond those of `Store`:
 4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
 5. Only memory that is `given` stays in host memory. What the caller may edit or use again goes to the file.
 
-Assumptions: nobody else writes to the two stores, which are closed with this one; the file store never waits for this
+Assumptions: the two stores have no other user and are closed with this one; the file store never waits for this
 one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
 
 Where threads meet:
@@ -354,7 +354,7 @@ class TwoLevelStore(Store):
             stored.place = Place.GONE
 
     def _forget(self) -> None:
-        """In a forked child."""
+        """In a forked child: take nothing more."""
         self._closed = True
         self._changed = threading.Condition(threading.Lock())  # another thread may have held it
 

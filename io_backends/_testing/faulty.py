@@ -19,7 +19,7 @@ Operation = Literal["write", "read"]
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to one transfer, in this order.
+    """Faults of one transfer, in the order in which they happen.
 
     Attributes:
         gate: the transfer starts only once this event is set.

@@ -1,4 +1,4 @@
-"""Probe: memory to move and gates to hold transfers with, for whoever tests a store (`_testing.promises`)."""
+"""Probe: memory to move and gates to hold transfers with, for tests of stores (`_testing.promises`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promises: what `Store` says, one function each. Its docstring is the promise; it raises AssertionError if broken.
+"""Promises: the contract of `Store`, a function each, which raises AssertionError if its docstring is not kept.
 
 Whatever has to happen in the middle of a transfer is provoked through `before`, which runs on the worker just ahead of
 it, so nothing here depends on how fast anything is.

@@ -22,7 +22,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 
 class ForkAware(abc.ABC):
-    """What has threads, or locks that a forked child must not wait for."""
+    """An object with threads, or with locks that a forked child must not wait for."""
 
     def held(self) -> AbstractContextManager[None]:
         """Nothing runs inside."""

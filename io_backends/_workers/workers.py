@@ -19,12 +19,12 @@ Where threads meet:
   worker for nothing.
 - `submit` against the last worker's end. The submitter (1) sees the pool open, (2) appends its ticket, (3) looks
   whether a worker runs. The last worker (a) counts itself out, (b) fails what is queued. With (2) before (b) the worker
-  fails the ticket. With (b) before (2), (a) was before (3), so the submitter sees that nobody runs and fails it itself.
+  fails the ticket. With (b) before (2), (a) was before (3), so the submitter sees that none runs and fails it itself.
 - `stop` against the first `submit`. `_begin` starts the threads and opens the pool under a lock; `stop` takes none, as
   a finaliser of the thread that holds it may call. It may thus see no thread, or some of them, and put its tokens
   before the others are there. `_begin` looks again, last, whether the pool has been stopped, and puts those tokens.
 - `stop` against a running ticket. It ends; only tickets that a worker takes afterwards fail with StoreClosed.
-- Two workers at the queue. `_taking` is held while one looks at what is first and takes it; nobody else takes anything.
+- Two workers at the queue. `_taking` is held while one looks at what is first and takes it.
 
 Threads are daemons: an interpreter that exits with I/O in flight does not wait for it; scratch data is worthless then.
 """
@@ -51,7 +51,7 @@ _number = itertools.count()
 
 
 class MovesBatches(Protocol):
-    """What a pool of workers asks of a store that moves several writes at once."""
+    """Seam of a store that moves several writes at once."""
 
     def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
         """Whether `another` goes with these, which may be none yet."""
@@ -116,7 +116,7 @@ class Workers(fork.ForkAware):
         self._open = False  # there are threads, and they take tickets
         self._stopping = self._forked = self._frozen = False
         self._running = 0
-        self._cause: BaseException | None = None  # of a loop's end that nobody asked for
+        self._cause: BaseException | None = None  # of a loop's unexpected end
         fork.register(self)
 
     # -- for stores ----------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Workers(fork.ForkAware):
         for slot in self._slots:
             slot.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
 
-    # -- for those who wait (`Watch`) ----------------------------------------------------------------------------
+    # -- for waiters (`Watch`) -------------------------------------------------------------------------------------------
 
     @property
     def period_s(self) -> float:
@@ -315,7 +315,7 @@ class Workers(fork.ForkAware):
         slot.in_hand.clear()
 
     def _fail_queued(self) -> None:
-        """Nobody is left to take tickets: end those that are queued."""
+        """Fail the queued tickets, once no worker is left to take them."""
         for queue in () if self._frozen else (self._reads, self._writes):
             while queue:
                 try:
