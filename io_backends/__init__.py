@@ -6,10 +6,10 @@
     store.read(ticket.location, other).wait()
     store.discard(ticket); store.close()
 
-Whoever writes a store reads `Store`'s contract; `io_backends.testing` has the tools to test one.
+`Store` is the contract for stores of your own; `io_backends.testing` has the tools to test one.
 """
 
-from ._arena import HostArena
+from ._buffer import Buffer, Location
 from ._errors import (
     Corrupted,
     ShortTransfer,
@@ -20,15 +20,17 @@ from ._errors import (
     StoreStalled,
     TransferCancelled,
 )
-from ._host import HostStore
-from ._kvikio import KvikioStore
-from ._numa import device_node, pci_address
-from ._pool import BufferPool
-from ._posix import PosixStore
-from ._store import Buffer, Location, Store, Ticket, TicketState
-from ._striped import StripedLocation, StripedStore
-from ._syscalls import Syscalls
-from ._two_level import TwoLevelStore
+from ._file.syscalls import Syscalls
+from ._memory.arena import HostArena
+from ._memory.numa import device_node, pci_address
+from ._memory.pool import BufferPool
+from ._store import Store
+from ._stores.host import HostStore
+from ._stores.kvikio import KvikioStore
+from ._stores.posix import PosixStore
+from ._stores.striped import StripedLocation, StripedStore
+from ._stores.two_level import TwoLevelStore
+from ._ticket import Ticket, TicketState
 
 __all__ = [
     "Buffer",

@@ -43,7 +43,7 @@ class ShortTransfer(StoreError):
 
 
 class Corrupted(StoreError):
-    """Bytes came back other than they were written: memory, the device or somebody else changed them."""
+    """Bytes came back other than they were written: memory, the device or another process changed them."""
 
 
 class TransferCancelled(StoreError):

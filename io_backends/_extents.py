@@ -60,7 +60,7 @@ class Extents:
         return None
 
     def free_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """What is free in [start, stop), both multiples of the alignment: offsets and lengths, ascending."""
+        """List what is free in [start, stop), both multiples of the alignment, as offsets and lengths, ascending."""
         ranges = [(max(begin, start), min(end, stop)) for begin, end in self._free]
         return [(begin, end - begin) for begin, end in ranges if begin < end]
 

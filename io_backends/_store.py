@@ -1,6 +1,6 @@
-"""Store: the protocol of a place for bytes, and `Ticket`, one transfer under way.
+"""Store: the base class of a place for bytes.
 
-Guarantees every store gives (`io_backends.testing` holds stores to them):
+Guarantees every store gives (`io_backends.testing.check_store` holds stores to them):
 
 1. `write` and `read` return at once; the work happens on a thread of the store.
 2. A ticket keeps its buffer's owner alive until the transfer has ended, and no longer.
@@ -8,278 +8,114 @@ Guarantees every store gives (`io_backends.testing` holds stores to them):
 4. `on_done` runs once, on the thread that ended the transfer, before any waiter wakes; not for a cancelled one.
 5. `discard` may be called at any time: a location is reused only when nothing is written to it any more.
 
-Assumption beneath them: whoever submits a buffer does not free its memory by other means than dropping the owner.
+Assumption beneath them: the memory of a submitted buffer is freed by dropping its owner, and in no other way.
 """
 
 from __future__ import annotations
 
-import enum
-import threading
-import time
-import traceback
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import abc
+from typing import Any
 
-from . import interrupts
-from ._errors import StoreBroken, StoreError, TransferCancelled
-
-_PERIOD_S = 0.25  # how often a waiter looks whether a store has its ticket in hand by now
+from ._buffer import Buffer, on_device
+from ._ticket import Before, OnDone, Ticket
 
 
-class Buffer(NamedTuple):
-    """Plain memory to transfer from or into.
-
-    `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
-    `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
-    that nobody else uses this memory any more, so that a store in memory may keep it instead of a copy.
-    """
-
-    address: int
-    nbytes: int
-    owner: object
-    padded: bool = False
-    given: bool = False
-
-
-class Location(NamedTuple):
-    """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
-
-    `sums` has one checksum for each of the pieces the store cuts an extent into, in order; empty without checksums.
-    """
-
-    offset: int
-    length: int
-    nbytes: int
-    skew: int
-    sums: tuple[int, ...] = ()
-
-
-class TicketState(enum.Enum):
-    """Life of a transfer."""
-
-    QUEUED = enum.auto()  # from submission until a worker takes it
-    RUNNING = enum.auto()  # a worker is moving bytes
-    DONE = enum.auto()  # every byte moved
-    FAILED = enum.auto()  # ended with `error`
-    CANCELLED = enum.auto()  # taken back before it started
-
-
-# By a name of its own: read off the class, a member costs ten times as much.
-QUEUED, RUNNING, DONE, FAILED, CANCELLED = TicketState
-# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
-_ENDED = (DONE, FAILED, CANCELLED)
-
-
-class Watch(Protocol):
-    """What moves a ticket's bytes, as far as whoever waits needs to know it."""
-
-    @property
-    def period_s(self) -> float:
-        """How often a waiter looks."""
-
-    def check(self, ticket: Ticket, since_s: float) -> None:
-        """Raise StoreError if there is no use in waiting on: nobody has the ticket any more, or nothing moves.
-
-        `since_s` is when the wait began, in `time.perf_counter()` seconds.
-        """
-
-
-class Ticket:
-    """One transfer: wait for it, cancel it before it starts, learn its error.
-
-    It needs no lock, so a finaliser may cancel it at any bytecode, and costs the submitting thread little: most of its
-    attributes are the class's until they change. `dict.setdefault` decides every race, as it is atomic.
-
-    Attributes:
-        nbytes: bytes asked to move.
-        location: where a read comes from, or where a write went, known once it has ended well.
-        moved_bytes: physical bytes moved, padding included (0 until done).
-        started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
-        error: the exception that ended it, or None.
-        watch: what has the ticket in hand; set by the store.
-    """
-
-    state: TicketState = QUEUED
-    error: BaseException | None = None
-    moved_bytes = 0
-    started_s = 0.0
-    ended_s = 0.0
-    watch: Watch | None = None
-    _event: threading.Event | None = None  # made by the first waiter: most transfers have none
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        location: Any,
-        work: Callable[[Ticket], None],
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        self.buffer: Buffer | None = buffer
-        self.nbytes = buffer.nbytes
-        self.location = location
-        self._work: Callable[[Ticket], None] | None = work
-        self._on_done = on_done
-        self._before = before
-
-    @property
-    def waits(self) -> bool:
-        """For stores: whether something is to be waited for before the transfer may begin."""
-        return self._before is not None
-
-    def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
-        return self.state in _ENDED
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until the transfer has ended; False if `timeout_s` passed first.
-
-        Raises:
-            StoreError: what ended the transfer; or, with the transfer still unfinished, `StoreStalled` when no byte of
-                the store has moved for its timeout since this wait began, or that nobody has the ticket any more.
-        """
-        if self.state not in _ENDED and not self._await_end(timeout_s):
-            return False
-        if self.state is FAILED:
-            assert self.error is not None
-            raise self.error
-        if self.state is CANCELLED:
-            raise TransferCancelled(f"the transfer of {self.nbytes} bytes was cancelled before it started")
-        return True
-
-    def _await_end(self, timeout_s: float | None) -> bool:
-        event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
-        begun_s = time.perf_counter()
-        while self.state not in _ENDED:  # looked at after the event is there: whoever ends the ticket does the reverse
-            period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
-            if timeout_s is not None:
-                period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
-            if event.wait(period_s):
-                break
-            if interrupts.pending:
-                interrupts.deliver()
-            if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
-                return False
-            self.check(begun_s)
-        return True
-
-    def check(self, since_s: float) -> None:
-        """Raise StoreError if there is no use in waiting on (see `Watch.check`)."""
-        if self.watch is not None:
-            self.watch.check(self, since_s)
-
-    def cancel(self) -> bool:
-        """Take the transfer back; True if it had not started (its buffer is released then), else False."""
-        mine: list[None] = []
-        if self.state is not QUEUED or self.__dict__.setdefault("_claimed", mine) is not mine:
-            return False
-        self.buffer = self._work = self._on_done = self._before = None
-        self.state = CANCELLED
-        if self._event is not None:
-            self._event.set()
-        return True
-
-    def start(self) -> bool:
-        """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        mine: list[None] = []  # of several callers, here and in `cancel`, one gets its own list back
-        if self.__dict__.setdefault("_claimed", mine) is not mine:
-            return False
-        self.state = RUNNING
-        return True
-
-    def run(self, clock: Callable[[], float]) -> None:
-        """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
-        work, before = self._work, self._before
-        assert work is not None
-        try:
-            if before is not None:
-                before()
-            self.started_s = clock()
-            work(self)
-        except BaseException as error:  # a worker carries every error, even SystemExit, to whoever waits
-            self.error = error if isinstance(error, StoreError) else _broken(error)
-            _let_go(error)
-        self.ended_s = clock()
-        self.finish()
-
-    def finish(self) -> None:
-        """For stores: end a started transfer according to `error`: callback, then waiters, then the buffer goes."""
-        on_done, self._on_done, self._work, self._before = self._on_done, None, None, None
-        if on_done is not None:
-            try:
-                on_done(self)
-            except BaseException as error:
-                self.error = self.error or _broken(error)
-        self.buffer = None
-        self.state = DONE if self.error is None else FAILED
-        if self._event is not None:
-            self._event.set()
-
-    def abort(self, error: StoreError) -> None:
-        """For stores: whoever had the ticket is gone, wherever it was; end it with `error` if it has not ended."""
-        if self.state not in _ENDED and (self.state is RUNNING or self.start()):
-            self.error = self.error or error
-            self.finish()
-
-
-def _broken(cause: BaseException) -> StoreBroken:
-    error = StoreBroken(f"a transfer failed: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error
-
-
-def _let_go(error: BaseException) -> None:
-    """Keep a failed transfer's traceback but not the locals of its frames: they hold the buffer's owner."""
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # the first frame is `run`, which is still running
-    chained: BaseException | None = error
-    while chained is not None:
-        traceback.clear_frames(chained.__traceback__)
-        chained = chained.__cause__ or chained.__context__
-
-
-class Store(Protocol):
+class Store(abc.ABC):
     """A place for bytes. Thread-safe.
 
-    A store may have one method more, `trim()`, to be called once a training step: it gives back space that the last
-    step did not need, and returns at once.
+    A store implements what is abstract here. All else has a default that suits a store of host memory with no blocks.
     """
 
     @property
     def alignment(self) -> int:
-        """Bytes: a read into a padded buffer whose address equals the write's modulo this needs no copy."""
+        """Bytes: a read into a padded buffer whose address equals the write's modulo this needs no copy. Default: 1."""
+        return 1
 
-    def write(
-        self,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Queue a write. `before`, if given, runs on the worker just ahead of the transfer (it may wait for a device).
+    @property
+    def takes_device_memory(self) -> bool:
+        """Whether a buffer may be memory of a CUDA device. Default: no."""
+        return False
 
-        Raises `StoreClosed`, or `StoreBroken` where the store cannot even begin; everything else is carried by the
-        ticket. The ticket's `location` is known once the write has ended well.
+    @property
+    def threshold_bytes(self) -> int:
+        """Below so many bytes, device memory goes through host memory at less cost. Default: 0."""
+        return 0
+
+    def write(self, memory: Any, *, on_done: OnDone = None, before: Before = None) -> Ticket:
+        """Queue a write of `memory`: a Buffer, or any object that `Buffer.of` takes.
+
+        The ticket's `location` is known once the write has ended well.
+
+        Args:
+            memory: what to write; not to be changed before the write has ended.
+            on_done: called with the ticket at the transfer's end.
+            before: run on the worker just ahead of the transfer (it may wait for a device).
+
+        Raises:
+            StoreClosed: the store is closed.
+            StoreBroken: it cannot even begin. All later errors are carried by the ticket.
+            TypeError, ValueError: of `Buffer.of`; or the memory is a device's, which this store cannot reach.
         """
+        return self.submit_write(self._buffer(memory), on_done, before)
 
-    def read(
-        self,
-        location: Any,
-        buffer: Buffer,
-        *,
-        on_done: Callable[[Ticket], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> Ticket:
-        """Queue a read of a finished write into `buffer`, whose size is the write's. Goes ahead of queued writes."""
+    def read(self, location: Any, memory: Any, *, on_done: OnDone = None, before: Before = None) -> Ticket:
+        """Queue a read of a finished write into `memory`, whose size is the write's. Goes ahead of queued writes.
 
+        Args and errors are those of `write`; ValueError also where the sizes differ or `location` is None.
+        """
+        buffer = self._buffer(memory, writable=True)
+        if location is None:
+            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+        if buffer.nbytes != location.nbytes:
+            raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
+        return self.submit_read(location, buffer, on_done, before)
+
+    @abc.abstractmethod
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        """Queue a write. Its location has `nbytes`, and `skew`: the address modulo `alignment` to read it back to."""
+
+    @abc.abstractmethod
+    def submit_read(self, location: Any, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        """Queue a read of the `location` of a finished write into a buffer of its size."""
+
+    @abc.abstractmethod
     def discard(self, ticket: Ticket) -> None:
         """Give back the space of a write, cancelling it if it has not started. Idempotent; never blocks."""
 
+    @abc.abstractmethod
     def allocated_bytes(self) -> int:
         """Blocks the store occupies now (disk blocks for a file), in bytes."""
 
+    @abc.abstractmethod
     def close(self) -> None:
         """End the workers and give everything back. Idempotent. Queued transfers fail with `StoreClosed`."""
 
+    @abc.abstractmethod
     def abandon(self) -> None:
         """`close` without waiting, for finalisers: safe on any thread at any bytecode. Idempotent."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that belong to writes begun and not yet discarded. Default: `allocated_bytes()`."""
+        return self.allocated_bytes()
+
+    def resident(self, location: Any) -> Buffer | None:
+        """The bytes of a finished write, to use in place while the buffer's owner is held. Default: None.
+
+        None where they are not in host memory, or where the location is None.
+        """
+        return None
+
+    def trim(self) -> None:  # noqa: B027  # most stores of memory have nothing to do
+        """Once a training step: give back space that the last step did not need. Returns at once. Default: nothing."""
+
+    def _buffer(self, memory: Any, *, writable: bool = False) -> Buffer:
+        if type(memory) is Buffer:  # the engine's: it knows what a store takes
+            return memory
+        buffer = Buffer.of(memory, writable=writable)
+        if not self.takes_device_memory and on_device(buffer.owner):
+            raise ValueError(
+                f"{type(memory).__name__} of {buffer.nbytes} bytes is memory of a CUDA device, and "
+                f"{type(self).__name__} moves host memory only: copy it there first, or use KvikioStore"
+            )
+        return buffer

@@ -1,6 +1,6 @@
 """Fork: the engine ends in a forked child. Hooks pass tensors through, finalisers do nothing, stored bytes are gone.
 
-The I/O layer pauses its transfers around the fork and closes its files in the child (`io_backends._fork`).
+The I/O layer pauses its transfers around the fork and closes its files in the child (`io_backends._workers.fork`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -163,6 +162,7 @@ class Mover:
     def _settle_write(self, record: Record, ticket: Ticket) -> None:
         alias = record.alias
         assert alias is not None
+        assert self.store is not None
         if record.was_moved():
             self._take_back(record, _MOVED)
         elif record.is_edited():
@@ -170,7 +170,7 @@ class Mover:
         elif ticket.error is not None:
             self._take_back(record, _policy.NOT_WRITTEN)
             self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
-        elif isinstance(ticket.location, Buffer) and ticket.location.owner is alias:
+        elif (there := self.store.resident(ticket.location)) is not None and there.owner is alias:
             self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
         elif record.wanted:
             record.stay()
@@ -228,7 +228,8 @@ class Mover:
                 "close it only after the last backward of its graphs"
             )
         location = record.write.location
-        if record.stream is not None and (there := self._in_host_memory(location)) is not None:
+        there = self.store.resident(location)
+        if record.stream is not None and there is not None:
             self.counters.read_bytes += record.nbytes
             self._restore(record, streams.host_bytes(there.owner))
             return
@@ -239,7 +240,7 @@ class Mover:
                 view, ready, buffer, before = gpudirect.borrow(record.nbytes, record.device)
             else:
                 memory = self.memory.of(record.device, self.store.alignment)
-                skew = location.address % memory.alignment if isinstance(location, Buffer) else location.skew
+                skew = location.skew if there is None else there.address % memory.alignment
                 view, buffer = memory.lease(record.nbytes, skew)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
@@ -313,9 +314,8 @@ class Mover:
         """Give back memory and disk blocks that the last step did not use."""
         self.sent_bytes = self.failures = 0
         self.memory.trim()
-        trim = getattr(self.store, "trim", None)  # not every store has it
-        if trim is not None and not self.closed:
-            trim()
+        if self.store is not None and not self.closed:
+            self.store.trim()
 
     def _learn_size(self, largest_bytes: int) -> None:
         """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
@@ -335,14 +335,8 @@ class Mover:
 
     def _direct(self, nbytes: int) -> bool:
         """Whether the store moves so much device memory itself. Small transfers are cheaper through host memory."""
-        return getattr(self.store, "takes_device_memory", False) and nbytes >= getattr(self.store, "threshold_bytes", 0)
-
-    def _in_host_memory(self, location: Any) -> Buffer | None:
-        """Bytes that need not be read: a store in host memory has them where a device can copy from."""
-        if isinstance(location, Buffer):
-            return location
-        look: Callable[[Any], Buffer | None] | None = getattr(self.store, "in_memory", None)
-        return look(location) if look is not None else None
+        store = self.store
+        return store is not None and store.takes_device_memory and nbytes >= store.threshold_bytes
 
     def _cancel(self, ticket: Ticket) -> bool:
         """Cancel a queued write; False if it is running or done."""

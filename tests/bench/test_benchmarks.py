@@ -25,7 +25,7 @@ from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
 from benchmarks.overlap import needed_rate, parse_rate
-from io_backends._rate import BURST_S
+from io_backends._file.rate import BURST_S
 from support.benchmarks import run_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, StoreClosed, StoreFull
-from io_backends._arena import HostArena
+from io_backends._memory.arena import HostArena
 from support.stores import in_child
 
 PAGE = mmap.PAGESIZE

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import platform
 from pathlib import Path
 
 import pytest
 
-from io_backends import _numa
-from io_backends._arena import HostArena
-from io_backends._pool import address_of
+from io_backends._memory import numa
+from io_backends._memory.arena import HostArena
+from io_backends._memory.pool import address_of
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,7 @@ from io_backends._pool import address_of
     ],
 )
 def test_a_kernel_list(text: str, numbers: set[int]) -> None:
-    assert _numa.parse_list(text) == numbers
+    assert numa.parse_list(text) == numbers
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_a_kernel_list(text: str, numbers: set[int]) -> None:
     ],
 )
 def test_the_choice_of_a_node(device_text: str, with_memory_text: str, node: int | None) -> None:
-    assert _numa.choose_node(device_text, with_memory_text) == node
+    assert numa.choose_node(device_text, with_memory_text) == node
 
 
 def tree(root: Path, nodes: str, devices: dict[str, str]) -> Path:
@@ -53,42 +55,58 @@ def tree(root: Path, nodes: str, devices: dict[str, str]) -> Path:
 
 def test_a_machine_of_two_sockets(tmp_path: Path) -> None:
     sysfs = tree(tmp_path, "0-1\n", {"0000:17:00.0": "0\n", "0000:ca:00.0": "1\n", "0001:3b:00.0": "-1\n"})
-    assert _numa.device_node(_numa.pci_address(0, 0x17, 0), sysfs) == 0
-    assert _numa.device_node(_numa.pci_address(0, 0xCA, 0), sysfs) == 1
-    assert _numa.device_node("0000:CA:00.0", sysfs) == 1  # as some tools print it
-    assert _numa.device_node(_numa.pci_address(1, 0x3B, 0), sysfs) is None
-    assert _numa.device_node("0000:ff:00.0", sysfs) is None  # no such device
+    assert numa.device_node(numa.pci_address(0, 0x17, 0), sysfs) == 0
+    assert numa.device_node(numa.pci_address(0, 0xCA, 0), sysfs) == 1
+    assert numa.device_node("0000:CA:00.0", sysfs) == 1  # as some tools print it
+    assert numa.device_node(numa.pci_address(1, 0x3B, 0), sysfs) is None
+    assert numa.device_node("0000:ff:00.0", sysfs) is None  # no such device
 
 
 def test_a_system_without_numa(tmp_path: Path) -> None:
-    assert _numa.device_node("0000:17:00.0", tmp_path) is None
+    assert numa.device_node("0000:17:00.0", tmp_path) is None
     sysfs = tree(tmp_path, "0\n", {"0000:17:00.0": "0\n"})
-    assert _numa.device_node("0000:17:00.0", sysfs) is None
+    assert numa.device_node("0000:17:00.0", sysfs) is None
+
+
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+
+
+def preferred_node(address: int) -> int | None:
+    """The node that the page at `address` is to come from, or None where it has no preference of its own."""
+    number = _GET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return None
+    policy = ctypes.c_int()
+    mask = (ctypes.c_ulong * (numa._MOST_NODES // numa._WORD_BITS))()
+    call = (number, ctypes.byref(policy), mask, numa._MASK_BITS, ctypes.c_void_p(address))
+    if numa._libc.syscall(*call, ctypes.c_ulong(2)) != 0 or policy.value != numa._MPOL_PREFERRED:
+        return None
+    return next((n for n in range(numa._MOST_NODES) if mask[n // numa._WORD_BITS] >> n % numa._WORD_BITS & 1), None)
 
 
 def test_pages_come_from_the_node_asked_for() -> None:
     memory = mmap.mmap(-1, 16 * mmap.PAGESIZE)
     view = memoryview(memory)
-    if not _numa.bind(address_of(view), view.nbytes, 0):
+    if not numa.bind(address_of(view), view.nbytes, 0):
         pytest.skip("mbind(2) is not allowed here, or the kernel has no NUMA")
-    assert _numa.preferred_node(address_of(view)) == 0
-    assert _numa.preferred_node(address_of(view) + 15 * mmap.PAGESIZE) == 0
+    assert preferred_node(address_of(view)) == 0
+    assert preferred_node(address_of(view) + 15 * mmap.PAGESIZE) == 0
     other = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
-    assert _numa.preferred_node(address_of(other)) is None
+    assert preferred_node(address_of(other)) is None
 
 
 def test_what_cannot_be_bound_is_told_and_left_as_it_was() -> None:
     memory = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
-    assert not _numa.bind(address_of(memory), memory.nbytes, 1023)  # no machine here has so many
-    assert not _numa.bind(address_of(memory), memory.nbytes, 1 << 20)
-    assert not _numa.bind(address_of(memory) + 1, memory.nbytes, 0)
-    assert _numa.preferred_node(address_of(memory)) is None
+    assert not numa.bind(address_of(memory), memory.nbytes, 1023)  # no machine here has so many
+    assert not numa.bind(address_of(memory), memory.nbytes, 1 << 20)
+    assert not numa.bind(address_of(memory) + 1, memory.nbytes, 0)
+    assert preferred_node(address_of(memory)) is None
 
 
 def test_an_arena_takes_its_pages_there_and_works_all_the_same_where_it_cannot() -> None:
     probe = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
-    can = _numa.bind(address_of(probe), probe.nbytes, 0)
+    can = numa.bind(address_of(probe), probe.nbytes, 0)
     for asked, found in ((0, 0 if can else None), (1023, None), (None, None)):
         view, buffer = HostArena(1 << 20, node=asked).lease(1000)
         view[:] = b"\x05" * 1000
-        assert _numa.preferred_node(buffer.address) == found
+        assert preferred_node(buffer.address) == found

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from io_backends import Buffer, BufferPool, StoreClosed, _extents, _pages, _pool
+from io_backends import Buffer, BufferPool, StoreClosed, _extents
+from io_backends._memory import huge_pages, pool
 from support.interrupts import interrupted_everywhere
 from support.stores import in_child
 
@@ -271,7 +272,7 @@ def test_an_interrupt_at_any_bytecode_costs_nothing_that_trim_does_not_find(oper
         else:
             begun.held.append(begun.pool.lease(300_000))
 
-    for place, begun in interrupted_everywhere(Begun, operate, _pool, _extents, _pages):
+    for place, begun in interrupted_everywhere(Begun, operate, pool, _extents, huge_pages):
         begun.copied = True
         begun.retained.clear()
         begun.pool.trim()

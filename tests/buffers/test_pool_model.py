@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from io_backends import Buffer, BufferPool, StoreFull, _pool
-from io_backends._arena import HostArena
+from io_backends import Buffer, BufferPool, StoreFull
+from io_backends._memory import pool
+from io_backends._memory.arena import HostArena
 
 PAGE = mmap.PAGESIZE
 SEGMENT = 8 * PAGE
@@ -101,7 +102,7 @@ class Model:
 
     def check_pages(self, blocks: Sequence[tuple[int, int]]) -> None:
         """A page that a lease covers counts as touched, and no more do than were covered at some time."""
-        page = _pool._HUGE_PAGE_BYTES
+        page = pool._HUGE_PAGE_BYTES
         covered = {number for begin, end in blocks for number in range(begin // page, -(-end // page))}
         self.most_covered = max(self.most_covered, len(covered))
         touched = {s.address // page + number for s in self.pool._segments for number in s.pages.touched}
@@ -123,7 +124,7 @@ class Model:
 def small_pages() -> Iterator[None]:
     """A segment of four of them instead of a sixteenth of one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_pool, "_HUGE_PAGE_BYTES", 2 * PAGE)
+        patch.setattr(pool, "_HUGE_PAGE_BYTES", 2 * PAGE)
         yield
 
 

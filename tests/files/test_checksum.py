@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from io_backends import Corrupted, PosixStore, Syscalls, _checksum, _layout
+from io_backends import Corrupted, PosixStore, Syscalls
+from io_backends._file import checksum
 from support.stores import WAIT_S, Pieces, buffer_of, empty_at, pattern_at, read_back, write
 
 MIB = 1 << 20
@@ -51,7 +52,7 @@ def store(scratch: Path, flipping: Flipping) -> Iterator[PosixStore]:
 def test_the_digest_is_xxh3_over_the_memory_itself() -> None:
     array = pattern_at(3, 100_000)
     for begin, end in ((0, 100_000), (1, 2), (77, 4000)):
-        found = _checksum.digest()(array.ctypes.data + begin, end - begin)
+        found = checksum.digest()(array.ctypes.data + begin, end - begin)
         assert found == xxhash.xxh3_64_intdigest(array[begin:end].tobytes())
 
 
@@ -61,14 +62,16 @@ def test_a_flipped_bit_is_found_and_named(store: PosixStore, flipping: Flipping,
     array = pattern_at(100, nbytes)
     ticket = write(store, array)
     location = ticket.location
-    chunks = _layout.chunks(location.skew + nbytes, store.alignment)
-    assert len(location.sums) == chunks
+    chunks = checksum.chunks(nbytes)
+    assert len(location.sums) == len(chunks)
+    assert [begin for begin, _ in chunks] == [0, *[end for _, end in chunks[:-1]]]
+    assert chunks[-1][1] == nbytes
     for place in {0, nbytes // 2, nbytes - 1}:
         flipping.masks = {location.offset + location.skew + place: 1 << place % 8}
         with pytest.raises(Corrupted) as caught:
             read_back(store, ticket, padded=padded)
-        chunk = min(chunks - 1, (location.skew + place) // _layout.CHUNK_BYTES)
-        first, last = _layout.chunk_payload(chunk, location.skew, nbytes, store.alignment)
+        chunk = place // checksum.CHUNK_BYTES
+        first, last = chunks[chunk]
         assert first <= place < last
         text = str(caught.value)
         assert f"bytes {first} to {last} of {nbytes}, read at offset {location.offset}" in text
@@ -84,19 +87,6 @@ def test_a_bit_of_the_padding_is_nobody_s(store: PosixStore, flipping: Flipping)
     flipping.masks = {ticket.location.offset + byte: 0xFF for byte in (0, 99 % store.alignment, 100 + 5000)}
     if store.alignment > 100:
         assert np.array_equal(read_back(store, ticket), array)
-
-
-@pytest.mark.parametrize("idle_at_write", [0, 2])
-@pytest.mark.parametrize("idle_at_read", [0, 2])
-def test_sums_are_the_same_however_many_workers_share_a_transfer(
-    store: PosixStore, monkeypatch: pytest.MonkeyPatch, idle_at_write: int, idle_at_read: int
-) -> None:
-    array = pattern_at(511, 25 * MIB + 3)
-    monkeypatch.setattr(store._workers, "idle", lambda: idle_at_write)
-    ticket = write(store, array)
-    monkeypatch.setattr(store._workers, "idle", lambda: idle_at_read)
-    assert np.array_equal(read_back(store, ticket), array)
-    assert len(ticket.location.sums) == 7
 
 
 def test_every_size_and_address_comes_back(store: PosixStore) -> None:
@@ -118,7 +108,7 @@ def test_what_another_write_put_there_is_found(store: PosixStore, scratch: Path)
 
 
 def test_without_checksums_nothing_is_hashed(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_checksum, "sums", None)
+    monkeypatch.setattr(checksum, "sums", None)
     store = PosixStore(scratch)
     array = pattern_at(3, 5000)
     ticket = write(store, array)

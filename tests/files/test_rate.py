@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from io_backends import _rate
-from io_backends._rate import BURST_S, RateLimit
+from io_backends._file import rate
+from io_backends._file.rate import BURST_S, RateLimit
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(_rate, "time", clock)
+    monkeypatch.setattr(rate, "time", clock)
     return clock
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from io_backends import StoreBroken, Syscalls
-from io_backends._scratch import ScratchFile, open_scratch
+from io_backends._file.scratch import ScratchFile, open_scratch
 from support.stores import Pieces
 
 REAL = Syscalls()

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from io_backends import Buffer, Location, PosixStore, StoreFull, Syscalls, Ticket, _extents, _space
+from io_backends import Buffer, Location, PosixStore, StoreFull, Syscalls, Ticket, _extents
 from io_backends._extents import align_up
-from io_backends._space import EXTENT_ALIGNMENT, Space
+from io_backends._file import space as space_module
+from io_backends._file.space import EXTENT_ALIGNMENT, Space
 from support.interrupts import interrupted_everywhere
 from support.stores import WAIT_S, Bytes, Failing, Held, buffer_of, pattern_at, read_back, write
 
@@ -213,7 +214,7 @@ def test_what_the_main_thread_does_may_be_interrupted_anywhere(operation: str) -
         else:
             space.begin_trim(1 << 20)
 
-    for place, (space, tickets) in interrupted_everywhere(set_up, operate, _space, _extents):
+    for place, (space, tickets) in interrupted_everywhere(set_up, operate, space_module, _extents):
         space.discard(tickets[1])  # any number of times
         assert space.used_bytes == 8192, f"interrupted at bytecode {place}"
         assert [space.take(4096) for _ in range(2)] == [4096, 12288]

@@ -159,9 +159,9 @@ leavers: list[LeavesAThread] = []
 def test_a_store_that_breaks_a_promise_is_told_which(
     kind: type[Bent], promise: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from io_backends import _contract
+    from io_backends._testing import contract
 
-    monkeypatch.setattr(_contract, "_GRACE_S", 0.1)
+    monkeypatch.setattr(contract, "_GRACE_S", 0.1)
     beneath: list[PosixStore] = []
 
     def make() -> Store:

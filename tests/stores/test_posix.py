@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from io_backends import Location, PosixStore, Syscalls, Ticket, TicketState, TransferCancelled, _space
+from io_backends import Location, PosixStore, Syscalls, Ticket, TicketState, TransferCancelled
+from io_backends._file import space
 from support.stores import (
     WAIT_S,
     Held,
@@ -165,7 +166,7 @@ def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> No
 
 
 def test_the_file_does_not_grow_over_a_thousand_rounds(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_space, "GROWTH_BYTES", 4096)
+    monkeypatch.setattr(space, "GROWTH_BYTES", 4096)
     store = PosixStore(scratch)
     arrays = [pattern_at(64 * index, nbytes) for index, nbytes in enumerate((70_000, 5000, 33_333))]
     sizes = set()
@@ -185,7 +186,7 @@ def test_the_file_is_laid_out_ahead(scratch: Path) -> None:
     store = PosixStore(scratch)
     assert store.allocated_bytes() == 0
     write(store, pattern_at(0, 5000))
-    assert os.fstat(store.open().fd).st_size == _space.LEAST_GROWTH_BYTES
+    assert os.fstat(store.open().fd).st_size == space.LEAST_GROWTH_BYTES
     assert store.allocated_bytes() >= 8192
     store.close()
 

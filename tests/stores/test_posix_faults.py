@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from io_backends import PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket, _space
+from io_backends import PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket
+from io_backends._file import space
 from support.stores import WAIT_S, Failing, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
 
 NBYTES = 100_000
@@ -166,7 +167,7 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
 
     def fallocate(fd: int, offset: int, length: int) -> None:
         asked.append((offset, length))
-        if length >= _space.LEAST_GROWTH_BYTES:
+        if length >= space.LEAST_GROWTH_BYTES:
             raise OSError(errno.ENOSPC, "no space")
         REAL.fallocate(fd, offset, length)
 
@@ -176,7 +177,7 @@ def test_a_disk_with_room_for_this_write_but_no_more(store: PosixStore, layout: 
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
     extent = 25 * 4096  # of NBYTES
-    growth = _space.LEAST_GROWTH_BYTES
+    growth = space.LEAST_GROWTH_BYTES
     assert asked == [(0, growth), (0, extent), (extent, growth - extent)]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from io_backends import PosixStore, StoreStalled
-from io_backends._rate import RateLimit
+from io_backends._file.rate import RateLimit
 from support.stores import WAIT_S, Held, buffer_of, is_open, pattern_at, read_back, write
 
 _PROCESS = """
@@ -111,9 +111,9 @@ def test_closing_gives_up_on_a_device_that_hangs_and_the_file_is_closed_when_it_
     assert not running.done()
     held.release.set()
     assert running.wait(WAIT_S)
-    for desk in store._workers._desks:
-        assert desk.thread is not None
-        desk.thread.join(WAIT_S)
+    for slot in store._workers._slots:
+        assert slot.thread is not None
+        slot.thread.join(WAIT_S)
     assert not is_open(fd)
 
 

@@ -11,7 +11,8 @@ from threading import Event
 import numpy as np
 import pytest
 
-from io_backends import HostStore, PosixStore, Store, StoreBroken, StoreFull, Ticket, TicketState, testing
+from io_backends import HostStore, PosixStore, Store, StoreBroken, StoreFull, Ticket, TicketState
+from io_backends._testing import faulty
 from io_backends.testing import Fault, FaultyStore
 from support.stores import WAIT_S, Bytes, Plan, buffer_of, empty_at, pattern_at, read_back, write
 
@@ -131,7 +132,7 @@ def test_a_delay_sleeps_on_the_worker(make: MakeStore, monkeypatch: pytest.Monke
     def before() -> None:
         assert gate.wait(WAIT_S)
 
-    monkeypatch.setattr(testing, "time", Time)
+    monkeypatch.setattr(faulty, "time", Time)
     holder: list[Ticket] = []
     ticket = store.write(buffer_of(pattern_at(64, NBYTES)), before=before)
     holder.append(ticket)

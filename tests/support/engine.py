@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from compact import PRESETS, Quantized
-from io_backends import Buffer, HostArena, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
+from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
+from support.stores import Copying
 from tba import OffloadConfig, Offloader
 
 # Whatever is saved becomes smaller, and loses a little.
@@ -33,8 +34,7 @@ def _striped(scratch: Path, threads: int) -> Store:
 
 def _two_level(scratch: Path, threads: int) -> Store:
     # Host memory for a few small tensors: most are spilled.
-    host = HostStore(arena=HostArena(1 << 20, segment_bytes=1 << 16))
-    return TwoLevelStore(host, PosixStore(scratch, threads=threads), 1 << 16, threads=threads)
+    return Copying(TwoLevelStore(HostStore(), PosixStore(scratch, threads=threads), 1 << 16, threads=threads))
 
 
 # What the engine's tests run over; `engine/test_stores.py` runs them over each.
@@ -42,7 +42,7 @@ STORES: dict[str, Callable[[Path, int], Store]] = {
     "posix": lambda scratch, threads: PosixStore(scratch, threads=threads),
     "checksum": lambda scratch, threads: PosixStore(scratch, threads=threads, checksum=True),
     "striped": _striped,
-    "host": lambda scratch, threads: HostStore(arena=HostArena(1 << 30), threads=threads),
+    "host": lambda scratch, threads: Copying(HostStore(threads=threads)),
     "two-level": _two_level,
 }
 

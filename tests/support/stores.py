@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from io_backends import Buffer, Location, PosixStore, Store, Syscalls, Ticket
-from io_backends.testing import Fault, Operation
+from io_backends.testing import Fault, FaultyStore, Operation
 
 Bytes = npt.NDArray[np.uint8]
 Pieces = Sequence[tuple[int, int]]
@@ -104,6 +105,18 @@ class Held:
 
     def store(self, directory: os.PathLike[str], threads: int = 1) -> PosixStore:
         return PosixStore(directory, threads=threads, syscalls=self.syscalls)
+
+
+class Copying(FaultyStore):
+    """A store whose writes get a copy, which it may keep: as from a device, with which nobody else has the memory."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, lambda operation, number: None)
+
+    def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
+        copy = np.empty(buffer.nbytes, np.uint8)
+        ctypes.memmove(copy.ctypes.data, buffer.address, buffer.nbytes)
+        return super().submit_write(Buffer(copy.ctypes.data, copy.nbytes, copy, given=True), *callbacks)
 
 
 class Plan:

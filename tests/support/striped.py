@@ -1,12 +1,13 @@
-"""What the tests of striped stores share: disks that fail on demand, and who hears of it."""
+"""What the tests of striped stores share: disks that fail on demand."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from io_backends import PosixStore, StoreError, Syscalls, Ticket
+from io_backends import PosixStore, Store, StoreError, StripedStore, Syscalls, Ticket
 from support.stores import Pieces
 
 REAL = Syscalls()
@@ -30,13 +31,14 @@ class Disk:
         self.store = PosixStore(directory, syscalls=Syscalls(pwritev=pwritev), **settings)
 
 
-class Report:
-    """What `on_degraded` heard."""
+class Reporting(StripedStore):
+    """Tells a test instead of warning: `heard` has what it would have warned of."""
 
-    def __init__(self) -> None:
+    def __init__(self, stores: Sequence[Store]) -> None:
+        super().__init__(stores)
         self.heard: list[tuple[int, StoreError]] = []
 
-    def __call__(self, index: int, error: StoreError) -> None:
+    def _warn(self, index: int, error: StoreError) -> None:
         self.heard.append((index, error))
 
 

@@ -8,10 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from io_backends import HostStore, PosixStore, Store, Syscalls, Ticket
-from io_backends._arena import HostArena
-from io_backends._place import Place
-from io_backends._two_level import TwoLevelStore
+from io_backends import Buffer, HostStore, PosixStore, Store, Syscalls, Ticket
+from io_backends._stores.two_level import Place, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from support.stores import WAIT_S, Bytes, Plan, buffer_of, empty_at
 
@@ -20,14 +18,13 @@ BUDGET = 100 * KIB
 
 
 class Make(Protocol):
-    """Makes a store that copies into an arena; `faults` are those of the file store."""
+    """Makes a store; `faults` are those of the file store."""
 
     def __call__(
         self,
         faults: dict[tuple[Operation, int], Fault] | None = None,
         *,
         budget: int = BUDGET,
-        arena_bytes: int = 1 << 20,
         threads: int = 2,
         syscalls: Syscalls | None = None,
     ) -> TwoLevelStore: ...
@@ -42,13 +39,11 @@ def maker(scratch: Path) -> Iterator[Make]:
         faults: dict[tuple[Operation, int], Fault] | None = None,
         *,
         budget: int = BUDGET,
-        arena_bytes: int = 1 << 20,
         threads: int = 2,
         syscalls: Syscalls | None = None,
     ) -> TwoLevelStore:
         file = FaultyStore(PosixStore(scratch, threads=1, syscalls=syscalls), Plan(faults or {}))
-        host = HostStore(arena=HostArena(arena_bytes, segment_bytes=64 * KIB))
-        made.append(TwoLevelStore(host, file, budget, threads=threads))
+        made.append(TwoLevelStore(HostStore(), file, budget, threads=threads))
         return made[-1]
 
     yield make
@@ -65,6 +60,18 @@ def file_bytes_in_use(store: TwoLevelStore) -> int:
 
 def places(*tickets: Ticket) -> list[str]:
     return [ticket.location.place.name for ticket in tickets]
+
+
+def given(array: Bytes) -> Buffer:
+    """Memory that the store may keep."""
+    return buffer_of(array)._replace(given=True)
+
+
+def write(store: Store, array: Bytes) -> Ticket:
+    """A finished write of memory that the store may keep. Raises its error."""
+    ticket = store.write(given(array))
+    assert ticket.wait(WAIT_S)
+    return ticket
 
 
 def read(store: Store, ticket: Ticket, *, padded: bool = True) -> Bytes:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from io_backends import Buffer, Ticket
-from io_backends._workers import Workers
+from io_backends._workers.workers import Workers
 from support.stores import WAIT_S
 
 
@@ -38,7 +38,7 @@ def running(count: int = 1, on_stopped: Callable[[], None] = never) -> Iterator[
 
 
 def threads_of(workers: Workers) -> list[threading.Thread]:
-    return [desk.thread for desk in workers._desks if desk.thread is not None]
+    return [slot.thread for slot in workers._slots if slot.thread is not None]
 
 
 class Blocker:

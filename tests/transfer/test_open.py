@@ -36,7 +36,7 @@ def test_workers_for_this_machine(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     store = opened([scratch], tier="nvme", **settings)
-    assert len(store._workers._desks) == threads
+    assert len(store._workers._slots) == threads
 
 
 def test_several_paths_are_striped(scratch: Path) -> None:

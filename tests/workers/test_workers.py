@@ -11,7 +11,7 @@ from collections import deque
 import pytest
 
 from io_backends import StoreBroken, StoreClosed, Ticket, TicketState, TransferCancelled
-from io_backends._workers import Workers
+from io_backends._workers.workers import Workers
 from support.stores import WAIT_S
 from support.workers import Blocker, Owner, never, nothing, running, threads_of, ticket_of
 
@@ -220,28 +220,6 @@ def test_a_ticket_queued_just_after_the_last_worker_has_ended_is_failed_all_the_
             late.wait(WAIT_S)
 
 
-def test_a_queue_that_another_thread_has_just_emptied_is_looked_at_again() -> None:
-    """A late `submit` and the last worker, or two workers: one finds nothing after it has looked."""
-
-    class Emptied(deque[Ticket]):
-        looks = 0
-
-        def __len__(self) -> int:
-            self.looks += 1
-            return 1 if self.looks <= 2 else super().__len__()
-
-    stopped: list[bool] = []
-    workers = Workers(1, "tba-test", lambda: stopped.append(True))
-    workers._writes = Emptied()
-    ticket = ticket_of(nothing)
-    workers.submit(ticket, urgent=False)
-    assert ticket.wait(WAIT_S)
-    workers.stop()
-    workers.join()
-    assert workers._writes.looks == 3
-    assert stopped == [True]
-
-
 class _Announcing:
     """A worker's lock that tells when anyone but the worker asks for it."""
 
@@ -267,7 +245,7 @@ class _Announcing:
 def test_held_waits_for_the_running_ticket_and_holds_the_next() -> None:
     with running() as workers:
         lock = _Announcing()
-        workers._desks[0].busy = lock  # type: ignore[assignment]
+        workers._slots[0].busy = lock  # type: ignore[assignment]
         blocker = Blocker()
         blocker.occupy(workers)
 
@@ -313,7 +291,7 @@ def test_at_the_interpreter_s_exit_the_running_ticket_ends_and_no_other_begins()
     with pytest.raises(StoreClosed, match="interpreter is exiting"):
         queued.wait(WAIT_S)
     assert begun == []
-    workers._desks[0].busy.release()  # so that this test's thread ends
+    workers._slots[0].busy.release()  # so that this test's thread ends
     for thread in threads_of(workers):
         workers._tokens.put(False)
         thread.join(WAIT_S)

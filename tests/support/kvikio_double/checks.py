@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, Location, ShortTransfer, Store, StoreBroken, StoreClosed, StoreFull, Syscalls
-from io_backends._kvikio import THRESHOLD_BYTES, KvikioStore
+from io_backends._stores.kvikio import THRESHOLD_BYTES, KvikioStore
 from io_backends.testing import FaultyStore, check_store
 from support.stores import WAIT_S, Bytes, buffer_of, empty_at, in_child, pattern_at, read_back, write
 
@@ -109,11 +109,6 @@ def test_bytes_cross_between_device_and_host(store: KvikioStore, device: Bytes) 
         array, target = pattern_at(99, nbytes, 1), device[(12 << 20) + 512 : (12 << 20) + 512 + nbytes]
         assert store.read(write(store, array).location, device_buffer(target)).wait(WAIT_S)
         assert np.array_equal(target, array)
-
-
-def test_in_compat_mode_there_is_nothing_to_register(store: KvikioStore, device: Bytes) -> None:
-    assert not store.register(device_buffer(device))
-    assert store.registered_bytes == 0
 
 
 def test_the_file_has_no_name_and_goes_with_the_store(store: KvikioStore, tmp_path: Path) -> None:

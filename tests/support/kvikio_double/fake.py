@@ -39,7 +39,6 @@ class Kvikio:
     Attributes:
         gds: whether the driver says that GDS is available.
         accepts: whether the file system takes part in it.
-        registered: address to bytes of what is registered.
         events: what was called, in order.
         fault: asked for each piece, by its number, what happens: an error, fewer bytes moved, or None.
     """
@@ -47,7 +46,6 @@ class Kvikio:
     def __init__(self, *, gds: bool = True, accepts: bool = True) -> None:
         self.gds = gds
         self.accepts = accepts
-        self.registered: dict[int, int] = {}
         self.events: list[str] = []
         self.fault: Callable[[int], int | Exception | None] = lambda number: None
         self.settings: dict[str, Any] = {
@@ -68,7 +66,6 @@ class Kvikio:
             kvikio = fake
 
         package.CuFile, package.CompatMode = CuFile, CompatMode  # type: ignore[attr-defined]
-        package.memory_register, package.memory_deregister = self.register, self.deregister  # type: ignore[attr-defined]
         defaults.get, defaults.set = self.settings.__getitem__, self.set  # type: ignore[attr-defined]
         defaults.is_compat_mode_preferred = lambda: not self.gds  # type: ignore[attr-defined]
         driver.get = lambda name: {"is_gds_available": self.gds}[name]  # type: ignore[attr-defined]
@@ -87,17 +84,6 @@ class Kvikio:
                 self.settings[name] = before
 
         return undo()
-
-    def register(self, array: Any) -> None:
-        address, nbytes = array.__cuda_array_interface__["data"][0], array.__cuda_array_interface__["shape"][0]
-        self.events.append("register")
-        if any(a < address + nbytes and address < a + n for a, n in self.registered.items()):
-            raise RuntimeError("cuFile error: already registered")
-        self.registered[address] = nbytes
-
-    def deregister(self, array: Any) -> None:
-        self.events.append("deregister")
-        del self.registered[array.__cuda_array_interface__["data"][0]]
 
 
 class _CuFile:

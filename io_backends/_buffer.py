@@ -1,0 +1,107 @@
+"""Buffer: memory to transfer from or into, of whatever library; and `Location`, a range of a file that a write got."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class Buffer(NamedTuple):
+    """Plain memory to transfer from or into.
+
+    `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
+    `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
+    that this memory has no other user, so that a store in memory may keep it instead of a copy.
+    """
+
+    address: int
+    nbytes: int
+    owner: object
+    padded: bool = False
+    given: bool = False
+
+    @staticmethod
+    def of(memory: Any, *, writable: bool = False) -> Buffer:
+        """The memory of an array or a tensor, without a copy; it is held by the buffer. A Buffer is returned as it is.
+
+        Args:
+            memory: a contiguous torch tensor; an object with `__cuda_array_interface__` (CuPy, Numba; device memory) or
+                `__array_interface__` (NumPy); or one with Python's buffer protocol (bytes, mmap).
+            writable: whether it is to be read into.
+
+        Raises:
+            TypeError: there is no such memory in it, or there are references to Python objects.
+            ValueError: it is not contiguous, or read-only where it is to be written to.
+        """
+        if isinstance(memory, Buffer):
+            return memory
+        name = type(memory).__name__
+        if hasattr(memory, "data_ptr") and hasattr(memory, "is_contiguous"):
+            if memory.is_conj() or memory.is_neg():
+                raise ValueError(f"{name}: its memory does not hold what it shows; call resolve_conj(), resolve_neg()")
+            found = Buffer(memory.data_ptr(), memory.numel() * memory.element_size(), memory)
+            contiguous, read_only = memory.is_contiguous(), False
+        else:
+            owner, interface = _interface(memory)
+            if getattr(getattr(owner, "dtype", None), "hasobject", False):
+                raise TypeError(f"{name}: its elements are references to Python objects, which cannot be stored")
+            (address, read_only), shape = interface["data"], interface["shape"]
+            itemsize = int(interface["typestr"][2:])
+            found = Buffer(address or 0, math.prod(shape) * itemsize, owner)
+            contiguous = found.nbytes == 0 or _is_contiguous(shape, interface.get("strides"), itemsize)
+        if not contiguous:
+            raise ValueError(f"{name} of {found.nbytes} bytes: it is not contiguous in memory; copy it first")
+        if writable and read_only:
+            raise ValueError(f"{name} of {found.nbytes} bytes: it is read-only, so nothing can be read into it")
+        return found
+
+
+def on_device(owner: object) -> bool:
+    """Whether a buffer is memory of a CUDA device: its owner then offers `__cuda_array_interface__`."""
+    try:
+        return getattr(owner, "__cuda_array_interface__", None) is not None
+    except Exception:  # a tensor on a device that requires grad, or of a type numpy lacks, has one but does not show it
+        return True
+
+
+class Location(NamedTuple):
+    """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
+
+    `sums` has the checksums of its chunks, in order; empty without checksums.
+    """
+
+    offset: int
+    length: int
+    nbytes: int
+    skew: int
+    sums: tuple[int, ...] = ()
+
+
+def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:
+    """Find the object that holds the memory, and its array interface."""
+    for kind in ("__cuda_array_interface__", "__array_interface__"):
+        if (interface := getattr(memory, kind, None)) is not None:
+            return memory, interface
+    try:
+        view = memoryview(memory)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(memory).__name__} has no memory to transfer: give a Buffer, a NumPy array, a torch tensor, an "
+            "object with __cuda_array_interface__ or one with Python's buffer protocol"
+        ) from error
+    array = np.asarray(view)
+    return array, array.__array_interface__
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
+    """Whether elements lie one behind another, in C order. `strides` are in bytes; None says that they do."""
+    if strides is None:
+        return True
+    expected = itemsize
+    for length, stride in reversed(list(zip(shape, strides, strict=True))):
+        if length > 1 and stride != expected:
+            return False
+        expected *= length
+    return True

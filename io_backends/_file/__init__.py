@@ -1,0 +1,1 @@
+"""A scratch file: made, laid out, written to, and how fast."""

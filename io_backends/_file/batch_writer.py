@@ -1,0 +1,90 @@
+"""BatchWriter: several queued writes moved by one system call.
+
+A worker that falls asleep in a transfer and wakes again costs a core that computes more than the transfer of a MiB or
+two does: what it runs on has left the caches by then, and it has to wait for the interpreter.
+
+Guarantees:
+
+1. Each write has an extent of its own, as if it had gone alone; they happen to lie side by side. Its `moved_bytes`
+   are as if it had: what fills the rest of an extent's last page is not counted.
+2. All of them move, or `write` raises and nothing is changed: each is then to be done by itself, and fails, if it
+   does, with an error of its own.
+3. At most `MOST_BYTES` and `MOST_TICKETS` go together, so that none waits long for its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+from .._buffer import Location
+from .._errors import ShortTransfer
+from .._extents import align_up
+from .._ticket import Ticket
+from . import layout
+from .scratch import ScratchFile
+from .space import EXTENT_ALIGNMENT, Space, extent_of
+from .syscalls import Syscalls
+
+MOST_BYTES = 16 << 20
+MOST_TICKETS = 64  # four pieces each at most, and the system takes 1024
+
+
+class BatchWriter:
+    """The writes of a store on a scratch file.
+
+    Args:
+        open_file: gives that file.
+        space: of it.
+        syscalls: to write with.
+        memory: gives the address of so many bytes of the calling worker's own, aligned to a page.
+    """
+
+    def __init__(
+        self, open_file: Callable[[], ScratchFile], space: Space, syscalls: Syscalls, memory: Callable[[int], int]
+    ) -> None:
+        self._open_file = open_file
+        self._space = space
+        self._syscalls = syscalls
+        self._memory = memory
+
+    def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
+        if not another.nbytes or another.waits:  # nothing to move, or not yet
+            return False
+        nbytes = another.nbytes + sum(ticket.nbytes for ticket in tickets)
+        return nbytes <= MOST_BYTES and len(tickets) < MOST_TICKETS
+
+    def write(self, tickets: Sequence[Ticket]) -> None:
+        file, space = self._open_file(), self._space
+        locations = [extent_of(ticket, file.alignment) for ticket in tickets]
+        length = sum(location.length for location in locations)
+        offset = space.take(length)
+        try:
+            space.reserve(file.fd, offset + length)
+            moved = self._syscalls.pwritev(file.fd, self._pieces(tickets, locations, file.alignment), offset)
+            if moved != length:
+                raise ShortTransfer(f"{moved} of {length} bytes moved")
+        except BaseException:
+            space.give_back(offset, length)
+            raise
+        for ticket, location in zip(tickets, locations, strict=True):
+            ticket.location = location._replace(offset=offset)
+            ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
+            offset += location.length
+
+    def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[layout.Piece]:
+        """All extents, one behind another, in file order."""
+        filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
+        bounce = filler + EXTENT_ALIGNMENT
+        pieces: list[layout.Piece] = []
+        for ticket, location in zip(tickets, locations, strict=True):
+            assert ticket.buffer is not None
+            length = align_up(location.skew + location.nbytes, block)
+            vector, edges = layout.vector(ticket.buffer.address, location.skew, location.nbytes, block, bounce)
+            for inside, outside, nbytes in edges:
+                ctypes.memmove(inside, outside, nbytes)
+            pieces += vector
+            if length < location.length:  # an extent ends with a page, what is written alone with a block
+                pieces.append((filler, location.length - length))
+            bounce += 2 * block
+        return pieces

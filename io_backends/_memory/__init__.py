@@ -1,0 +1,1 @@
+"""Host memory to transfer from and into, used again from step to step."""

@@ -1,0 +1,72 @@
+"""NUMA: which memory node is next to a device, and how to put memory there.
+
+Pinned memory on the far node costs a device most of its copy bandwidth where the link is faster than the one between
+the sockets. `choose_node` decides, from what the kernel says in sysfs (Documentation/ABI/stable/sysfs-devices-node,
+Documentation/ABI/testing/sysfs-bus-pci); `bind` asks mbind(2). Where nothing is known nothing is done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from pathlib import Path
+
+# mbind(2) has no function in libc; its number, from the kernel's tables.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must slow a copy down, not end the process
+_MOST_NODES = 1024  # what the kernel is built for at most (CONFIG_NODES_SHIFT = 10)
+_MASK_BITS = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel takes one off (get_nodes in mm/mempolicy.c)
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def parse_list(text: str) -> set[int]:
+    """The numbers of a kernel list such as `0-3,8`. Raises ValueError where it is none."""
+    numbers: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def choose_node(device_text: str, with_memory_text: str) -> int | None:
+    """The node to bind to, or None where there is nothing to choose.
+
+    Args:
+        device_text: a PCI device's `numa_node`, `-1` where the firmware does not say.
+        with_memory_text: the nodes with memory (`/sys/devices/system/node/has_memory`).
+    """
+    try:
+        node, nodes = int(device_text), parse_list(with_memory_text)
+    except ValueError:
+        return None
+    return node if node in nodes and len(nodes) > 1 else None
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """A device's name in sysfs, from the numbers CUDA gives (`pci_domain_id`, `pci_bus_id`, `pci_device_id`)."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}.0"
+
+
+def device_node(address: str, sysfs: Path = Path("/sys")) -> int | None:
+    """The memory node next to the PCI device `address` (`0000:17:00.0`), or None where that cannot be known."""
+    try:
+        device_text = (sysfs / "bus/pci/devices" / address.lower() / "numa_node").read_text()
+        return choose_node(device_text, (sysfs / "devices/system/node/has_memory").read_text())
+    except OSError:
+        return None
+
+
+def bind(address: int, nbytes: int, node: int) -> bool:
+    """Have the pages of `[address, address + nbytes)` come from `node` while it has any. Before they are touched.
+
+    `address` is a multiple of the page size. False where the system does not do it.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None or not 0 <= node < _MOST_NODES:
+        return False
+    mask = (ctypes.c_ulong * (_MOST_NODES // _WORD_BITS))()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    call = (number, ctypes.c_void_p(address), ctypes.c_ulong(nbytes), _MPOL_PREFERRED, mask)
+    return bool(_libc.syscall(*call, _MASK_BITS, 0) == 0)

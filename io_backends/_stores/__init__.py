@@ -1,0 +1,1 @@
+"""Stores: one file each, and what those over a file share."""

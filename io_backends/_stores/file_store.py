@@ -1,0 +1,172 @@
+"""FileStore: what stores over one scratch file share: the file's life, its space, its workers.
+
+Guarantees:
+
+1. The file is made by the first transfer, once, and closed once: by the last worker, by `close`, or in a forked child.
+2. Once closed, or once all workers have died, no file is made again.
+3. After a fork the child owns nothing of it; every call raises StoreClosed.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from .._buffer import Buffer, Location
+from .._errors import StoreBroken, StoreClosed
+from .._file.scratch import ScratchFile, open_scratch
+from .._file.space import Space, extent_of
+from .._file.syscalls import Syscalls
+from .._store import Store
+from .._ticket import Before, OnDone, Ticket
+from .._workers.workers import Workers
+
+
+class _Open(Protocol):
+    @property
+    def fd(self) -> int: ...
+
+
+File = TypeVar("File", bound=_Open)
+
+
+class FileStore(Store, Generic[File]):
+    """All of a `Store` but how bytes move (`_write`, `_read`) and what the file is (`_make`, `_release`)."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        name: str,
+        *,
+        threads: int,
+        capacity_bytes: int | None,
+        timeout_s: float | None,
+        syscalls: Syscalls | None,
+        device: int | None,
+    ) -> None:
+        self.directory = Path(directory)
+        self._device = device
+        self._syscalls = syscalls or Syscalls()
+        self._file: File | None = None
+        self._files: list[File] = []  # that one; taken out by `pop`, which is atomic, so closed once
+        self._closed = False
+        self._lock = threading.Lock()  # while the file is made
+        self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
+        self._workers = Workers(threads, name, self._close_file, on_forked=self._forget, timeout_s=timeout_s)
+
+    @abc.abstractmethod
+    def _make(self) -> File:
+        """Make a new scratch file. Raises StoreBroken."""
+
+    @abc.abstractmethod
+    def _release(self, file: File) -> None:
+        """Close it."""
+
+    @abc.abstractmethod
+    def _write(self, ticket: Ticket) -> None:
+        """Set the ticket's location and move its bytes. Runs on a worker."""
+
+    @abc.abstractmethod
+    def _read(self, ticket: Ticket) -> None:
+        """Move the bytes of the ticket's location. Runs on a worker."""
+
+    def open(self) -> File:
+        """The scratch file, made on the first call. Raises StoreBroken, StoreClosed."""
+        file = self._file
+        if file is None:
+            if not self._closed:
+                self._workers.refuse()  # where all have died they have closed the file, for good
+            with self._lock:
+                file = self._file
+                if file is None and not self._closed:
+                    file = self._file = self._make()
+                    self._files.append(file)
+                    if self._closed:  # meanwhile, when there was nothing to close yet
+                        self._close_file()
+                        file = None
+            if file is None:
+                raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
+        return file
+
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        ticket = Ticket(buffer, None, self._write, on_done, before)
+        self._workers.submit(ticket, urgent=False)
+        return ticket
+
+    def submit_read(self, location: Location, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        ticket = Ticket(buffer, location, self._read, on_done, before)
+        self._workers.submit(ticket, urgent=True)
+        return ticket
+
+    def discard(self, ticket: Ticket) -> None:
+        ticket.cancel()
+        self._space.discard(ticket)
+
+    def trim(self) -> None:
+        """Once a step: give disk blocks back that the last ones did not need. Returns at once; a worker does it."""
+        allocated_bytes = self.allocated_bytes()
+        if allocated_bytes and self._space.begin_trim(allocated_bytes):
+            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
+                self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
+
+    def allocated_bytes(self) -> int:
+        file = self._file
+        if file is None or self._closed:
+            return 0
+        try:
+            nbytes = self._syscalls.allocated(file.fd)
+        except OSError:  # the last worker has died, and closed it, since
+            return 0
+        return nbytes if file is self._file else 0  # the number may be another file's by now
+
+    @property
+    def used_bytes(self) -> int:
+        return self._space.used_bytes
+
+    def close(self) -> None:
+        """End the workers and close the file. Idempotent.
+
+        Running transfers end first, queued ones fail with `StoreClosed`. Where a transfer hangs in the system this
+        gives up after `timeout_s`; the file is closed when it ends.
+        """
+        self._closed = True
+        self._workers.stop()
+        self._workers.join()
+        if self._workers.ended:
+            self._close_file()  # made while the last worker died
+
+    def abandon(self) -> None:
+        """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
+        self._closed = True
+        self._workers.stop()
+
+    def _open_scratch(self) -> ScratchFile:
+        return open_scratch(str(self.directory), self._syscalls, self._device)
+
+    def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
+        """Take and lay out an extent for a write. Once it is the ticket's, `discard` frees it. Runs on a worker."""
+        location = extent_of(ticket, block)
+        if location.length:
+            location = location._replace(offset=self._space.take(location.length))
+        ticket.location = location
+        self._space.reserve(fd, location.offset + location.length)
+        return location
+
+    def _punch(self, _: Ticket) -> None:
+        self._space.punch(self.open().fd)
+
+    def _forget(self) -> None:
+        """Close what the child has inherited."""
+        self._closed = True
+        self._lock = threading.Lock()  # another thread may have held it
+        self._space.forget()
+        self._close_file()
+
+    def _close_file(self) -> None:
+        self._file = None
+        with suppress(IndexError):
+            self._release(self._files.pop())

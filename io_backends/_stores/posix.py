@@ -1,0 +1,217 @@
+"""PosixStore: one nameless scratch file, direct I/O where it works, several workers.
+
+Guarantees beyond those of `Store`:
+
+1. No bounce copy for the bulk of a buffer: the aligned middle goes straight between its memory and the file, head and
+   tail (below one block each) through blocks of the worker's own in the same system call (`_file.layout`).
+2. Where all workers are busy queued writes go together (`_file.batch_writer`), as every further system call costs CPU
+   time that training would use. One transfer is never cut among workers: measured on two, for 16 to 256 MiB, that made
+   neither writes nor reads faster (0.97 to 1.05 of the time) and took as much CPU.
+3. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written, and
+   `trim` lets it shrink again.
+4. Nothing is left on disk when the process ends, however it ends (`_file.scratch`).
+5. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
+6. With `checksum`, a read that ends well brought back what was written, to one chance in 2**64.
+
+Assumption: the submitter checks that its memory was not written to during the transfer (the engine does), as the copy
+may be torn then.
+
+The submitting thread only makes a ticket and queues it. Where the bytes go is decided on the worker.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from .._buffer import Buffer, Location
+from .._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
+from .._extents import align_up
+from .._file import checksum as checksums
+from .._file import layout
+from .._file.batch_writer import BatchWriter
+from .._file.layout import Piece, Vector
+from .._file.rate import RateLimit
+from .._file.scratch import ScratchFile
+from .._file.syscalls import Pieces, Syscalls
+from .._ticket import Before, OnDone, Ticket
+from .file_store import FileStore
+
+# For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
+_BOUNCE_BYTES = 1 << 20
+# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
+_CALL_BYTES = 64 << 20
+
+
+class _Memory(threading.local):
+    """Aligned memory, of each worker its own."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[mmap.mmap, int]] = {}
+
+    def of(self, nbytes: int) -> int:
+        """Return the address of `nbytes` bytes, page-aligned: one piece of memory for each size."""
+        if nbytes not in self._kept:
+            memory = mmap.mmap(-1, align_up(nbytes, mmap.PAGESIZE))
+            self._kept[nbytes] = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        return self._kept[nbytes][1]
+
+
+class PosixStore(FileStore[ScratchFile]):
+    """A `Store` on a file system.
+
+    Args:
+        directory: an existing, writable directory.
+        threads: workers.
+        checksum: hash everything written and verify it when it is read (XXH3, 64 bits); a difference is `Corrupted`.
+        capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
+        write_rate_bytes_per_s, read_rate_bytes_per_s: limits, for experiments on slow links.
+        timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
+        syscalls: replaced in tests.
+        device: number of the file system (`st_dev`) the directory was found on; the file is made on no other.
+
+    Raises:
+        StoreBroken: no scratch file can be made there. The file is made by the first transfer; `open()` makes it now.
+        ImportError: `checksum` without the package xxhash.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        threads: int = 2,
+        checksum: bool = False,
+        capacity_bytes: int | None = None,
+        write_rate_bytes_per_s: float | None = None,
+        read_rate_bytes_per_s: float | None = None,
+        timeout_s: float | None = 60.0,
+        syscalls: Syscalls | None = None,
+        device: int | None = None,
+    ) -> None:
+        super().__init__(
+            directory,
+            "tba-io",
+            threads=threads,
+            capacity_bytes=capacity_bytes,
+            timeout_s=timeout_s,
+            syscalls=syscalls,
+            device=device,
+        )
+        self._digest = checksums.digest() if checksum else None
+        self._write_limit = RateLimit(write_rate_bytes_per_s) if write_rate_bytes_per_s is not None else None
+        self._read_limit = RateLimit(read_rate_bytes_per_s) if read_rate_bytes_per_s is not None else None
+        self._memory = _Memory()
+        if not checksum and write_rate_bytes_per_s is None:
+            self._workers.batch_writer = BatchWriter(self.open, self._space, self._syscalls, self._memory.of)
+
+    @property
+    def alignment(self) -> int:
+        return (self._file or self.open()).alignment
+
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        if self._file is None:
+            self.open()
+        return super().submit_write(buffer, on_done, before)
+
+    # -- on the workers ------------------------------------------------------------------------------------------
+
+    def _write(self, ticket: Ticket) -> None:
+        file, buffer = self._file or self.open(), ticket.buffer
+        assert buffer is not None
+        location = self._place(ticket, file.fd, file.alignment)
+        if not location.length:
+            return
+        if self._digest is not None:
+            ticket.location = location._replace(sums=checksums.sums(self._digest, buffer))
+        pieces, edges = self._vector(file, buffer, location)
+        for inside, outside, nbytes in edges:
+            ctypes.memmove(inside, outside, nbytes)
+        self._move(self._syscalls.pwritev, file, pieces, location, self._write_limit)
+        ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
+
+    def _read(self, ticket: Ticket) -> None:
+        file, buffer, location = self._file or self.open(), ticket.buffer, ticket.location
+        assert buffer is not None
+        if not location.nbytes:
+            return
+        call, limit = self._syscalls.preadv, self._read_limit
+        length = align_up(location.skew + location.nbytes, file.alignment)
+        if buffer.address % file.alignment != location.skew:
+            self._read_through_bounce(file, buffer, location, length)
+        elif buffer.padded:
+            self._move(call, file, [(buffer.address - location.skew, length)], location, limit)
+        else:
+            pieces, edges = self._vector(file, buffer, location)
+            self._move(call, file, pieces, location, limit)
+            for inside, outside, nbytes in edges:
+                ctypes.memmove(outside, inside, nbytes)
+        if self._digest is not None:
+            self._compare(self._digest, buffer, location)
+        ticket.moved_bytes = length
+
+    def _read_through_bounce(self, file: ScratchFile, buffer: Buffer, location: Location, length: int) -> None:
+        call, bounce = self._syscalls.preadv, self._memory.of(_BOUNCE_BYTES)
+        for begin in range(0, length, _BOUNCE_BYTES):
+            end = min(begin + _BOUNCE_BYTES, length)
+            self._move(call, file, [(bounce, end - begin)], location, self._read_limit, begin)
+            first, last = layout.payload(begin, end, location.skew, location.nbytes)
+            ctypes.memmove(buffer.address + first, bounce + first + location.skew - begin, last - first)
+
+    def _vector(self, file: ScratchFile, buffer: Buffer, location: Location) -> Vector:
+        block = file.alignment
+        return layout.vector(buffer.address, location.skew, location.nbytes, block, self._memory.of(2 * block))
+
+    def _move(
+        self,
+        call: Callable[[int, Pieces, int], int],
+        file: ScratchFile,
+        pieces: list[Piece],
+        location: Location,
+        limit: RateLimit | None,
+        begin: int = 0,
+    ) -> None:
+        """Move every byte of `pieces` to or from an extent, from `begin` on, however the system cuts the transfer."""
+        offset, left = location.offset + begin, sum([length for _, length in pieces])
+        most = _CALL_BYTES if limit is None else limit.piece_bytes
+        while left:
+            batch, asked = (pieces, left) if left <= most else (layout.first(pieces, most), most)
+            if limit is not None:
+                limit.pace(asked)
+            try:
+                moved = call(file.fd, batch, offset)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
+                raise StoreBroken(f"transfer of {location.nbytes} bytes in {str(self.directory)!r}: {error}") from error
+            if moved <= 0 or moved % file.alignment:
+                raise ShortTransfer(f"{moved} of {asked} bytes moved in {str(self.directory)!r}")
+            self._workers.moved_s = time.perf_counter()
+            offset += moved
+            left -= moved
+            if left:
+                pieces = layout.rest(pieces, moved)
+
+    def _compare(self, digest: checksums.Digest, buffer: Buffer, location: Location) -> None:
+        found = checksums.sums(digest, buffer)
+        for (begin, end), now, then in zip(checksums.chunks(buffer.nbytes), found, location.sums, strict=True):
+            if now != then:
+                raise Corrupted(
+                    f"bytes {begin} to {end} of {location.nbytes}, read at offset {location.offset} of a file in "
+                    f"{str(self.directory)!r}, have checksum {now:016x}; they were written with {then:016x}: do not "
+                    "use them, and check memory and disk"
+                )
+
+    # -- the file ------------------------------------------------------------------------------------------------
+
+    def _make(self) -> ScratchFile:
+        return self._open_scratch()
+
+    def _release(self, file: ScratchFile) -> None:
+        self._syscalls.close(file.fd)

@@ -1,0 +1,372 @@
+"""TwoLevelStore: host memory first, and what does not fit goes to a file store, coldest first.
+
+A training step writes in the order of forward and reads in the reverse, so what was written first is needed last: the
+oldest write in host memory is the coldest, and it makes way.
+
+Guarantees beyond those of `Store`:
+
+1. Host memory holds at most `budget_bytes`, and what reads under way still hold of it. A write waits, on a worker of
+   this store, until what makes way for it is in the file: a slow file store slows writes down, memory never grows.
+2. Bytes leave host memory only after their write to the file has ended well. If it fails they stay, and the write
+   that needed the room fails with `StoreFull`; the next one tries again, as the file may have room by then.
+3. A read takes the bytes from where they are when it is submitted. While they are being spilled that is host memory,
+   which a reader keeps alive whatever becomes of the spill.
+4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
+5. Only memory that is `given` stays in host memory. What the caller may edit or use again goes to the file.
+
+Assumptions: the two stores have no other user and are closed with this one; the file store never waits for this
+one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
+
+Where threads meet:
+
+- All that is known of writes changes under one lock (`_changed`). No transfer is waited for with it.
+- `discard` may run in a finaliser of the thread that has the lock. It only appends to `_discarded`, and applies what is
+  there if the lock is free. If not, the holder does, which looks after it has released the lock: either the append
+  comes before that look, or the lock was free by the time of `discard`'s own attempt.
+- `discard` against a spill. The worker (1) marks the write SPILLING, (2) submits it to the file, (3) stores the file's
+  ticket and looks at `discarded`, (4) waits, (5) looks at `discarded` again. Until (3) the discard only sets the flag,
+  and (3) cancels. After (3) it cancels the file's ticket itself. Where that is too late, (5) gives both places back.
+- `discard` against a write that is being stored. The place is COMING until the bytes are somewhere: the worker that put
+  them there finds `discarded` set, under the lock, and takes them away again.
+- Two workers that need room. Each takes another write to spill, as the first marks its own under the lock. One that
+  finds none to spill waits for those under way; each end of a spill, and each discard, notifies it.
+- `resident` takes no lock: it reads one reference, and the buffer that it returns keeps its memory alive by itself.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from .._buffer import Buffer
+from .._errors import StoreClosed, StoreError, StoreFull, TransferCancelled
+from .._store import Store
+from .._ticket import Before, OnDone, Ticket
+from .._workers.workers import Workers
+from .host import HostStore
+
+# How often a waiting thread looks up: `abandon` cannot notify it, as it may run in a finaliser and take no lock.
+_PERIOD_S = 1.0
+
+
+class Place(enum.Enum):
+    """Where the bytes of a write are.
+
+    ::
+
+        COMING -> HOST -> SPILLING -> FILE      SPILLING -> HOST where the file store failed,
+           `-----------------------> FILE       at once where a write alone is larger than the budget, or its memory is
+                                                not `given`; GONE from any
+    """
+
+    COMING = enum.auto()  # from submission until they are stored: in the submitter's memory
+    HOST = enum.auto()  # in host memory
+    SPILLING = enum.auto()  # in host memory, and on their way to the file
+    FILE = enum.auto()  # in the file alone
+    GONE = enum.auto()  # discarded, or never stored because something failed
+
+
+class Stored:
+    """The location of a write. `skew` is as in `Location`, of bytes in the file; those in memory are copied anyhow."""
+
+    __slots__ = ("discarded", "file", "host", "nbytes", "place", "skew")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.skew = 0
+        self.place = Place.COMING
+        self.discarded = False
+        self.host: Ticket | None = None  # of the host store, in HOST and SPILLING
+        self.file: Ticket | None = None  # of the file store, in SPILLING and FILE
+
+
+def coldest(stored: Iterable[Stored]) -> Stored | None:
+    """The write to spill next, given all in the order of their submission; None if there is none."""
+    return next((one for one in stored if one.place is Place.HOST), None)
+
+
+class TwoLevelStore(Store):
+    """A `Store` over two others.
+
+    Args:
+        host: the upper level. Its own budget, if any, should be larger.
+        file: any store, the lower level.
+        budget_bytes: what the upper level holds at most.
+        threads: workers; each spills, or waits for a device.
+        timeout_s: a wait fails when nothing has moved for so long; None for never.
+    """
+
+    def __init__(
+        self, host: HostStore, file: Store, budget_bytes: int, *, threads: int = 2, timeout_s: float | None = 60.0
+    ) -> None:
+        if budget_bytes < 0:
+            raise ValueError(f"a budget cannot be negative, got {budget_bytes} bytes")
+        self.budget_bytes = budget_bytes
+        self._host = host
+        self._file = file
+        self._changed = threading.Condition(threading.Lock())
+        self._upper: dict[Stored, None] = {}  # in COMING, HOST and SPILLING, in the order of submission
+        self._host_bytes = 0
+        self._discarded: deque[Ticket] = deque()
+        self._closed = False
+        self._workers = _Unheld(threads, "tba-two-level", lambda: None, on_forked=self._forget, timeout_s=timeout_s)
+
+    @property
+    def alignment(self) -> int:
+        return self._file.alignment
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes in host memory, and on their way there."""
+        with self._locked():
+            return self._host_bytes
+
+    def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        stored = Stored(buffer.nbytes)
+        ticket = Ticket(buffer, stored, partial(self._store, stored), on_done, before)
+        with self._locked():
+            self._upper[stored] = None
+        try:
+            self._workers.submit(ticket, urgent=False)
+        except StoreError:
+            self.discard(ticket)
+            raise
+        return ticket
+
+    def submit_read(self, location: Stored, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
+        with self._locked():
+            if self._closed:
+                raise StoreClosed("the store is closed; make a new one")
+            if location.place in (Place.COMING, Place.GONE):
+                raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+            if location.place is Place.FILE:
+                assert location.file is not None
+                return self._file.read(location.file.location, buffer, on_done=on_done, before=before)
+            assert location.host is not None
+            return self._host.read(location.host.location, buffer, on_done=on_done, before=before)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.host_bytes + self._file.used_bytes
+
+    def resident(self, location: Stored | None) -> Buffer | None:
+        host = None if location is None else location.host
+        return None if host is None else self._host.resident(host.location)
+
+    def discard(self, ticket: Ticket) -> None:
+        ticket.cancel()
+        self._discarded.append(ticket)
+        self._catch_up()
+
+    def allocated_bytes(self) -> int:
+        """Bytes in host memory and blocks of the file."""
+        return self._host.allocated_bytes() + self._file.allocated_bytes()
+
+    def trim(self) -> None:
+        self._file.trim()
+
+    def close(self) -> None:
+        with self._locked():
+            self._closed = True
+            self._changed.notify_all()
+        self._workers.stop()
+        try:
+            self._file.close()
+        finally:
+            self._workers.join()
+            with self._locked():
+                for stored in [one for one in self._upper if one.place is Place.HOST]:
+                    self._leave_host(stored, Place.GONE)
+            self._host.close()
+
+    def abandon(self) -> None:
+        self._closed = True
+        self._workers.stop()
+        self._file.abandon()
+        self._host.abandon()
+
+    # -- on the workers ------------------------------------------------------------------------------------------
+
+    def _store(self, stored: Stored, ticket: Ticket) -> None:
+        buffer = ticket.buffer
+        assert buffer is not None
+        try:
+            if stored.nbytes > self.budget_bytes or not buffer.given:
+                self._store_in_file(stored, buffer)
+            else:
+                self._make_room(stored)
+                self._store_in_host(stored, buffer)
+        except BaseException:
+            with self._locked():
+                self._upper.pop(stored, None)
+                stored.place = Place.GONE
+            raise
+        ticket.moved_bytes = stored.nbytes
+
+    def _store_in_file(self, stored: Stored, buffer: Buffer) -> None:
+        ticket = self._file.write(buffer)
+        try:
+            self._await(ticket)
+        except BaseException:
+            self._file.discard(ticket)
+            raise
+        with self._locked():
+            self._upper.pop(stored, None)
+            stored.file, stored.skew, stored.place = ticket, _skew(ticket), Place.FILE
+            if stored.discarded:
+                self._leave_file(stored)
+
+    def _store_in_host(self, stored: Stored, buffer: Buffer) -> None:
+        """With room reserved."""
+        ticket: Ticket | None = None
+        try:
+            ticket = self._host.write(buffer)
+            self._await(ticket)
+        except BaseException:
+            if ticket is not None:
+                self._host.discard(ticket)
+            with self._locked():
+                self._host_bytes -= stored.nbytes
+                self._changed.notify_all()
+            raise
+        with self._locked():
+            stored.host, stored.place = ticket, Place.HOST
+            self._changed.notify_all()
+            if stored.discarded:
+                self._leave_host(stored, Place.GONE)
+
+    def _make_room(self, stored: Stored) -> None:
+        """Reserve host memory for `stored`; others make way first. Raises StoreFull, StoreClosed, TransferCancelled."""
+        while True:
+            with self._locked():
+                while True:
+                    if self._closed:
+                        raise StoreClosed("the store was closed before this write was stored")
+                    if stored.discarded:
+                        raise TransferCancelled(f"a write of {stored.nbytes} bytes was discarded before it was stored")
+                    if self._host_bytes + stored.nbytes <= self.budget_bytes:
+                        self._host_bytes += stored.nbytes
+                        return
+                    if coldest(self._upper) is not None:
+                        break
+                    self._changed.wait(_PERIOD_S)  # others are storing or spilling what will make way
+                    self._settle()
+            self._spill_coldest()
+
+    def _spill_coldest(self) -> None:
+        """Move the coldest write, if any, to the file. Raises StoreFull when the file fails."""
+        with self._locked():
+            stored = coldest(self._upper)
+            if stored is None:
+                return
+            assert stored.host is not None
+            stored.place = Place.SPILLING
+        failure: BaseException | None = None
+        try:
+            ticket = self._file.write(stored.host.location)
+            with self._locked():
+                stored.file = ticket
+                if stored.discarded:
+                    ticket.cancel()
+            self._await(ticket)
+        except BaseException as error:
+            failure = error
+        with self._locked():
+            if stored.discarded or failure is not None:
+                self._leave_file(stored)
+            if stored.discarded:
+                self._leave_host(stored, Place.GONE)
+            elif failure is None:
+                stored.skew = _skew(ticket)
+                self._leave_host(stored, Place.FILE)
+            else:
+                stored.place = Place.HOST
+                self._changed.notify_all()
+                raise StoreFull(
+                    f"host memory holds {self._host_bytes} of {self.budget_bytes} bytes and the file store did not "
+                    f"take the oldest {stored.nbytes} of them: {failure}; make room there, or raise the budget"
+                ) from failure
+
+    def _await(self, ticket: Ticket) -> None:
+        """Wait for a transfer of one of the two stores. Raises its error."""
+        while not ticket.wait(_PERIOD_S):
+            # A store that stands still fails this wait; so its bytes move, and with them all that waits for them here.
+            self._workers.moved_s = time.perf_counter()
+
+    # -- with the lock -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        try:
+            with self._changed:
+                self._settle()
+                yield
+        finally:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Apply pending discards if the lock is free; otherwise its holder does, on release."""
+        while self._discarded and self._changed.acquire(blocking=False):
+            try:
+                self._settle()
+            finally:
+                self._changed.release()
+
+    def _settle(self) -> None:
+        """Apply pending discards."""
+        while self._discarded:
+            ticket = self._discarded.popleft()
+            stored, ticket.location = ticket.location, None
+            if stored is None:  # discarded before
+                continue
+            stored.discarded = True
+            self._changed.notify_all()  # its write may be waiting for room
+            if stored.place is Place.HOST:
+                self._leave_host(stored, Place.GONE)
+            elif stored.place is Place.FILE:
+                self._leave_file(stored)
+            elif stored.place is Place.SPILLING:
+                if stored.file is not None:
+                    stored.file.cancel()  # the worker that spills it does the rest, also where this is too late
+            else:
+                self._upper.pop(stored, None)  # a worker that stores it finds it discarded
+
+    def _leave_host(self, stored: Stored, place: Place) -> None:
+        """Give back its host memory."""
+        ticket, stored.host, stored.place = stored.host, None, place
+        assert ticket is not None
+        self._host.discard(ticket)
+        self._upper.pop(stored, None)
+        self._host_bytes -= stored.nbytes
+        self._changed.notify_all()
+
+    def _leave_file(self, stored: Stored) -> None:
+        """Give back its range of the file, if it has one."""
+        ticket, stored.file = stored.file, None
+        if ticket is not None:
+            self._file.discard(ticket)
+        if stored.place is Place.FILE:
+            stored.place = Place.GONE
+
+    def _forget(self) -> None:
+        """In a forked child: take nothing more."""
+        self._closed = True
+        self._changed = threading.Condition(threading.Lock())  # another thread may have held it
+
+
+class _Unheld(Workers):
+    """Workers that a fork does not wait for: they wait for transfers of other stores, which it holds."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        yield
+
+
+def _skew(ticket: Ticket) -> int:
+    skew: int = getattr(ticket.location, "skew", 0)
+    return skew

@@ -1,0 +1,1 @@
+"""Tools to test a store with. Public as `io_backends.testing`."""

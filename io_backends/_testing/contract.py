@@ -1,0 +1,50 @@
+"""The contract of `Store`, as a suite that any store can be held to. Public as `io_backends.testing.check_store`."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from .._store import Store
+from .promises import PROMISES
+
+_GRACE_S = 10.0  # for threads told to end, on a busy machine
+
+
+def check_store(make: Callable[[], Store], *, keeps_memory: bool = False) -> None:
+    """Hold a store to what `Store` promises.
+
+    Args:
+        make: returns a fresh store each time; the suite closes it.
+        keeps_memory: the store keeps the memory a write hands over, until it is discarded, instead of copying it.
+
+    Raises:
+        AssertionError: naming the promise that is not kept, and how.
+    """
+    make().close()  # what a first use opens for good is not a leak
+    before = _open_now()
+    for promise in PROMISES:
+        store = make()
+        try:
+            promise(store, keeps_memory)
+        except AssertionError as error:
+            raise AssertionError(f"{promise.__doc__} -- {error}") from error
+        finally:
+            store.close()
+    deadline_s = time.monotonic() + _GRACE_S
+    while (left := _open_now() - before) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not left, f"Nothing is left behind after close. -- still there: {', '.join(sorted(left))}"
+
+
+def _open_now() -> set[str]:
+    """Threads and descriptors of this process."""
+    found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        try:
+            found.add(f"descriptor {entry} of {os.readlink(f'/proc/self/fd/{entry}')}")
+        except OSError:  # the descriptor of the listing itself
+            continue
+    return found

@@ -1,0 +1,84 @@
+"""Probe: memory to move and gates to hold transfers with, for tests of stores (`_testing.promises`)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .._buffer import Buffer
+from .._errors import StoreError
+from .._store import Store
+from .._ticket import Ticket
+
+PAGE = 4096
+WAIT_S = 60.0  # far above what anything here takes: what would hang fails instead
+
+
+class Memory:
+    """`nbytes` of noise at an address that is `skew` modulo 4096, with whole pages of its own around."""
+
+    def __init__(self, nbytes: int, skew: int = 0, seed: int | None = 0) -> None:
+        self.nbytes = nbytes
+        self._start = PAGE + skew
+        self._pages = mmap.mmap(-1, (self._start + nbytes) // PAGE * PAGE + 2 * PAGE)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages)) + self._start
+        if seed is not None:
+            self._pages[self._start : self._start + nbytes] = random.Random(seed).randbytes(nbytes)
+
+    def buffer(self, *, padded: bool = False) -> Buffer:
+        return Buffer(self._address, self.nbytes, self, padded)
+
+    def content(self) -> bytes:
+        return self._pages[self._start : self._start + self.nbytes]
+
+    def around(self) -> bytes:
+        return self._pages[: self._start] + self._pages[self._start + self.nbytes :]
+
+    def clear(self) -> None:
+        self._pages[:] = bytes(len(self._pages))
+
+
+class Gate:
+    """A `before` that waits; `begun` counts those that do."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Semaphore(0)
+        self.open = threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.release()
+        assert self.open.wait(WAIT_S), "a gate was never opened"
+
+
+@contextmanager
+def gated() -> Iterator[Gate]:
+    gate = Gate()
+    try:
+        yield gate
+    finally:
+        gate.open.set()  # also when a check fails: the store has to be closed yet
+
+
+def written_to(store: Store, memory: Memory) -> Ticket:
+    ticket = store.write(memory.buffer())
+    assert ticket.wait(WAIT_S), f"a write of {memory.nbytes} bytes did not end within {WAIT_S:g} s"
+    return ticket
+
+
+def read_back(store: Store, ticket: Ticket, skew: int = 0, *, padded: bool = False) -> bytes:
+    memory = Memory(ticket.nbytes, skew, None)
+    read = store.read(ticket.location, memory.buffer(padded=padded))
+    assert read.wait(WAIT_S), f"a read of {ticket.nbytes} bytes did not end within {WAIT_S:g} s"
+    return memory.content()
+
+
+def error_of(ticket: Ticket) -> BaseException | None:
+    try:
+        assert ticket.wait(WAIT_S), f"a transfer did not end within {WAIT_S:g} s"
+    except StoreError as error:
+        return error
+    return None

@@ -1,0 +1,204 @@
+"""Ticket: one transfer under way, seen by those who wait for it, cancel it and are called back."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from . import interrupts
+from ._buffer import Buffer
+from ._errors import StoreBroken, StoreError, TransferCancelled
+
+_PERIOD_S = 0.25  # how often a waiter looks whether a store has its ticket in hand by now
+
+
+class TicketState(enum.Enum):
+    """Life of a transfer."""
+
+    QUEUED = enum.auto()  # from submission until a worker takes it
+    RUNNING = enum.auto()  # a worker is moving bytes
+    DONE = enum.auto()  # every byte moved
+    FAILED = enum.auto()  # ended with `error`
+    CANCELLED = enum.auto()  # taken back before it started
+
+
+# By a name of its own: read off the class, a member costs ten times as much.
+QUEUED, RUNNING, DONE, FAILED, CANCELLED = TicketState
+# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
+_ENDED = (DONE, FAILED, CANCELLED)
+
+
+class Watch(Protocol):
+    """The mover of a ticket's bytes, as a waiter sees it."""
+
+    @property
+    def period_s(self) -> float:
+        """How often a waiter looks."""
+
+    def check(self, ticket: Ticket, since_s: float) -> None:
+        """Raise StoreError if there is no use in waiting on, as nothing moves any more.
+
+        `since_s` is when the wait began, in `time.perf_counter()` seconds.
+        """
+
+
+OnDone = Callable[["Ticket"], None] | None
+Before = Callable[[], None] | None
+
+
+class Ticket:
+    """One transfer: wait for it, cancel it before it starts, learn its error.
+
+    It needs no lock, so a finaliser may cancel it at any bytecode, and costs the submitting thread little: most of its
+    attributes are the class's until they change. `dict.setdefault` decides every race, as it is atomic.
+
+    Attributes:
+        nbytes: bytes asked to move.
+        location: where a read comes from, or where a write went, known once it has ended well.
+        moved_bytes: physical bytes moved, padding included (0 until done).
+        started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
+        error: the exception that ended it, or None.
+        watch: what has the ticket in hand; set by the store.
+    """
+
+    state: TicketState = QUEUED
+    error: BaseException | None = None
+    moved_bytes = 0
+    started_s = 0.0
+    ended_s = 0.0
+    watch: Watch | None = None
+    _event: threading.Event | None = None  # made by the first waiter: most transfers have none
+
+    def __init__(
+        self,
+        buffer: Buffer,
+        location: Any,
+        work: Callable[[Ticket], None],
+        on_done: OnDone = None,
+        before: Before = None,
+    ) -> None:
+        self.buffer: Buffer | None = buffer
+        self.nbytes = buffer.nbytes
+        self.location = location
+        self._work: Callable[[Ticket], None] | None = work
+        self._on_done = on_done
+        self._before = before
+
+    @property
+    def waits(self) -> bool:
+        """For stores: whether something is to be waited for before the transfer may begin."""
+        return self._before is not None
+
+    def done(self) -> bool:
+        """Whether the transfer has ended, well or not."""
+        return self.state in _ENDED
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until the transfer has ended; False if `timeout_s` passed first.
+
+        Raises:
+            StoreError: what ended the transfer; or, with the transfer still unfinished, `StoreStalled` when no byte of
+                the store has moved for its timeout since this wait began.
+        """
+        if self.state not in _ENDED and not self._await_end(timeout_s):
+            return False
+        if self.state is FAILED:
+            assert self.error is not None
+            raise self.error
+        if self.state is CANCELLED:
+            raise TransferCancelled(f"the transfer of {self.nbytes} bytes was cancelled before it started")
+        return True
+
+    def _await_end(self, timeout_s: float | None) -> bool:
+        event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
+        begun_s = time.perf_counter()
+        while self.state not in _ENDED:  # after the event is there; the end of a ticket does the reverse
+            period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
+            if timeout_s is not None:
+                period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
+            if event.wait(period_s):
+                break
+            if interrupts.pending:
+                interrupts.deliver()
+            if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
+                return False
+            self.check(begun_s)
+        return True
+
+    def check(self, since_s: float) -> None:
+        """Raise StoreError if there is no use in waiting on (see `Watch.check`)."""
+        if self.watch is not None:
+            self.watch.check(self, since_s)
+
+    def cancel(self) -> bool:
+        """Take the transfer back; True if it had not started (its buffer is released then), else False."""
+        mine: list[None] = []
+        if self.state is not QUEUED or self.__dict__.setdefault("_claimed", mine) is not mine:
+            return False
+        self.buffer = self._work = self._on_done = self._before = None
+        self.state = CANCELLED
+        if self._event is not None:
+            self._event.set()
+        return True
+
+    def start(self) -> bool:
+        """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
+        mine: list[None] = []  # of several callers, here and in `cancel`, one gets its own list back
+        if self.__dict__.setdefault("_claimed", mine) is not mine:
+            return False
+        self.state = RUNNING
+        return True
+
+    def run(self, clock: Callable[[], float]) -> None:
+        """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
+        work, before = self._work, self._before
+        assert work is not None
+        try:
+            if before is not None:
+                before()
+            self.started_s = clock()
+            work(self)
+        except BaseException as error:  # every error is carried to the waiters, even SystemExit
+            self.error = error if isinstance(error, StoreError) else _broken(error)
+            let_go(error)
+        self.ended_s = clock()
+        self.finish()
+
+    def finish(self) -> None:
+        """For stores: end a started transfer according to `error`: callback, then waiters, then the buffer goes."""
+        on_done, self._on_done, self._work, self._before = self._on_done, None, None, None
+        if on_done is not None:
+            try:
+                on_done(self)
+            except BaseException as error:
+                self.error = self.error or _broken(error)
+        self.buffer = None
+        self.state = DONE if self.error is None else FAILED
+        if self._event is not None:
+            self._event.set()
+
+    def abort(self, error: StoreError) -> None:
+        """For stores: end the ticket with `error`, queued or running, if it has not ended, as no worker has it."""
+        if self.state not in _ENDED and (self.state is RUNNING or self.start()):
+            self.error = self.error or error
+            self.finish()
+
+
+def _broken(cause: BaseException) -> StoreBroken:
+    error = StoreBroken(f"a transfer failed: {type(cause).__name__}: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def let_go(error: BaseException) -> None:
+    """Keep a failed transfer's traceback but not the locals of its frames: they hold the buffer's owner."""
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next  # the first frame is the caller's, which is still running
+    chained: BaseException | None = error
+    while chained is not None:
+        traceback.clear_frames(chained.__traceback__)
+        chained = chained.__cause__ or chained.__context__

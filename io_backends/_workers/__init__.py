@@ -1,0 +1,1 @@
+"""Threads of stores, and how they get past a fork."""
