@@ -100,7 +100,7 @@ def test_processes_at_once_lose_no_byte(tmp_path: Path) -> None:
 
 
 def test_a_program_that_ends_without_close_adds_its_bytes(tmp_path: Path) -> None:
-    code = "from tba._endurance import Allowance; taken = Allowance(100); taken.take(7)"
+    code = "from tba._transfer.daily_allowance import Allowance; taken = Allowance(100); taken.take(7)"
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"XDG_STATE_HOME": str(tmp_path)})
     assert list(counts(tmp_path / "tba").values()) == [7]
 
