@@ -57,7 +57,7 @@ def _rank(value: Any) -> Any:
     """Accept a count of columns or a share of the width, as a number or as text."""
     if isinstance(value, str):
         value = float(value) if re.search(r"[.eE]", value) else int(value)
-    if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value <= 1)):
+    if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value < 1)):
         raise ValueError("neither a count nor a share")
     return value
 
@@ -95,7 +95,7 @@ _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (
 _ACCEPTS = {
     "tier": f"one of {', '.join(map(repr, _TIERS))}",
     "compress": f"None, a compact.Preset or one of {', '.join(map(repr, PRESETS))}",
-    "rank": "a whole number above 0, or a share of the width above 0 and up to 1; only with compress='compact'",
+    "rank": "a whole number above 0, or a share of the width above 0 and below 1; only with compress='compact'",
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
     "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",

@@ -20,7 +20,7 @@ from io_backends import Store, interrupts
 from ._config import OffloadConfig
 from ._engine import backward
 from ._engine.saver import Saver
-from ._errors import ClosedError, ConfigError
+from ._errors import ClosedError
 from ._stats import OffloadStats, TraceEvent
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, clear_dead, hint, lifted
@@ -28,7 +28,6 @@ from ._torch.module_hooks import before_forward, tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
 from ._transfer.fork import dies_in_child
-from ._transfer.scratch_paths import Directory, storage_directories
 
 
 class _PerThread(threading.local):
@@ -58,19 +57,11 @@ class Offloader:
         self, model: nn.Module | None = None, config: OffloadConfig | None = None, *, store: Store | None = None
     ) -> None:
         self.config = config if config is not None else OffloadConfig()
-        build.check(self.config)
         self._store = store
-        self._directories: tuple[Directory, ...] = ()
-        if store is None and self.config.tier in ("nvme", "auto"):
-            if not sys.platform.startswith("linux"):
-                raise ConfigError(
-                    f"tier={self.config.tier!r} needs Linux (O_DIRECT, fallocate), this is {sys.platform}; "
-                    "use tier='cpu' or 'keep'"
-                )
-            self._directories = storage_directories(self.config)  # a wrong path is an error now, not in the first step
+        self._directories = build.directories(self.config) if store is None else ()
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
-        open_it = partial(_open_store, self.config, self._directories, store)
-        self._saver = Saver(self.config, weak_model, open_it)
+        made = partial(build.open_store, self.config, self._directories)
+        self._saver = Saver(self.config, weak_model, made if store is None else lambda _: store)
         dies_in_child(self._saver)
         self._saved_by = self._saver.mode()
         self._per_thread = _PerThread()
@@ -217,12 +208,6 @@ class Offloader:
                 if self._per_thread.forwards.pop() is not None:
                     self._leave(failed=True)
         self._saver.close(self._store)
-
-
-def _open_store(
-    config: OffloadConfig, directories: tuple[Directory, ...], given: Store | None, on_device: bool
-) -> Store:
-    return given if given is not None else build.open_store(config, directories, on_device=on_device)
 
 
 def _enter(

@@ -160,7 +160,7 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
     values = {f.name: getattr(now, f.name) for f in fields(now) if f.name not in ("last_step", "kept_by_reason")}
     for name in (*_SUMS, "saved_bytes", "kept_bytes"):
         values[name] -= getattr(before, name)
-    reasons = {*now.kept_by_reason, *before.kept_by_reason}
+    reasons = dict.fromkeys([*now.kept_by_reason, *before.kept_by_reason])
     kept = {reason: now.kept_by_reason.get(reason, 0) - before.kept_by_reason.get(reason, 0) for reason in reasons}
     return OffloadStats(**values, kept_by_reason=MappingProxyType({r: n for r, n in kept.items() if n}))
 

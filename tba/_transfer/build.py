@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -18,10 +19,29 @@ from .._memory.host_pools import HostMemory
 from .._stats import Counters
 from .daily_allowance import Allowance
 from .mover import Mover
-from .scratch_paths import Directory, free_disk_bytes
+from .scratch_paths import Directory, free_disk_bytes, storage_directories
 
 
-def open_store(config: OffloadConfig, directories: Sequence[Directory], *, on_device: bool) -> Store:
+def directories(config: OffloadConfig) -> tuple[Directory, ...]:
+    """Find where scratch files go, none for tiers without any: a wrong path is an error now, not in the first step.
+
+    Raises:
+        ConfigError: settings that do not go together; a tier that this system cannot have.
+        StorageError: the storage path cannot be used.
+    """
+    for name in ("checksum", "max_write_rate", "max_read_rate") if config.io_backend == "kvikio" else ():
+        if getattr(config, name):
+            raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
+    if config.tier not in ("nvme", "auto"):
+        return ()
+    if not sys.platform.startswith("linux"):
+        raise ConfigError(
+            f"tier={config.tier!r} needs Linux (O_DIRECT, fallocate), this is {sys.platform}; use tier='cpu' or 'keep'"
+        )
+    return storage_directories(config)
+
+
+def open_store(config: OffloadConfig, directories: Sequence[Directory], on_device: bool) -> Store:
     """The store for a tier. Makes no file and no thread: the first transfer does.
 
     Args:
@@ -79,15 +99,6 @@ def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
 def cpu_budget_bytes(config: OffloadConfig) -> int:
     """Host memory this process may use for what it offloads."""
     return budgets.cpu_budget_bytes(config.cpu_budget, free_memory.total_bytes(), budgets.local_ranks(os.environ))
-
-
-def check(config: OffloadConfig) -> None:
-    """Whether the settings go together. Raises ConfigError."""
-    if config.io_backend != "kvikio":
-        return
-    for name in ("checksum", "max_write_rate", "max_read_rate"):
-        if getattr(config, name):
-            raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
 
 
 def _open_file(

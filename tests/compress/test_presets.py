@@ -306,6 +306,7 @@ def test_copies_of_the_model_and_the_registry_know_presets() -> None:
         ({"compress": "safe8", "rank": 0.5}, "rank=0.5 was given with compress='safe8'"),
         ({"compress": "compact", "rank": 0}, "rank=0 is not a whole number above 0"),
         ({"compress": "compact", "rank": 1.5}, "rank=1.5 is not a whole number above 0"),
+        ({"compress": "compact", "rank": 1.0}, "rank=1.0 is not a whole number above 0, or a share .* below 1"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], text: str) -> None:

@@ -10,15 +10,15 @@ import pytest
 
 from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
 from tba import ConfigError, OffloadConfig
-from tba._transfer.build import check, cpu_budget_bytes, open_store
+from tba._transfer.build import cpu_budget_bytes, directories, open_store
 from tba._transfer.scratch_paths import Directory
 
 GIB = 1 << 30
 
 
-def opened(directories: list[Path], *, on_device: bool = False, **settings: Any) -> Any:
-    found = [Directory(path, path.stat().st_dev) for path in directories]
-    store = open_store(OffloadConfig(**settings), found, on_device=on_device)
+def opened(paths: list[Path], *, on_device: bool = False, **settings: Any) -> Any:
+    found = [Directory(path, path.stat().st_dev) for path in paths]
+    store = open_store(OffloadConfig(**settings), found, on_device)
     store.close()
     return store
 
@@ -67,7 +67,7 @@ def test_the_budget_of_memory_is_shared_by_the_ranks_of_a_node(monkeypatch: pyte
 
 
 def test_settings_that_go_together_pass() -> None:
-    check(OffloadConfig(io_backend="kvikio"))
-    check(OffloadConfig(checksum=True))
+    assert directories(OffloadConfig(tier="keep", io_backend="kvikio")) == ()
+    assert directories(OffloadConfig(tier="keep", checksum=True)) == ()
     with pytest.raises(ConfigError, match="checksum was asked for with io_backend 'kvikio'"):
-        check(OffloadConfig(io_backend="kvikio", checksum=True))
+        directories(OffloadConfig(io_backend="kvikio", checksum=True))
