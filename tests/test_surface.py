@@ -19,7 +19,7 @@ PUBLIC_PACKAGES = [
 ]
 # What each package may import beside the standard library and itself.
 MAY_IMPORT = {
-    "io_backends": {"torch", "numpy", "psutil", "xxhash"},
+    "io_backends": {"numpy", "xxhash"},
     "compact": {"torch", "numpy", "numba", "triton"},
     "tba": {"torch", "numpy", "psutil", "pydantic", "matplotlib", "io_backends", "compact"},
     "tba.cli": {"typer", "rich", "torch", "tba", "io_backends"},
@@ -62,11 +62,6 @@ def imports(path: Path, nodes: Iterator[ast.AST] | None = None) -> Iterator[Impo
             yield from ((module, alias.name) for alias in node.names)
 
 
-def imports_at_load(path: Path) -> Iterator[Import]:
-    """The imports that run when the module is imported: not those in functions or for type checkers."""
-    yield from imports(path, iter([node for node in tree(path).body if isinstance(node, ast.Import | ast.ImportFrom)]))
-
-
 def private_modules_of_ours(path: Path) -> Iterator[str]:
     """Modules named `_x` of our packages that a file imports, whole or by a name."""
     for module, name in imports(path):
@@ -107,19 +102,93 @@ def test_a_package_reaches_others_by_public_names(path: Path) -> None:
     assert [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own] == []
 
 
-@pytest.mark.parametrize("top", ["compact", "io_backends", "tba"])
+# The rooms of each package, floor by floor from the ground: its files, and its folders as one room each.
+# A room imports from the floors beneath its own alone, at any time: within functions and for type checkers too.
+FLOORS = {
+    "io_backends": [
+        ("_buffer", "_errors", "_extents", "interrupts"),
+        ("_memory", "_ticket"),
+        ("_file", "_store", "_workers"),
+        ("_stores", "_testing"),
+        ("testing", ""),
+    ],
+    "compact": [
+        ("_errors", "_measures", "_seeds"),
+        ("_kernels", "_projection"),
+        ("_codecs", "_training"),
+        ("_presets", "testing"),
+        ("",),
+    ],
+    "tba": [
+        ("_errors", "_policy", "_text"),
+        ("_config", "_memory", "_stats", "_torch"),
+        ("_record",),
+        ("_compress", "_derive", "_transfer"),
+        ("_engine",),
+        ("_audit", "_offloader"),
+        ("_context",),
+        ("",),
+        ("cli",),
+        ("__main__",),
+    ],
+    "benchmarks": [
+        ("_report", "_workload", ""),
+        ("_io", "_pictures", "_processes"),
+        ("_arms", "bert", "demo", "io", "overlap", "step"),
+        ("codec", "fidelity", "hooks"),
+        ("__main__",),
+    ],
+}
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 18, 65, 9
+
+
+def room_of(module: str) -> str:
+    """The file or folder of a package that a module is in; "" for the package itself."""
+    return [*module.split("."), ""][1]
+
+
+def arrows(top: str) -> dict[tuple[str, str], str]:
+    """From which room to which a package imports, and one file that does."""
+    found = {}
+    for path in python_files(top):
+        here = room_of(module_name(path))
+        for target in modules_of(path, top):
+            if room_of(target) != here:
+                found[here, room_of(target)] = relative(path)
+    return found
+
+
+def modules_of(path: Path, top: str) -> Iterator[str]:
+    """The modules of a package that a file imports, at any time."""
+    for module, name in imports(path):
+        if module.partition(".")[0] == top:
+            base = ROOT / module.replace(".", "/")
+            yield f"{module}.{name}" if (base / f"{name}.py").is_file() or (base / name).is_dir() else module
+
+
+@pytest.mark.parametrize("top", FLOORS)
+def test_rooms_import_from_lower_floors_alone(top: str) -> None:
+    floors = {room: number for number, rooms in enumerate(FLOORS[top]) for room in rooms}
+    rooms = {room_of(module_name(path)) for path in python_files(top)}
+    assert rooms == set(floors)
+    upward = [f"{file}: {a} -> {b}" for (a, b), file in arrows(top).items() if floors[b] >= floors[a]]
+    assert upward == []
+
+
+def test_the_house_stays_small() -> None:
+    rooms = {room_of(module_name(path)) for path in python_files("tba")} - {""}
+    assert len(rooms | {"__init__"}) <= MOST_ROOMS
+    assert len(arrows("tba")) <= MOST_ARROWS
+    for top in FLOORS:
+        for folder in {path.parent for path in python_files(top)} - {ROOT / top}:
+            files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+            assert len(files) <= MOST_FILES, folder
+
+
+@pytest.mark.parametrize("top", FLOORS)
 def test_no_module_imports_itself_by_a_detour(top: str) -> None:
     files = {module_name(path): path for path in python_files(top)}
-    edges = {
-        name: {
-            target
-            for module, what in imports_at_load(path)
-            for target in (f"{module}.{what}", module)
-            if target in files
-        }
-        - {top, name}  # a package's own __init__ imports its modules, never the reverse
-        for name, path in files.items()
-    }
+    edges = {name: {*modules_of(path, top)} & files.keys() - {top, name} for name, path in files.items()}
     done: set[str] = set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:

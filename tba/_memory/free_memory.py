@@ -15,8 +15,6 @@ import psutil
 import torch
 from torch import nn
 
-from .._errors import ConfigError
-
 # Limits and the process's place among the cgroups hardly ever change; what is used is read at every call.
 _REFRESH_S = 1.0
 # cgroup v1 writes "no limit" as the largest multiple of a page; no machine has so much.
@@ -82,12 +80,12 @@ def device_free_bytes(device: torch.device) -> int:
     On a CPU that is `free_bytes()`.
 
     Raises:
-        ConfigError: neither a CPU nor a CUDA device.
+        ValueError: neither a CPU nor a CUDA device.
     """
     if device.type == "cpu":
         return free_bytes()
     if device.type != "cuda":
-        raise ConfigError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
+        raise ValueError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
     driver_free, driver_total = torch.cuda.mem_get_info(device)
     unused = driver_free + torch.cuda.memory_reserved(device)
     allowed = int(driver_total * torch.cuda.get_per_process_memory_fraction(device))
