@@ -20,7 +20,7 @@ from ._offloader import Offloader
 
 
 class _Known:
-    """The Offloaders of a model, and what was asked for last: to check settings takes longer than a small step."""
+    """Offloaders of a model, and what was asked for last: checking settings takes longer than a small step."""
 
     def __init__(self) -> None:
         self.by_settings: dict[OffloadConfig, Offloader] = {}
@@ -39,7 +39,7 @@ def offload_context(
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
-    """The context in which what autograd saves leaves memory for `tier` until backward needs it.
+    """Return the context in which saved tensors leave memory for `tier` until backward needs them.
 
     Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
     same model and settings give the same `Offloader`. Without a lossy preset,
@@ -83,7 +83,7 @@ def attach(
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
-    """Offload during every forward of `model` from now on, for training loops somebody else owns.
+    """Offload during every forward of `model` from now on, for training loops that somebody else owns.
 
     The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
     returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those of
@@ -115,7 +115,7 @@ def _resolve(
 
 
 def _environment() -> list[tuple[Any, Any]]:
-    """The variables that settings may come from."""
+    """List the environment variables that settings may come from."""
     environment: Any = getattr(os, "environb", os.environ)  # in bytes: nothing has to be decoded
     prefix = b"TBA_" if environment is not os.environ else "TBA_"
     return [(name, environment[name]) for name in environment if name[:4].upper() == prefix]

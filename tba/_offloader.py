@@ -1,4 +1,4 @@
-"""Offloader: the context a user enters, and what he may ask of it."""
+"""Offloader: the context that a user enters, and what it tells."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Offloader:
                 pair.unwatch = before_forward(model, partial(_begin_forward, weakref.ref(self)))
 
     def _leave(self, *, failed: bool) -> None:
-        """Leave what was entered last. Without a first-step check: a forward may well be an evaluation."""
+        """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
         pair = self._per_thread.pairs.pop()
         packed = pair.pushed
         try:
@@ -148,7 +148,7 @@ class Offloader:
             backward.look()
 
     def _forget(self, pair: Pair) -> None:
-        """A forward that had entered has ended in a KeyboardInterrupt; its pair is off the stack."""
+        """Forget a pair whose forward has ended in a KeyboardInterrupt; it is off the stack."""
         if self._saved_by is not None:
             self._saved_by.__exit__(None, None, None)
         self._per_thread.pairs.remove(pair)
@@ -159,7 +159,7 @@ class Offloader:
             interrupts.disarm()
 
     def stats(self) -> OffloadStats:
-        """A snapshot of what was moved since the start."""
+        """Take a snapshot of what was moved since the start."""
         return self._saver.stats(inside=self.entered)
 
     def flush(self) -> None:
@@ -234,7 +234,7 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
 
 
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The model's forward begins: whether the hooks are off or on from here depends on what it is given."""
+    """Take the hooks off, or push them, as the model's forward begins: it depends on what that is given."""
     offloader = weak()
     if offloader is None or not offloader.entered or not torch.is_grad_enabled() or current_graph_task_id() != -1:
         return
@@ -249,7 +249,7 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
 
 
 def _no_model() -> None:
-    """What an Offloader without a model finds where it looks for one."""
+    """Return None, the model of an Offloader without one."""
 
 
 # A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.

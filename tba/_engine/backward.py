@@ -18,7 +18,7 @@ _armed = False
 
 
 def begins(number: int) -> None:
-    """A backward, the graph task `number`, asks for its first record."""
+    """Note that a backward, the graph task `number`, asks for its first record."""
     global task, _armed
     task = number
     if number == -1 or not interrupts.on_main_thread():
@@ -30,7 +30,7 @@ def begins(number: int) -> None:
 
 
 def look() -> None:
-    """See whether a backward has ended without telling."""
+    """Check for a backward that has failed, which does not tell that it has ended."""
     if _armed and current_graph_task_id() == -1:
         _ended()
 

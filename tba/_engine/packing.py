@@ -38,7 +38,7 @@ Packed = tuple[Record, View] | tuple[Tensor, int]
 
 
 class Packing:
-    """Recognises weights, what is saved already, and what is not worth moving; all else it makes a record of.
+    """Recognises weights, duplicates and tensors that are not worth moving, and makes records of all others.
 
     Attributes:
         chains: what is known of nodes that lead from a weight to a cast or view of it.
@@ -74,7 +74,7 @@ class Packing:
         self._min_slice_bytes = self._min_tensor_bytes // _SLICES
 
     def end_step(self, *, moves: bool) -> None:
-        """A step is over; whether any of what it saved moves."""
+        """Forget the step that has ended; `moves`: whether any of what it saved moves."""
         self.whole.end_step(self.step_bytes, moves=moves)
         self.chains.end_step()
         self.step_bytes = 0
@@ -91,7 +91,7 @@ class Packing:
         return Detached((tensor.detach(), tensor._version))
 
     def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool) -> Packed:
-        """Pack what is no weight, or is one in disguise; `base`: of a view."""
+        """Pack a tensor that is no parameter, though it may be a cast or view of one; `base` is that of a view."""
         if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
             return self._odd(tensor)
         try:
@@ -182,7 +182,7 @@ class Packing:
         return record, view
 
     def _odd(self, tensor: Tensor) -> Packed:
-        """What is no plain tensor: subclasses, sparse, meta, ..."""
+        """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self.weight(tensor)
         return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))

@@ -26,7 +26,7 @@ from .write_behind import WriteBehind
 
 
 class _Local(threading.local):
-    """Per thread: what operators saved that may still be running, with the sequence number at pack."""
+    """Per thread, the records whose operators may still be running, with the sequence number at pack."""
 
     def __init__(self) -> None:
         self.queue: deque[tuple[int, weakref.ref[Record]]] = deque()
@@ -49,7 +49,7 @@ class Pending:
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
-        """An operator of this thread saves a record's tensor, at this sequence number."""
+        """Queue a record that an operator of this thread saves, at this sequence number."""
         self.local.queue.append((sequence_nr, record.ref))
 
     def pass_on(self, sequence_nr: int | None) -> None:
@@ -64,19 +64,19 @@ class Pending:
                 self._compared(record, replaced=replaced)
 
     def wanted(self, record: Record) -> None:
-        """Backward wants a pending record, so its operator has finished: it stays in memory."""
+        """Keep a pending record in memory that backward asks for; its operator has finished, then."""
         if self.compressor is not None and not self.compressor.encode(record):
             self.settle(wait=True)
         record.hold()
 
     @property
     def waits(self) -> bool:
-        """Whether values that decide are on their way from a device: `settle` looks."""
+        """Whether values that decide are still on their way from a device, so that `settle` is to be called."""
         compressor, derivations = self.compressor, self.derivations
         return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
 
     def settle(self, *, wait: bool) -> None:
-        """Pass on what was to be looked at, as far as its values have come from the device; all of it if `wait`."""
+        """Pass on records whose values have come from the device; all of them, if `wait`."""
         assert self.compressor is not None
         if self.derivations is not None:
             for record, replaced in self.derivations.settle(wait=wait):

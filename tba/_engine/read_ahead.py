@@ -43,7 +43,7 @@ class ReadAhead:
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
     def ask(self, record: Record, task: int) -> bool:
-        """Backward (graph task `task`) asks for a record. False if it has asked before."""
+        """Note that backward (graph task `task`) asks for a record; False if it has asked before."""
         walk = self._walks.get(task)
         if walk is None:
             if len(self._walks) >= _MAX_WALKS:
@@ -52,7 +52,7 @@ class ReadAhead:
         return walk.ask(record.number)
 
     def bring(self, record: Record, task: int) -> bool:
-        """See that a record which backward asks for is in memory or on its way; whether it is there.
+        """Bring a record that backward asks for into memory, or on its way there; True if it is there.
 
         It comes at the cost of others where the budget is full, and in any case. If it is on its way, what is expected
         next follows it. Raises ClosedError, TransferError.
@@ -94,7 +94,7 @@ class ReadAhead:
                 return
 
     def answered(self, record: Record) -> None:
-        """Backward got a record once more."""
+        """Note that backward got a record once more."""
         if record.answer() and record.number in self._members:
             self._used_up[record.number] = record.ref
 
@@ -104,12 +104,12 @@ class ReadAhead:
         self._leave(record.number)
 
     def bury(self, remains: Remains) -> None:
-        """A record has died."""
+        """Forget a record that has died."""
         self.records.pop(remains.number, None)
         self._leave(remains.number)
 
     def end_walks(self) -> None:
-        """A step has ended: keep what its walks have taught."""
+        """Learn from the walks of a step that has ended."""
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
@@ -127,11 +127,11 @@ class ReadAhead:
         self.nbytes += record.nbytes
 
     def _is_here(self, record: Record) -> bool:
-        """Whether it counts already, for this budget or for that of what is held, or is never moved."""
+        """Whether the record counts already, for this budget or for write-behind's, or never moves."""
         return record.stays or record.number in self._members or record.number in self._write_behind.members
 
     def _budget_bytes(self) -> int:
-        """What may be read back and ahead now; what is held comes first, as it was saved last."""
+        """Bytes that may be resident here now; what write-behind holds comes first, as it was saved last."""
         return min(self._mover.window_bytes - self._write_behind.nbytes, self._mover.read_ahead_bytes)
 
     def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
@@ -150,7 +150,7 @@ class ReadAhead:
         return not self.nbytes
 
     def _evict(self, record: Record) -> int:
-        """Bytes this frees (soon, where they are still to be written)."""
+        """Evict a record; returns the bytes this frees (soon, where they are still to be written)."""
         _, nbytes = self._members.get(record.number, (None, 0))
         if record.state is READING:
             return 0  # its memory cannot be taken from under the transfer

@@ -30,7 +30,7 @@ class Walk:
         self._asked: set[int] = set()
 
     def ask(self, number: int) -> bool:
-        """Backward asks for `number`. False if it did before: only the first time tells about order."""
+        """Note that backward asks for `number`; False if it did before, as only the first time tells about order."""
         if number in self._asked:
             return False
         self._asked.add(number)
@@ -41,7 +41,7 @@ class Walk:
         return True
 
     def peek(self, lowest: int) -> int | None:
-        """The number expected next, neither asked for nor taken; None past the order's end or below `lowest`."""
+        """Find the number expected next, neither asked for nor taken; None past the order's end or below `lowest`."""
         if self._expected is None:
             while self._next_down in self._asked:
                 self._next_down -= 1
@@ -54,7 +54,7 @@ class Walk:
         return None
 
     def take(self) -> None:
-        """What `peek` gave is on its way (or gone): go on to the next."""
+        """Go on to the next: what `peek` gave is on its way, or gone."""
         if self._expected is None:
             self._next_down -= 1
         else:
@@ -62,17 +62,17 @@ class Walk:
 
 
 class Orders:
-    """What walks have taught."""
+    """Orders of reading learned from walks."""
 
     def __init__(self) -> None:
         self._learned: dict[Hashable, list[int]] = {}
 
     def begin(self, first: int, kind: Hashable) -> Walk:
-        """A walk that starts by asking for the record numbered `first`, whose shape is `kind`."""
+        """Begin a walk that asks first for the record numbered `first`, whose shape is `kind`."""
         return Walk(first, kind, self._learned.get(kind))
 
     def learn(self, walk: Walk) -> None:
-        """A walk has ended: the next of its kind is expected to be alike."""
+        """Learn from a walk that has ended: the next of its kind is expected to be alike."""
         self._learned.pop(walk.kind, None)
         self._learned[walk.kind] = walk.distances
         if len(self._learned) > _MAX_ORDERS:

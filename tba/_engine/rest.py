@@ -3,7 +3,7 @@
 A step that fitted with room to spare fits again while nothing changes. What may change is looked at where each forward
 of the model begins:
 
-- what it is given: each tensor must be of a shape that has fitted, or smaller, and everything else the same;
+- what it is given: each tensor must be of a shape that has fitted, or smaller, and everything else equal;
 - free memory and which parameters are trained, now and then: the more room there was, the more seldom;
 - what cannot be seen (a switch of checkpointing, a depth that is an attribute): every so often a step runs with the
   hooks on.
@@ -39,7 +39,7 @@ _LEARN_EVERY = 256  # forwards
 
 
 class Rest:
-    """Whether the hooks may stay off.
+    """Decision whether the hooks may stay off.
 
     Args:
         possible: whether they ever may.
@@ -64,14 +64,14 @@ class Rest:
 
     @classmethod
     def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
-        """What the settings allow: tensors may stay, no codec and no limit has to see them, and the model is known."""
+        """Make what the settings allow: no rest where a codec or a limit has to see tensors, or without a model."""
         possible = config.tier == "auto" and config.compress is None and config.memory_budget is None
         rest = cls(possible and model() is not None, model, room)
         rest._tells = config.tier == "auto"
         return rest
 
     def end_step(self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int) -> None:
-        """A step (micro-batch) whose tensors were seen has ended, where memory had room for so much."""
+        """Decide after a micro-batch whose tensors were seen, where memory had room for `room_bytes`."""
         met, self._met = self._met, []
         fitted = not moved_bytes and not failures and kept_bytes * _TIMES <= room_bytes
         self.resting = bool(self.possible and met) and fitted
@@ -83,19 +83,19 @@ class Rest:
             self._forwards_left, self._learn_in = 0, _LEARN_EVERY
 
     def enter(self) -> bool:
-        """The context is entered: whether the hooks stay off."""
+        """Enter the context; whether the hooks stay off."""
         self._asked = False
         return self.resting
 
     def leave(self, *, failed: bool) -> None:
-        """The context is left. What has failed half-way says nothing, nor does what no forward was part of."""
+        """Leave the context. A step that failed tells nothing, nor does one without a forward."""
         if failed:
             self._met.clear()
         if not self._asked:
             self.resting = False
 
     def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The model's forward begins, with these arguments: whether the hooks are to be off."""
+        """Begin a forward of the model with these arguments; whether the hooks are to be off."""
         self._asked = True
         if not self.possible:
             return False
@@ -138,7 +138,7 @@ class Rest:
         return modes, shapes
 
     def _count_trained(self) -> int:
-        """Elements of trained parameters."""
+        """Count the elements of trained parameters."""
         model = self._model()
         return sum(p.numel() for p in model.parameters() if p.requires_grad) if model is not None else 0
 
@@ -150,7 +150,7 @@ class Rest:
 
 
 def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
-    """What tier `auto` has decided in the first step, in a line."""
+    """Tell in one line what tier `auto` has decided in the first step."""
     found = f'tier "auto": the first step saved {size(kept_bytes + moved_bytes)}'
     if room_bytes:  # else it was not worth a look
         found += f", memory has room for {size(room_bytes)} of it"
@@ -175,7 +175,7 @@ class Unknown(Exception):
 
 
 def _shapes(value: Any, depth: int) -> Iterator[tuple[Any, ...]]:
-    """A tensor as its dtype, whether it requires a gradient, and its sizes; a plain value as itself. Raises Unknown."""
+    """Describe a tensor by dtype, need of a gradient, and sizes; a plain value by itself. Raises Unknown."""
     if isinstance(value, Tensor) and not value.is_nested:
         if any(type(dimension) is not int for dimension in value.shape):
             raise Unknown

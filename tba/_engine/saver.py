@@ -53,7 +53,7 @@ from .write_behind import WriteBehind
 
 
 class Saver:
-    """`pack` and `unpack` for `torch.autograd.graph.saved_tensors_hooks`, and what they share."""
+    """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for."""
 
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
@@ -79,7 +79,7 @@ class Saver:
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed:
-        """Called by autograd with each tensor it saves."""
+        """Pack a tensor that autograd saves."""
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._pack(tensor)
@@ -115,7 +115,7 @@ class Saver:
     # -- unpack --------------------------------------------------------------------------------------------------
 
     def unpack(self, packed: Packed) -> Tensor:
-        """Called by autograd whenever it wants a saved tensor, any number of times.
+        """Unpack a saved tensor for autograd, any number of times.
 
         Raises:
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
@@ -179,7 +179,7 @@ class Saver:
         return tensor
 
     def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
-        """The tensor if the record is in memory; else its read is under way and None is returned."""
+        """Return the tensor if the record is in memory; else its read is under way, and None is returned."""
         read_ahead = self.read_ahead
         if record.state is READING:
             try:
@@ -230,17 +230,17 @@ class Saver:
         return self.compressor.mode(self.model()) if self.compressor is not None else None
 
     def enter(self) -> bool:
-        """The context is entered: whether the hooks are to be pushed. Between steps, weights may have been replaced."""
+        """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
         if not self.steps.open:
             self._marked = False
         return not self.rest.enter()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The model's forward begins: whether the hooks are to be off in it."""
+        """Begin a forward of the model; whether the hooks are to be off in it."""
         return self.rest.begins(args, kwargs)
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
-        """The context is left, by an exception if `failed`; `inside` another entry of it on this thread.
+        """Leave the context, by an exception if `failed`; `inside` another entry of it on this thread.
 
         `packed`: the hooks were on.
         """
@@ -249,7 +249,7 @@ class Saver:
             self.end_packing(step_over=not inside)
 
     def end_packing(self, *, step_over: bool) -> None:
-        """No operator of this thread runs; nor, if `step_over`, does a micro-batch whose backward has run."""
+        """Pass on what is pending, as no operator of this thread runs; if `step_over`, end the micro-batch too."""
         if not self.dead:
             with self.locked(), quiet():
                 self.pending.pass_on(None)
@@ -257,7 +257,7 @@ class Saver:
                     self.end_step()
 
     def tell_of_foreign(self, name: str) -> None:
-        """Another pair of hooks, of `name`, was innermost: say so if nothing has reached ours."""
+        """Say that another pair of hooks, of `name`, was innermost, if nothing has reached ours."""
         if self.nothing_came:
             self.steps.tell_of_foreign(name)
 
@@ -285,7 +285,7 @@ class Saver:
 
     @interrupts.whole
     def stats(self, *, inside: bool) -> OffloadStats:
-        """A snapshot of the counters; `inside` the context a step may still go on."""
+        """Take a snapshot of the counters; `inside` the context a step may still go on."""
         with self.locked(), quiet():
             if self.steps.over and not inside:
                 self.settle()
@@ -322,7 +322,7 @@ class Saver:
         return True
 
     def close(self, store: Store | None) -> None:
-        """After `stop`: close the store in use, else `store`, and give memory back."""
+        """Close the store in use, else `store`, and give memory back. Call `stop` before."""
         if (used := self.mover.store or store) is not None:
             used.close()
         with self.locked():
@@ -331,7 +331,7 @@ class Saver:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """The lock, for all but the hooks."""
+        """Hold the lock, as all but the hooks do, and land afterwards what has ended meanwhile."""
         try:
             with self.lock:
                 yield
@@ -341,7 +341,7 @@ class Saver:
     # -- with the lock -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Give back what dead records left, and see whether written ones were edited before their copy was finished."""
+        """Give back what dead records left, and check whether written ones were edited before the copy was finished."""
         self.mover.land()
         while self._remains:
             remains = self._remains.popleft()
@@ -353,7 +353,7 @@ class Saver:
             self.mover.confirm()
 
     def end_step(self) -> None:
-        """A micro-batch is over."""
+        """End a micro-batch."""
         if not self.steps.open:  # backward went on after its context had been left
             self.steps.backward_seen = False
             return
@@ -377,7 +377,7 @@ class Saver:
         self.steps.end(mover.file_bytes())
 
     def mark_weights(self) -> None:
-        """Once a step: learn the model's storages anew, as they may have been replaced."""
+        """Learn the model's storages anew, once a step, as they may have been replaced."""
         if not self._marked and (model := self.model()) is not None:
             mark_weights(model)
         self._marked = True
@@ -387,6 +387,6 @@ class Saver:
         self.counters.resident_bytes = self.read_ahead.nbytes
 
     def die(self) -> None:
-        """In a forked child."""
+        """Stop acting, in a forked child."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

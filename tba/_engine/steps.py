@@ -29,7 +29,7 @@ from .._torch.user_frames import warn
 
 
 class Steps:
-    """Boundaries, the last step's statistics, what they teach, and a word to a user whose tier had nothing to do."""
+    """Boundaries of steps, the last one's statistics, and a word to a user whose tier had nothing to do."""
 
     def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None]) -> None:
         self.backward_seen = False
@@ -55,12 +55,12 @@ class Steps:
         return self.open and self.backward_seen
 
     def begin(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         self.close()
         self.open = True
 
     def end(self, file_bytes: int) -> None:
-        """The open micro-batch has ended."""
+        """End the open micro-batch."""
         self.open = self.backward_seen = False
         self._of_step += 1
         self._micro_batches += 1
@@ -94,7 +94,7 @@ class Steps:
         )
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped: it may have been ours, after a backward of ours. Called without the lock."""
+        """Note that an optimizer has stepped, perhaps ours after a backward of ours. Called without the lock."""
         ended = self._of_step if self._by_optimizer else self._micro_batches
         if self._stepped or not (self.over or ended):
             return
@@ -106,7 +106,7 @@ class Steps:
         self._stepped = True
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
-        """Once: a tier that was asked for and moved nothing says why. What backward packs is nothing to judge by."""
+        """Say once why a tier that was asked for moved nothing. What backward packs is nothing to judge by."""
         if self.told or (not forward_seen if step.saved_bytes else _inside_checkpoint()):
             return
         self.told = True
@@ -124,7 +124,7 @@ class Steps:
 
 
 def _inside_checkpoint() -> bool:
-    """Whether a checkpoint calls: the reentrant kind runs its forward under no_grad, and again in backward."""
+    """Tell whether a checkpoint calls: the reentrant kind runs its forward under no_grad, and again in backward."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:

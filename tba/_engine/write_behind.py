@@ -27,7 +27,7 @@ from .._transfer.mover import Mover
 
 
 class WriteBehind:
-    """A queue of records on their way out, as slow as memory allows."""
+    """Queue of records on their way out, as slow as memory allows."""
 
     def __init__(
         self, config: OffloadConfig, mover: Mover, counters: Counters, model: Callable[[], nn.Module | None]
@@ -44,7 +44,7 @@ class WriteBehind:
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
 
     def add(self, record: Record) -> None:
-        """Hold a record whose operator has finished; whatever is too much then goes out."""
+        """Hold a record whose operator has finished, and send the oldest where that is too much."""
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
@@ -66,11 +66,11 @@ class WriteBehind:
             self._send(0)
 
     def end_step(self) -> None:
-        """Begin anew: memory may look different in the next step."""
+        """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
 
     def bury(self, remains: Remains) -> None:
-        """A record has died."""
+        """Forget a record that has died."""
         _, nbytes = self.members.pop(remains.number, (None, 0))
         self.nbytes -= nbytes
 
@@ -88,11 +88,11 @@ class WriteBehind:
 
     @property
     def room_bytes(self) -> int:
-        """Where the budget adapts: what memory had room for when it was looked at."""
+        """Bytes that memory had room for when it was looked at, where the budget adapts."""
         return self._room_bytes
 
     def look_at_room(self) -> int:
-        """What memory has room for now, of what is held and of what may be."""
+        """Look at memory; returns the bytes it has room for, of what is held and of what may be."""
         self._unseen_bytes = 0
         if self._config.memory_budget is not None:
             self._room_bytes = int(self._config.memory_budget)

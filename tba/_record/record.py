@@ -25,7 +25,7 @@ from .view import View
 
 
 class RecordState(enum.Enum):
-    """Where the bytes are."""
+    """Place where a record's bytes are."""
 
     PENDING = enum.auto()  # in memory (`alias`); its operator's kernel may still be running, so not yet submitted
     RESIDENT = enum.auto()  # in memory (`alias`): held back from writing, kept by decision, or its write failed
@@ -55,7 +55,7 @@ class Remains(weakref.ref["Record"]):
 
 
 class Recipe(Protocol):
-    """How to make a record's bytes again."""
+    """Way to make a record's bytes again."""
 
     @property
     def sources(self) -> Sequence[Any]:

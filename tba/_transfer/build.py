@@ -42,7 +42,7 @@ def directories(config: OffloadConfig) -> tuple[Directory, ...]:
 
 
 def open_store(config: OffloadConfig, directories: Sequence[Directory], on_device: bool) -> Store:
-    """The store for a tier. Makes no file and no thread: the first transfer does.
+    """Make the store for a tier, without any file or thread: the first transfer makes those.
 
     Args:
         config: the settings.
@@ -75,7 +75,7 @@ def make_mover(
     counters: Counters,
     open_store: Callable[[bool], Store],
 ) -> Mover:
-    """A mover within the limits of the settings, of this machine, and of the devices the model is on."""
+    """Make a mover within the limits of the settings, of this machine, and of the devices the model is on."""
     limits = _limits.limits(
         config.staging_bytes,
         config.prefetch_bytes,
@@ -91,7 +91,7 @@ def make_mover(
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
-    """Workers per storage path, on this machine."""
+    """Count of workers per storage path, on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return _limits.io_threads(config.io_threads, on_device=on_device, cores=cores)
 

@@ -14,6 +14,16 @@ Guarantees:
 4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
 
 Every method wants the engine's lock held, except `_write_ended`, `catch_up` and `await_read`, which take it.
+
+Where a hook and a worker meet, three interleavings are guarded against:
+
+    1. hook: store.write(...)  ->  worker: moves the bytes, appends to `ended`, before the hook has noted the ticket.
+       The hook has the lock and `_sending` is set, so the worker leaves; the hook lands it in `catch_up`.
+    2. worker: appends to `ended`, cannot have the lock  ->  hook: lets go of the lock, without having looked since.
+       The hook looks at `ended` after letting go (`catch_up`), so one of the two sees the write.
+    3. hook: waits for room, which lets go of the lock  ->  worker: must land, or nobody would wake the hook.
+       `staging.patience_s` has the worker wait for the lock a moment then, and only then: another thread that holds it
+       may be waiting for this very worker.
 """
 
 from __future__ import annotations
@@ -84,7 +94,7 @@ class Mover:
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, record: Record) -> str | None:
-        """Queue the write of a record in memory; waits for room first. If it stays in memory after all: why."""
+        """Queue the write of a record in memory, after waiting for room; returns why, where it stays after all."""
         if self.closed:
             return "closed"
         nbytes, staging = record.nbytes, self.staging
@@ -126,7 +136,7 @@ class Mover:
         return None
 
     def _write_ended(self, ticket: Ticket) -> None:
-        """On the worker: a write has ended."""
+        """Land a write that has ended, on the worker, unless another thread will."""
         self.ended.append(ticket)
         # Who waits for room lets go of the lock. Everybody else who holds it looks at `ended` afterwards, but may be
         # waiting for a read that is this worker's next.
@@ -183,7 +193,7 @@ class Mover:
                 self.unconfirmed.append(record.ref)
 
     def confirm(self) -> None:
-        """At a hook: see whether anything written was edited before its copy was finished."""
+        """Check, at a hook, whether anything written was edited before its copy was finished."""
         unconfirmed, self.unconfirmed = self.unconfirmed, []
         for reference in unconfirmed:
             record = reference()
@@ -204,7 +214,7 @@ class Mover:
         return False
 
     def discard(self, ticket: Ticket) -> None:
-        """A dead record's place in the store is free again."""
+        """Free the place in the store of a dead record."""
         if self.store is not None:
             if not ticket.done():
                 self._cancel(ticket)
@@ -248,7 +258,7 @@ class Mover:
         record.read_into(ticket, view, ready)
 
     def await_read(self, record: Record) -> None:
-        """Without the lock: wait for a record's read, however late. Raises TransferError, StalledError."""
+        """Wait for a record's read, however late, without the lock. Raises StalledError."""
         ticket = record.read
         if ticket is None:
             return
@@ -318,13 +328,13 @@ class Mover:
             self.store.trim()
 
     def _learn_size(self, largest_bytes: int) -> None:
-        """Of what was sent: what may be held back from writing, and read ahead, depends on it."""
+        """Note the largest tensor sent: the bytes to hold back from writing and to read ahead depend on it."""
         self._largest_bytes = largest_bytes
         self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
         self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 
     def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
-        """What to write, and what to wait for before."""
+        """Find what to write, and what to wait for before."""
         begin, nbytes, stream = record.begin, record.nbytes, record.stream
         if stream is None:
             return streams.out(alias, begin, nbytes, stream, None)
@@ -355,11 +365,11 @@ class Mover:
         self.allowance.close()
 
     def file_bytes(self) -> int:
-        """Blocks the store occupies."""
+        """Bytes of the blocks that the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
 
     def _take_back(self, record: Record, reason: str) -> None:
-        """The write that has just ended is worthless: the record is what it was in plain PyTorch, an alias."""
+        """Make the record what it was in plain PyTorch, an alias: the write that has just ended is worthless."""
         self._discard_write(record)
         self.counters.kept_to_offloaded(record.set_offloaded(False), reason)
 

@@ -1,13 +1,13 @@
 """Staging: how many bytes are on their way to a tier, and the waiting that keeps them below a cap.
 
 Guarantees: bytes in flight never exceed the cap, except by one tensor that is larger than the cap on its own; a wait
-ends when a transfer ends, or reports a stall once no transfer has ended for the timeout. Whoever wants room after that
-learns of the stall at once, until a transfer ends: a disk that hangs delays a step by one timeout, not by one for each
+ends when a transfer ends, or reports a stall once no transfer has ended for the timeout. A wait for room after that
+reports the stall at once, until a transfer ends: a disk that hangs delays a step by one timeout, not by one for each
 tensor.
 
 `condition` shares the engine's lock: waiting releases it, so that workers can land their transfers. `catch_up` lands
-what had ended before; whoever lands later sees `waiters` and takes the lock. A worker does not insist on it, as another
-thread may hold it that waits for this very worker: then a wait lands for itself, a moment later.
+what had ended before; a worker that ends a transfer later sees `waiters` and takes the lock. It does not insist, as
+another thread may hold the lock and wait for this very worker: a wait then lands for itself, a moment later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Staging:
 
     @property
     def patience_s(self) -> float:
-        """How long a worker that has ended a transfer should wait for the lock to land it."""
+        """Seconds that a worker which has ended a transfer should wait for the lock to land it."""
         return _PATIENCE_S if self.waiters else 0.0
 
     def has_room(self, nbytes: int, cap_bytes: int) -> bool:
@@ -68,13 +68,13 @@ class Staging:
         return self._wait(lambda: not self.count)
 
     def depart(self, nbytes: int) -> None:
-        """A transfer was submitted."""
+        """Count a transfer that was submitted."""
         self.count += 1
         self.bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.bytes)
 
     def land(self, nbytes: int) -> None:
-        """A transfer ended, or was cancelled."""
+        """Count a transfer that has ended or was cancelled, and wake those who wait."""
         self.count -= 1
         self.bytes -= nbytes
         self._landings += 1
