@@ -37,7 +37,6 @@ from support.two_level import (
     maker,
     places,
     read,
-    waits,
     write,
 )
 
@@ -93,21 +92,6 @@ def test_discarding_a_write_that_waits_for_room(make: Make) -> None:
     gate.set()
     assert spilling.wait(WAIT_S)
     assert places(first, spilling) == ["FILE", "HOST"]
-
-
-def test_discarding_a_queued_write_takes_it_back(make: Make) -> None:
-    store = make(threads=1)
-    gate = threading.Event()
-    running = store.write(given(pattern_at(0, 10)), before=lambda: waits(gate))
-    array = pattern_at(0, 1000)
-    watched = weakref.ref(array)
-    queued = store.write(given(array))
-    del array
-    store.discard(queued)
-    assert (queued.state, watched()) == (TicketState.CANCELLED, None)
-    gate.set()
-    assert running.wait(WAIT_S)
-    assert store.host_bytes == 10
 
 
 def test_memory_never_grows_behind_a_file_that_stands_still(make: Make) -> None:
