@@ -1,10 +1,11 @@
 """Asynchronous stores for big buffers: bytes, buffers, files, devices, threads; nothing of autograd or models.
 
     store = PosixStore("/scratch")
-    ticket = store.write(Buffer(address, nbytes, owner))
-    ...
+    ticket = store.write(array)                      # a NumPy array, a torch tensor, a CuPy array, a Buffer ...
+    ticket.wait()
     store.read(ticket.location, other).wait()
-    store.discard(ticket); store.close()
+    store.discard(ticket)
+    store.close()
 
 `Store` is the contract for stores of your own; `io_backends.testing` has the tools to test one.
 """

@@ -38,12 +38,6 @@ class Extents:
         self._free = [(0, self._limit)] if self._limit else []
 
     @property
-    def end(self) -> int:
-        """Nothing at or beyond this offset is in use."""
-        begin, stop = self._free[-1] if self._free else (0, 0)
-        return begin if stop == self._limit else self._limit
-
-    @property
     def used_bytes(self) -> int:
         return self._limit - sum([stop - begin for begin, stop in self._free])
 

@@ -2,15 +2,15 @@
 
 `check_store(make)` holds a store to the contract of `Store`:
 
-check_store(lambda: PosixStore(directory))
+    check_store(lambda: PosixStore(directory))
 
 `FaultyStore` is a store that is late, fails or corrupts on demand, wrapped around a real one:
 
-def plan(operation, number):            # "write" or "read", counted from 0 each
-    if operation == "read" and number == 3:
-        return Fault(error=OSError(errno.EIO, "injected"))
+    def plan(operation, number):            # "write" or "read", counted from 0 each
+        if operation == "read" and number == 3:
+            return Fault(error=OSError(errno.EIO, "injected"))
 
-store = FaultyStore(PosixStore(directory), plan)
+    store = FaultyStore(PosixStore(directory), plan)
 """
 
 from __future__ import annotations

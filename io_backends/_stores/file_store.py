@@ -10,17 +10,23 @@ Guarantees:
 from __future__ import annotations
 
 import abc
+import errno
 import os
 import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from .._buffer import Buffer, Location
-from .._errors import StoreBroken, StoreClosed
+from .._errors import ShortTransfer, StoreBroken, StoreClosed, StoreFull
+from .._file import layout
+from .._file.layout import Piece
+from .._file.rate import RateLimit
 from .._file.scratch import ScratchFile, open_scratch
 from .._file.space import Space, extent_of
-from .._file.syscalls import Syscalls
+from .._file.syscalls import Pieces, Syscalls
 from .._store import Store
 from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
@@ -30,6 +36,9 @@ class _Open(Protocol):
     @property
     def fd(self) -> int: ...
 
+
+# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
+_CALL_BYTES = 64 << 20
 
 File = TypeVar("File", bound=_Open)
 
@@ -155,6 +164,42 @@ class FileStore(Store, Generic[File]):
         ticket.location = location
         self._space.reserve(fd, location.offset + location.length)
         return location
+
+    def _move(
+        self,
+        call: Callable[[int, Pieces, int], int],
+        fd: int,
+        block: int,
+        pieces: list[Piece],
+        location: Location,
+        begin: int = 0,
+        limit: RateLimit | None = None,
+    ) -> None:
+        """Move every byte of `pieces` to or from an extent, from `begin` on, however the system cuts the transfer.
+
+        Direct I/O cannot go on within a `block`.
+        """
+        offset, left = location.offset + begin, sum([length for _, length in pieces])
+        most = _CALL_BYTES if limit is None else limit.piece_bytes
+        while left:
+            batch, asked = (pieces, left) if left <= most else (layout.first(pieces, most), most)
+            if limit is not None:
+                limit.pace(asked)
+            try:
+                moved = call(fd, batch, offset)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
+                raise StoreBroken(f"transfer of {location.nbytes} bytes in {str(self.directory)!r}: {error}") from error
+            if moved <= 0 or moved % block:
+                raise ShortTransfer(f"{moved} of {asked} bytes moved in {str(self.directory)!r}")
+            self._workers.moved_s = time.perf_counter()
+            offset += moved
+            left -= moved
+            if left:
+                pieces = layout.rest(pieces, moved)
 
     def _punch(self, _: Ticket) -> None:
         self._space.punch(self.open().fd)

@@ -126,17 +126,17 @@ class KvikioStore(FileStore[_File]):
         # file's pages whole.
         location = self._place(ticket, file.fd, 1 if on_device(buffer.owner) else _PAGE_BYTES)
         if location.length:
-            self._move(file, buffer, location, self._syscalls.pwritev, file.handle.pwrite)
+            self._transfer(file, buffer, location, self._syscalls.pwritev, file.handle.pwrite)
         ticket.moved_bytes = ticket.nbytes
 
     def _read(self, ticket: Ticket) -> None:
         file, buffer = self.open(), ticket.buffer
         assert buffer is not None
         if ticket.nbytes:
-            self._move(file, buffer, ticket.location, self._syscalls.preadv, file.handle.pread)
+            self._transfer(file, buffer, ticket.location, self._syscalls.preadv, file.handle.pread)
         ticket.moved_bytes = ticket.nbytes
 
-    def _move(
+    def _transfer(
         self,
         file: _File,
         buffer: Buffer,
@@ -147,28 +147,13 @@ class KvikioStore(FileStore[_File]):
         cuda = on_device(buffer.owner)
         try:
             if not cuda and buffer.nbytes < self.threshold_bytes:
-                self._by_system_calls(plain, file.fd, buffer, location)
+                self._move(plain, file.fd, 1, [(buffer.address, buffer.nbytes)], location, location.skew)
             else:
                 self._by_kvikio(submit, buffer, location, cuda)
         except StoreError:
             raise
         except Exception as error:  # kvikio's are RuntimeErrors with the system's text in them
             raise self._as_store_error(error, f"transfer of {buffer.nbytes} bytes") from error
-
-    def _by_system_calls(
-        self, call: Callable[[int, Pieces, int], int], fd: int, buffer: Buffer, location: Location
-    ) -> None:
-        done = 0
-        while done < buffer.nbytes:
-            pieces = [(buffer.address + done, buffer.nbytes - done)]
-            try:
-                moved = call(fd, pieces, location.offset + location.skew + done)
-            except InterruptedError:
-                continue
-            if moved <= 0:
-                raise ShortTransfer(f"{done} of {buffer.nbytes} bytes moved in {str(self.directory)!r}")
-            done += moved
-            self._workers.moved_s = time.perf_counter()
 
     def _by_kvikio(
         self, submit: Callable[[Any, int, int, int], Any], buffer: Buffer, location: Location, cuda: bool

@@ -22,30 +22,25 @@ The submitting thread only makes a ticket and queues it. Where the bytes go is d
 from __future__ import annotations
 
 import ctypes
-import errno
 import mmap
 import os
 import threading
-import time
-from collections.abc import Callable
 
 from .._buffer import Buffer, Location
-from .._errors import Corrupted, ShortTransfer, StoreBroken, StoreFull
+from .._errors import Corrupted
 from .._extents import align_up
 from .._file import checksum as checksums
 from .._file import layout
 from .._file.batch_writer import BatchWriter
-from .._file.layout import Piece, Vector
+from .._file.layout import Vector
 from .._file.rate import RateLimit
 from .._file.scratch import ScratchFile
-from .._file.syscalls import Pieces, Syscalls
+from .._file.syscalls import Syscalls
 from .._ticket import Before, OnDone, Ticket
 from .file_store import FileStore
 
 # For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
 _BOUNCE_BYTES = 1 << 20
-# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
-_CALL_BYTES = 64 << 20
 
 
 class _Memory(threading.local):
@@ -131,7 +126,7 @@ class PosixStore(FileStore[ScratchFile]):
         pieces, edges = self._vector(file, buffer, location)
         for inside, outside, nbytes in edges:
             ctypes.memmove(inside, outside, nbytes)
-        self._move(self._syscalls.pwritev, file, pieces, location, self._write_limit)
+        self._move(self._syscalls.pwritev, file.fd, file.alignment, pieces, location, limit=self._write_limit)
         ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
 
     def _read(self, ticket: Ticket) -> None:
@@ -144,10 +139,10 @@ class PosixStore(FileStore[ScratchFile]):
         if buffer.address % file.alignment != location.skew:
             self._read_through_bounce(file, buffer, location, length)
         elif buffer.padded:
-            self._move(call, file, [(buffer.address - location.skew, length)], location, limit)
+            self._move(call, file.fd, file.alignment, [(buffer.address - location.skew, length)], location, limit=limit)
         else:
             pieces, edges = self._vector(file, buffer, location)
-            self._move(call, file, pieces, location, limit)
+            self._move(call, file.fd, file.alignment, pieces, location, limit=limit)
             for inside, outside, nbytes in edges:
                 ctypes.memmove(outside, inside, nbytes)
         if self._digest is not None:
@@ -158,45 +153,13 @@ class PosixStore(FileStore[ScratchFile]):
         call, bounce = self._syscalls.preadv, self._memory.of(_BOUNCE_BYTES)
         for begin in range(0, length, _BOUNCE_BYTES):
             end = min(begin + _BOUNCE_BYTES, length)
-            self._move(call, file, [(bounce, end - begin)], location, self._read_limit, begin)
+            self._move(call, file.fd, file.alignment, [(bounce, end - begin)], location, begin, self._read_limit)
             first, last = layout.payload(begin, end, location.skew, location.nbytes)
             ctypes.memmove(buffer.address + first, bounce + first + location.skew - begin, last - first)
 
     def _vector(self, file: ScratchFile, buffer: Buffer, location: Location) -> Vector:
         block = file.alignment
         return layout.vector(buffer.address, location.skew, location.nbytes, block, self._memory.of(2 * block))
-
-    def _move(
-        self,
-        call: Callable[[int, Pieces, int], int],
-        file: ScratchFile,
-        pieces: list[Piece],
-        location: Location,
-        limit: RateLimit | None,
-        begin: int = 0,
-    ) -> None:
-        """Move every byte of `pieces` to or from an extent, from `begin` on, however the system cuts the transfer."""
-        offset, left = location.offset + begin, sum([length for _, length in pieces])
-        most = _CALL_BYTES if limit is None else limit.piece_bytes
-        while left:
-            batch, asked = (pieces, left) if left <= most else (layout.first(pieces, most), most)
-            if limit is not None:
-                limit.pace(asked)
-            try:
-                moved = call(file.fd, batch, offset)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise StoreFull(f"no space left in {str(self.directory)!r}: {error}") from error
-                raise StoreBroken(f"transfer of {location.nbytes} bytes in {str(self.directory)!r}: {error}") from error
-            if moved <= 0 or moved % file.alignment:
-                raise ShortTransfer(f"{moved} of {asked} bytes moved in {str(self.directory)!r}")
-            self._workers.moved_s = time.perf_counter()
-            offset += moved
-            left -= moved
-            if left:
-                pieces = layout.rest(pieces, moved)
 
     def _compare(self, digest: checksums.Digest, buffer: Buffer, location: Location) -> None:
         found = checksums.sums(digest, buffer)

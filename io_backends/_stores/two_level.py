@@ -81,7 +81,7 @@ class Stored:
         self.skew = 0
         self.place = Place.COMING
         self.discarded = False
-        self.host: Ticket | None = None  # of the host store, in HOST and SPILLING
+        self.host: Buffer | None = None  # in HOST and SPILLING
         self.file: Ticket | None = None  # of the file store, in SPILLING and FILE
 
 
@@ -94,9 +94,9 @@ class TwoLevelStore(Store):
     """A `Store` over two others.
 
     Args:
-        host: the upper level. Its own budget, if any, should be larger.
+        host: its threads copy what is read from host memory; nothing is written to it.
         file: any store, the lower level.
-        budget_bytes: what the upper level holds at most.
+        budget_bytes: how much host memory this store keeps at most.
         threads: workers; each spills, or waits for a device.
         timeout_s: a wait fails when nothing has moved for so long; None for never.
     """
@@ -148,15 +148,14 @@ class TwoLevelStore(Store):
                 assert location.file is not None
                 return self._file.read(location.file.location, buffer, on_done=on_done, before=before)
             assert location.host is not None
-            return self._host.read(location.host.location, buffer, on_done=on_done, before=before)
+            return self._host.read(location.host, buffer, on_done=on_done, before=before)
 
     @property
     def used_bytes(self) -> int:
         return self.host_bytes + self._file.used_bytes
 
     def resident(self, location: Stored | None) -> Buffer | None:
-        host = None if location is None else location.host
-        return None if host is None else self._host.resident(host.location)
+        return None if location is None else location.host
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()
@@ -165,7 +164,7 @@ class TwoLevelStore(Store):
 
     def allocated_bytes(self) -> int:
         """Bytes in host memory and blocks of the file."""
-        return self._host.allocated_bytes() + self._file.allocated_bytes()
+        return self.host_bytes + self._file.allocated_bytes()
 
     def trim(self) -> None:
         self._file.trim()
@@ -200,7 +199,11 @@ class TwoLevelStore(Store):
                 self._store_in_file(stored, buffer)
             else:
                 self._make_room(stored)
-                self._store_in_host(stored, buffer)
+                with self._locked():
+                    stored.host, stored.place = buffer, Place.HOST
+                    self._changed.notify_all()
+                    if stored.discarded:
+                        self._leave_host(stored, Place.GONE)
         except BaseException:
             with self._locked():
                 self._upper.pop(stored, None)
@@ -220,25 +223,6 @@ class TwoLevelStore(Store):
             stored.file, stored.skew, stored.place = ticket, _skew(ticket), Place.FILE
             if stored.discarded:
                 self._leave_file(stored)
-
-    def _store_in_host(self, stored: Stored, buffer: Buffer) -> None:
-        """With room reserved."""
-        ticket: Ticket | None = None
-        try:
-            ticket = self._host.write(buffer)
-            self._await(ticket)
-        except BaseException:
-            if ticket is not None:
-                self._host.discard(ticket)
-            with self._locked():
-                self._host_bytes -= stored.nbytes
-                self._changed.notify_all()
-            raise
-        with self._locked():
-            stored.host, stored.place = ticket, Place.HOST
-            self._changed.notify_all()
-            if stored.discarded:
-                self._leave_host(stored, Place.GONE)
 
     def _make_room(self, stored: Stored) -> None:
         """Reserve host memory for `stored`; others make way first. Raises StoreFull, StoreClosed, TransferCancelled."""
@@ -268,7 +252,7 @@ class TwoLevelStore(Store):
             stored.place = Place.SPILLING
         failure: BaseException | None = None
         try:
-            ticket = self._file.write(stored.host.location)
+            ticket = self._file.write(stored.host)
             with self._locked():
                 stored.file = ticket
                 if stored.discarded:
@@ -338,9 +322,7 @@ class TwoLevelStore(Store):
 
     def _leave_host(self, stored: Stored, place: Place) -> None:
         """Give back its host memory."""
-        ticket, stored.host, stored.place = stored.host, None, place
-        assert ticket is not None
-        self._host.discard(ticket)
+        stored.host, stored.place = None, place
         self._upper.pop(stored, None)
         self._host_bytes -= stored.nbytes
         self._changed.notify_all()

@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from .._buffer import Buffer
 from .._errors import StoreError
@@ -74,6 +75,11 @@ def read_back(store: Store, ticket: Ticket, skew: int = 0, *, padded: bool = Fal
     read = store.read(ticket.location, memory.buffer(padded=padded))
     assert read.wait(WAIT_S), f"a read of {ticket.nbytes} bytes did not end within {WAIT_S:g} s"
     return memory.content()
+
+
+def submit(store: Store, location: Any, buffer: Buffer, *, reading: bool, **callbacks: Any) -> Ticket:
+    """Queue a read of `location`, or a write."""
+    return store.read(location, buffer, **callbacks) if reading else store.write(buffer, **callbacks)
 
 
 def error_of(ticket: Ticket) -> BaseException | None:

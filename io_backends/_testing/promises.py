@@ -18,7 +18,7 @@ import numpy as np
 from .._errors import StoreBroken, StoreClosed, StoreError, StoreFull, TransferCancelled
 from .._store import Store
 from .._ticket import DONE, FAILED, RUNNING, Ticket
-from .probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, written_to
+from .probe import PAGE, WAIT_S, Memory, error_of, gated, read_back, submit, written_to
 
 _MIB = 1 << 20
 _MOST_WORKERS = 64  # a store with more could not be held up by so many transfers
@@ -64,8 +64,7 @@ def _lifetimes(store: Store, keeps_memory: bool) -> None:
         with gated() as gate:
             memory = Memory(5000)
             watched, buffer = weakref.ref(memory), memory.buffer()
-            at = written.location
-            ticket = store.read(at, buffer, before=gate) if reading else store.write(buffer, before=gate)
+            ticket = submit(store, written.location, buffer, reading=reading, before=gate)
             del memory, buffer
             assert gate.begun.acquire(timeout=WAIT_S), f"a {kind} never began"
             assert watched() is not None, f"the memory of a running {kind} went away"
@@ -103,22 +102,16 @@ def _cancelling(store: Store, keeps_memory: bool) -> None:
     for reading in (False, True):
         called: list[str] = []
 
-        def submit(
-            before: Callable[[], None],
-            on_done: Callable[[Ticket], None] | None = None,
-            reading: bool = reading,
-        ) -> tuple[Ticket, weakref.ref[Memory]]:
+        def begin(reading: bool = reading, **callbacks: Callable[..., None]) -> tuple[Ticket, weakref.ref[Memory]]:
             memory = Memory(100)
-            if reading:
-                return store.read(written.location, memory.buffer(), before=before, on_done=on_done), weakref.ref(
-                    memory
-                )
-            return store.write(memory.buffer(), before=before, on_done=on_done), weakref.ref(memory)
+            ticket = submit(store, written.location, memory.buffer(), reading=reading, **callbacks)
+            return ticket, weakref.ref(memory)
 
         with gated() as gate:
             # Each worker is held by one of these, so the one behind them is queued.
-            ahead = [submit(gate)[0] for _ in range(_MOST_WORKERS)]
-            ticket, watched = submit(partial(called.append, "before"), lambda _, to=called: to.append("on_done"))  # type: ignore[misc]
+            ahead = [begin(before=gate)[0] for _ in range(_MOST_WORKERS)]
+            callbacks = partial(called.append, "before"), lambda _, to=called: to.append("on_done")
+            ticket, watched = begin(before=callbacks[0], on_done=callbacks[1])
             assert gate.begun.acquire(timeout=WAIT_S), "a transfer never began"
             begun = [other for other in ahead if other.state is RUNNING]
             assert begun, "a transfer whose `before` runs is not RUNNING"
@@ -150,10 +143,7 @@ def _failing(store: Store, keeps_memory: bool) -> None:
             def on_done(ticket: Ticket, done: list[BaseException | None] = done) -> None:
                 done.append(ticket.error)
 
-            if reading:
-                ticket = store.read(written.location, memory.buffer(), before=before, on_done=on_done)
-            else:
-                ticket = store.write(memory.buffer(), before=before, on_done=on_done)
+            ticket = submit(store, written.location, memory.buffer(), reading=reading, before=before, on_done=on_done)
             for _ in range(2):
                 got = error_of(ticket)
                 assert isinstance(got, kind), f"{error!r} reached a waiter as {got!r}, not as {kind.__name__}"

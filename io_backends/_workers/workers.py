@@ -194,7 +194,7 @@ class Workers(fork.ForkAware):
         for slot in self._slots:
             slot.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
 
-    # -- for waiters (`Watch`) -----------------------------------------------------------------------------------
+    # -- for waiters (`Watch`) -----------------------------------------------------------------------------------------
 
     @property
     def period_s(self) -> float:

@@ -52,6 +52,57 @@ def test_stores_keep_the_contract(name: str, wrapped: bool, scratch: Path) -> No
     check_store(make, keeps_memory=name in KEEP_MEMORY)
 
 
+class Least(Store):
+    """Has what a store has to have, and nothing more."""
+
+    def __init__(self) -> None:
+        self._store = HostStore()
+
+    def submit_write(self, buffer: Buffer, on_done: Any, before: Any) -> Ticket:
+        return self._store.submit_write(buffer, on_done, before)
+
+    def submit_read(self, location: Any, buffer: Buffer, on_done: Any, before: Any) -> Ticket:
+        return self._store.submit_read(location, buffer, on_done, before)
+
+    def discard(self, ticket: Ticket) -> None:
+        self._store.discard(ticket)
+
+    def allocated_bytes(self) -> int:
+        return self._store.allocated_bytes()
+
+    def close(self) -> None:
+        self._store.close()
+
+    def abandon(self) -> None:
+        self._store.abandon()
+
+
+def test_a_store_with_nothing_but_defaults_keeps_the_contract() -> None:
+    check_store(Least, keeps_memory=True)
+    store = Least()
+    ticket = store.write(b"0123456789")
+    assert ticket.wait(60)
+    assert (store.alignment, store.takes_device_memory, store.threshold_bytes, store.used_bytes) == (1, False, 0, 10)
+    assert store.resident(ticket.location) is None
+    store.trim()
+    store.close()
+    with pytest.raises(TypeError, match="abstract"):
+        Store()  # type: ignore[abstract]
+
+
+def test_wrapped_stores_tell_what_they_wrap(scratch: Path) -> None:
+    host = FaultyStore(StripedStore([HostStore()]), lambda operation, number: None)
+    memory = bytearray(b"0123456789")
+    ticket = host.write(memory)
+    assert ticket.wait(60)
+    there = host.resident(ticket.location)
+    assert there is not None
+    assert there.nbytes == host.used_bytes == 10
+    host.discard(ticket)
+    assert host.resident(ticket.location) is None
+    host.close()
+
+
 # -- the suite itself ------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from io_backends import HostStore, Store, StoreBroken, StoreClosed, StoreFull, Ticket, TicketState
+from io_backends import HostStore, StoreBroken, StoreFull
 from support.stores import WAIT_S, buffer_of, empty_at, pattern_at, read_back, write
 
 
@@ -18,11 +18,6 @@ def store() -> Iterator[HostStore]:
     store = HostStore()
     yield store
     store.close()
-
-
-def test_it_is_a_store(store: HostStore) -> None:
-    as_protocol: Store = store
-    assert as_protocol.alignment == 1
 
 
 def test_a_write_keeps_the_memory_it_was_given(store: HostStore) -> None:
@@ -37,50 +32,6 @@ def test_a_write_keeps_the_memory_it_was_given(store: HostStore) -> None:
     assert watched() is not None
     store.discard(ticket)
     assert watched() is None
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 511, 100_001])
-def test_a_read_copies(store: HostStore, nbytes: int) -> None:
-    array = pattern_at(3, nbytes)
-    ticket = write(store, array)
-    copy = read_back(store, ticket)
-    assert copy.ctypes.data != array.ctypes.data
-    assert np.array_equal(copy, array)
-
-
-def test_a_read_ends_with_the_bytes_it_moved_and_lets_go_of_its_buffer(store: HostStore) -> None:
-    ticket = write(store, pattern_at(3, 5000))
-    target = empty_at(0, 5000)
-    watched = weakref.ref(target)
-    done: list[int] = []
-    read = store.read(ticket.location, buffer_of(target), on_done=lambda t: done.append(t.moved_bytes))
-    assert read.wait(WAIT_S)
-    assert done == [read.moved_bytes] == [5000]
-    del target
-    assert watched() is None
-
-
-def test_a_buffer_of_another_size_is_refused(store: HostStore) -> None:
-    ticket = write(store, pattern_at(0, 10))
-    with pytest.raises(ValueError, match="asked to read 10 bytes into a buffer of 11"):
-        store.read(ticket.location, buffer_of(empty_at(0, 11)))
-
-
-def test_before_runs_on_the_worker_ahead_of_the_end(store: HostStore) -> None:
-    """It waits for the device's copy: only then may the source go."""
-    order: list[str] = []
-    arrived = threading.Event()
-
-    def before() -> None:
-        assert arrived.wait(WAIT_S)
-        order.append(threading.current_thread().name)
-
-    ticket = store.write(buffer_of(pattern_at(0, 8)), before=before, on_done=lambda _: order.append("done"))
-    assert not ticket.done()
-    arrived.set()
-    assert ticket.wait(WAIT_S)
-    assert order[0].startswith("tba-host")
-    assert order[1:] == ["done"]
 
 
 def test_a_before_that_fails_breaks_the_write(store: HostStore) -> None:
@@ -104,43 +55,6 @@ def test_the_sum_of_what_is_stored(store: HostStore) -> None:
     assert tickets[1].location is None
     read_back(store, tickets[0])
     assert store.allocated_bytes() == 103
-
-
-def test_discarding_a_queued_write_takes_it_back(store: HostStore) -> None:
-    begun, release = threading.Event(), threading.Event()
-
-    def before() -> None:
-        begun.set()
-        assert release.wait(WAIT_S)
-
-    running = store.write(buffer_of(pattern_at(0, 8)), before=before)
-    assert begun.wait(WAIT_S)
-    called: list[Ticket] = []
-    array = pattern_at(0, 50)
-    watched = weakref.ref(array)
-    queued = store.write(buffer_of(array), on_done=called.append)
-    del array
-    store.discard(queued)
-    assert (queued.state, watched()) == (TicketState.CANCELLED, None)
-    store.discard(running)  # may be discarded too: nobody writes to a location here
-    release.set()
-    assert running.wait(WAIT_S)
-    assert store.allocated_bytes() == 0
-    assert called == []
-
-
-def test_after_close_it_refuses(store: HostStore) -> None:
-    array = pattern_at(0, 100)
-    ticket = write(store, array)
-    store.close()
-    store.close()
-    store.abandon()
-    with pytest.raises(StoreClosed):
-        store.write(buffer_of(array))
-    with pytest.raises(StoreClosed):
-        store.read(ticket.location, buffer_of(empty_at(0, 100)))
-    store.discard(ticket)
-    assert store.allocated_bytes() == 0
 
 
 # -- a budget ----------------------------------------------------------------------------------------------------------

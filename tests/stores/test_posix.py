@@ -5,16 +5,13 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
-import threading
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from io_backends import Location, PosixStore, Syscalls, Ticket, TicketState, TransferCancelled
+from io_backends import Location, PosixStore, Syscalls, Ticket
 from io_backends._file import space
 from support.stores import (
     WAIT_S,
@@ -136,12 +133,6 @@ def test_the_bulk_goes_straight_from_its_memory_in_one_call(scratch: Path) -> No
     store.close()
 
 
-def test_a_buffer_of_another_size_is_refused(store: PosixStore) -> None:
-    ticket = write(store, pattern_at(0, 1000))
-    with pytest.raises(ValueError, match="asked to read 1000 bytes into a buffer of 999"):
-        store.read(ticket.location, buffer_of(empty_at(0, 999)))
-
-
 def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> None:
     seen: list[int] = []
     real = Syscalls()
@@ -229,51 +220,4 @@ def test_a_write_that_ends_between_two_looks_at_it_is_not_lost(scratch: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Ticket, "done", lambda ticket: ticket is tickets[0] or next(looks, True))
         assert store.used_bytes == 3 * 4096
-    assert store.used_bytes == 0
-
-
-def test_discarding_a_queued_write_takes_it_back(scratch: Path) -> None:
-    held = Held()
-    store = held.store(scratch)
-    running = store.write(buffer_of(pattern_at(0, 3 * 4096)))
-    held.await_begun()
-    array = pattern_at(0, 5000)
-    watched = weakref.ref(array)
-    queued = store.write(buffer_of(array))
-    del array
-    store.discard(queued)
-    assert watched() is None
-    assert queued.state is TicketState.CANCELLED
-    assert store.used_bytes == 3 * 4096
-    with pytest.raises(TransferCancelled):
-        queued.wait()
-    held.release.set()
-    assert running.wait(WAIT_S)
-    store.close()
-
-
-def test_many_threads_at_once(scratch: Path) -> None:
-    store = PosixStore(scratch, threads=3)
-    wrong: list[str] = []
-
-    def work(number: int) -> None:
-        choose = random.Random(number)
-        for turn in range(60):
-            arrays = [pattern_at(choose.randrange(4096), choose.randrange(1, 60_000), turn) for _ in range(3)]
-            tickets = [store.write(buffer_of(array)) for array in arrays]
-            if choose.random() < 0.3:
-                store.discard(tickets.pop())
-            for ticket, array in zip(tickets, arrays, strict=False):
-                assert ticket.wait(WAIT_S)
-                if not np.array_equal(read_back(store, ticket, padded=choose.random() < 0.5), array):
-                    wrong.append(f"{number} {turn}")
-                store.discard(ticket)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    store.close()
     assert store.used_bytes == 0

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from io_backends import PosixStore, StoreBroken, StoreClosed, Syscalls, TicketState
-from io_backends._stores import posix
+from io_backends._stores import file_store
 from support.stores import WAIT_S, Held, Pieces, buffer_of, cut, in_child, pattern_at, read_back, write
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def test_one_tensor_is_one_call(store: PosixStore, recorder: Recorder, skew: int
 def test_system_calls_are_bounded_so_that_a_very_big_tensor_is_seen_to_move(
     store: PosixStore, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(posix, "_CALL_BYTES", MIB)
+    monkeypatch.setattr(file_store, "_CALL_BYTES", MIB)
     array = SOURCE[100 : 100 + NBYTES]
     assert np.array_equal(read_back(store, write(store, array)), array)
     assert max(recorder.sizes) == MIB
@@ -86,7 +86,7 @@ def test_an_error_half_way_is_the_transfer_s_alone(
 ) -> None:
     """Also one that ends a program elsewhere."""
     good = write(store, SOURCE)
-    monkeypatch.setattr(posix, "_CALL_BYTES", MIB)
+    monkeypatch.setattr(file_store, "_CALL_BYTES", MIB)
     recorder.sizes.clear()
 
     def instead(real: Callable[..., int], *arguments: object) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,26 +89,6 @@ def test_close_without_use(scratch: Path) -> None:
     assert descriptors.opened == []
     with pytest.raises(StoreClosed):
         store.write(buffer_of(pattern_at(0, 1)))
-
-
-def test_ending_lets_the_running_write_end_and_fails_the_queued(scratch: Path) -> None:
-    held = Held()
-    store = held.store(scratch)
-    running = store.write(buffer_of(pattern_at(0, 3 * 4096)))
-    held.await_begun()
-    array = pattern_at(0, 5000)
-    watched = weakref.ref(array)
-    queued = store.write(buffer_of(array))
-    del array
-    fd = store.open().fd
-    store.abandon()
-    held.release.set()
-    store.close()
-    assert running.state is TicketState.DONE
-    with pytest.raises(StoreClosed, match="closed before this transfer started"):
-        queued.wait(0)
-    assert watched() is None
-    assert not is_open(fd)
 
 
 def test_abandoning_does_not_wait_and_the_last_worker_closes_the_file(scratch: Path) -> None:

@@ -37,7 +37,6 @@ from support.two_level import (
     maker,
     places,
     read,
-    waits,
     write,
 )
 
@@ -95,21 +94,6 @@ def test_discarding_a_write_that_waits_for_room(make: Make) -> None:
     assert places(first, spilling) == ["FILE", "HOST"]
 
 
-def test_discarding_a_queued_write_takes_it_back(make: Make) -> None:
-    store = make(threads=1)
-    gate = threading.Event()
-    running = store.write(given(pattern_at(0, 10)), before=lambda: waits(gate))
-    array = pattern_at(0, 1000)
-    watched = weakref.ref(array)
-    queued = store.write(given(array))
-    del array
-    store.discard(queued)
-    assert (queued.state, watched()) == (TicketState.CANCELLED, None)
-    gate.set()
-    assert running.wait(WAIT_S)
-    assert store.host_bytes == 10
-
-
 def test_memory_never_grows_behind_a_file_that_stands_still(make: Make) -> None:
     gate = threading.Event()
     store = make({("write", number): Fault(gate=gate) for number in range(100)})
@@ -120,7 +104,6 @@ def test_memory_never_grows_behind_a_file_that_stands_still(make: Make) -> None:
         assert ticket.wait(WAIT_S)
     assert not any(ticket.done() for ticket in tickets[6:])
     assert store.host_bytes <= BUDGET
-    assert store._host.allocated_bytes() <= BUDGET
     gate.set()
     for array, ticket in zip(arrays, tickets, strict=True):
         assert ticket.wait(WAIT_S)
@@ -212,7 +195,7 @@ def test_close_with_writes_waiting_for_room(make: Make) -> None:
 def test_abandon_ends_the_threads_of_all_three(make: Make) -> None:
     store = make()
     write(store, pattern_at(0, 90 * KIB))
-    write(store, pattern_at(0, 90 * KIB))
+    read(store, write(store, pattern_at(0, 90 * KIB)))
     threads = [thread for thread in threading.enumerate() if thread.name.startswith("tba-")]
     assert {thread.name.rsplit("-", 2)[0] for thread in threads} >= {"tba-two-level", "tba-io", "tba-host"}
     store.abandon()

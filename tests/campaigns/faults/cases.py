@@ -60,7 +60,7 @@ KINDS = {
 }
 # Kinds whose fault ends by itself after a while rather than after a number of calls.
 BRIEF = ("stalled", "hanging device")
-# Each with a batch. "odd" has sizes that fill no block and dropout; "wide" has tensors of 16 MiB, cut among workers.
+# Each with a batch. "odd" has sizes that fill no block and dropout; "wide" has tensors of 16 MiB.
 MODELS = {
     "small": (GPTConfig(layers=2, width=32, heads=2, sequence=16), 2),
     "odd": (GPTConfig(layers=2, width=30, heads=3, sequence=17, vocab=53, dropout=0.1), 3),
