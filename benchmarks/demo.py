@@ -87,7 +87,7 @@ def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) 
 
 
 def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
-    """Every arm's answers, a round at a time, so that all have trained the same steps when time is up."""
+    """Train round by round, so that all arms have trained the same steps when time is up; return their answers."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
     longest_s = 0.0
     for number in range(steps):

@@ -18,7 +18,7 @@ _TIMEOUT_S = 120.0
 
 
 class Rig(NamedTuple):
-    """The buffers: to write from, to read all of it into, and a few that reads in a row go into.
+    """The buffers: `sources` to write from, `targets` to read all of them into, and `few` for reads that count.
 
     fio's jobs have a buffer each, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth faster
     than into 512 MiB. Reads that count therefore go into as few buffers in turn as transfers are under way.
@@ -148,7 +148,7 @@ class _Flow:
             self._next()
 
     def wait(self) -> list[Ticket]:
-        """Wait until all have ended; raises the first error."""
+        """Wait until all have ended. Raises the first error."""
         if not self._all_submitted.wait(_TIMEOUT_S):
             raise TimeoutError(f"after {_TIMEOUT_S:g} s some transfers are not even submitted")
         for ticket in self.tickets:

@@ -1,7 +1,7 @@
 """DeepSpeed's asynchronous I/O handle as an arm of the io benchmark, where it is installed and works.
 
-It gets what its documentation advises, locked memory of its own: it moves no other without a copy. Buffers are copied
-there outside of the clock.
+As its documentation advises, it has locked memory of its own, since it moves no other without a copy. Buffers are
+copied there outside of the clock.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DeepSpeedArm(Arm):
 
 
 def make_deepspeed(directory: Path, threads: int, rig: Rig) -> DeepSpeedArm | str:
-    """The arm, after it has written the buffers once; or why there is none."""
+    """Make the arm and write the buffers once; return the reason where that fails."""
     arm: DeepSpeedArm | None = None
     try:
         arm = DeepSpeedArm(directory, threads, rig)

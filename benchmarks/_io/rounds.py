@@ -25,7 +25,7 @@ WARM_UP_ROUNDS = 1  # files are laid out, memory is touched
 
 @dataclass(kw_only=True)
 class Series:
-    """One arm at one size of buffer: a value per timed round in each list, by mode."""
+    """Measurements of one arm at one size of buffer: by mode, a value per timed round."""
 
     bytes_per_s: dict[Mode, list[float]] = field(default_factory=dict)
     cpu_s_per_gib: dict[Mode, list[float]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ def measure(
 
 
 def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
-    """Measure one turn of an arm, if it has this mode; what is read ahead of a read that counts is verified."""
+    """Measure one turn of an arm, if it has this mode; verify the reads ahead of reads that count."""
     if mode not in arm.modes:
         return
     if mode == "write":
@@ -126,7 +126,7 @@ def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
 
 
 def check(arm: Arm, mode: Mode, rig: Rig, name: str) -> None:
-    """Read all that was written in this mode, and verify it."""
+    """Read and verify all that was written in this mode."""
     if mode != "read" and mode in arm.modes:
         wipe(arm.found)
         arm.warm_read()

@@ -40,7 +40,7 @@ _FREEZE_AT = (0, 3, 10, 30, 100, 300)
 
 
 def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
-    """What the case of a seed is: its way, its instructions, and the numbers that follow."""
+    """Draw the case of a seed: its way, its instructions, and the random numbers that follow."""
     numbers = random.Random(seed)
     way = numbers.choice([*WAYS, "losing", "interrupted", "interrupted", "interrupted"])
     length = numbers.randint(4, 40)
@@ -49,7 +49,7 @@ def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
 
 
 def run_case(seed: int, directory: Path) -> tuple[str, str, str]:
-    """The way of a seed's case, its verdict (ok, wrong, broken, struck) and the details."""
+    """Run the case of a seed; return its way, its verdict (ok, wrong, broken, struck) and the details."""
     way, program, numbers = program_of(seed)
 
     @contextmanager
@@ -155,7 +155,7 @@ class Worker:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 
     def answer(self, seed: int, tell: Tell) -> tuple[str, str, str]:
-        """The way, the verdict and the details of a seed's case."""
+        """Run the case of a seed; return its way, verdict and details."""
         if self._count in _FREEZE_AT:
             gc.collect()
             gc.freeze()
