@@ -138,7 +138,5 @@ def _table(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any])
         ),
         row("gradients bit-equal to plain's", lambda arm: "yes" if same_gradients([plain, arm]) else "NO"),
     ]
-    note = (
-        f"{last} steps of every arm, taken in turns; peak: the worst step; times: medians; ratios: medians of rounds."
-    )
+    note = f"{last} steps of every arm in turns; peak: the worst step; times: medians; ratios: medians of rounds."
     return Grid(f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters", ("", *found), rows, note)

@@ -17,8 +17,8 @@ from ._report.results import Grid, Result
 from ._report.steps import Measured, arm_table, cpu_bars, cuda_bars, same_gradients
 from ._workload.sizes import Model
 
-# Two processes that do the same may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So
-# many sets of processes with few rounds in each say more than many rounds in one.
+# Two processes of one arm may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So many
+# sets of processes with few rounds in each say more than many rounds in one set.
 STARTS = 8
 # The arm under another allocator shows its memory only.
 MEMORY_ROUNDS = 4

@@ -147,7 +147,7 @@ class HookArm:
     def _tensors(self, kind: str) -> list[Tensor]:
         count = self.count + _WINDOW_TENSORS + 2
         if kind == "weight":
-            # What a linear layer saves: the transposed view of a parameter.
+            # A linear layer saves the transposed view of a parameter.
             return [self.model[number % len(self.model)].weight.t() for number in range(count)]
         if kind == "below minimum size":
             return [torch.zeros(16) for _ in range(count)]

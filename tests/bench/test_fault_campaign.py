@@ -81,7 +81,7 @@ def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> Non
     for kind, count in counts.items():
         assert count["cases"] == EACH
         if not count["skipped"]:
-            assert count["struck"], f"no fault of kind {kind!r} ever befell a call: {count}"
+            assert count["struck"], f"no fault of kind {kind!r} ever struck a call: {count}"
         if KINDS[kind].survived:
             assert count["exact"] == EACH, f"{kind}: {count}"
     total = sum(counts.values(), Counter[str]())
@@ -198,7 +198,7 @@ def test_it_notices_an_error_that_had_not_to_be(scratch: Path, monkeypatch: pyte
     assert "has to be survived" in outcome.detail
 
 
-def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_notices_an_error_that_is_none_of_tbas(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("not one of tba's")
 

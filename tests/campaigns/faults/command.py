@@ -66,7 +66,7 @@ def _table(outcomes: Sequence[Outcome], no_disk: str) -> Grid:
     ]
     total = [str(sum(counts[kind][name] for kind in KINDS)) for name in columns]
     note = (
-        "Struck: cases whose fault befell a call. Exact: every step completed, loss and gradients bit-equal to plain "
+        "Struck: cases whose fault struck a call. Exact: every step completed, loss and gradients bit-equal to plain "
         "PyTorch. Raised: some step raised OffloadError naming tensor and cause, the completed ones were exact. "
         "Wrong, hung and leaked have to be 0; a fault that has to be survived may not raise either."
     )

@@ -6,7 +6,7 @@ with an outcome. A case that hangs is for the campaign to notice.
 The verdict, the first of these that holds:
 
     wrong   gradients or loss differ from plain PyTorch's; an error that is not one of tba's, or does not name tensor
-            and cause; an error under a fault that has to be survived; an exception that nobody carried
+            and cause; an error under a fault that has to be survived; an exception that reached no caller
     leaked  records, extents, bytes under way, descriptors, threads or files are left when all graphs are dead
     raised  some step raised `OffloadError`, and every step that completed was exact
     exact   every step completed
@@ -41,7 +41,7 @@ from .site import Seen, Site, backward, forward, make_model, plain_steps, seen_o
 
 # How often a step that raised is tried again; the last time with the fault over.
 _TRIES = 3
-# What has been told to end may need a moment on a busy machine.
+# Threads and files may take a moment to go on a busy machine.
 _GRACE_S = 5.0
 # Every error of a transfer says which tensor (`float32[2, 16, 32] #7 (4096 bytes)`) and, behind "back", why.
 _NAMES_TENSOR = re.compile(r"\w+\[[\d, ]*\] #\d+ \(\d+ bytes\) .*back\b.*\S", re.DOTALL)
@@ -84,7 +84,7 @@ def run_trial(case: Case, directory: Path, disk: Path | None = None) -> Outcome:
         left += _await_none(lambda: sorted(f"{what} is left" for what in _holdings() - before))
     outcome.struck = trial.sabotage.struck
     if outcome.verdict != "wrong" and noises:
-        outcome.verdict, outcome.detail = "wrong", "nobody carried: " + "; ".join(noises)
+        outcome.verdict, outcome.detail = "wrong", "reached no caller: " + "; ".join(noises)
     elif outcome.verdict != "wrong" and left:
         outcome.verdict, outcome.detail = "leaked", "; ".join(left)
     return outcome

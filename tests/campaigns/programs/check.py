@@ -149,14 +149,27 @@ def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:
     return found, len(arm.packed)  # while the model is there, as it is with the engine
 
 
+def through_plain(program: list[Instruction]) -> list[Outcome]:
+    """List the outcomes in plain PyTorch."""
+    return outcomes(program, Machine(Model(), Plain()))
+
+
 def compare(
-    program: list[Instruction], make: MakeEngine, plan: Plan | None, *, records_before: int = 0, **chosen: Any
+    program: list[Instruction],
+    make: MakeEngine,
+    plan: Plan | None,
+    *,
+    plain: list[Outcome] | None = None,
+    records_before: int = 0,
+    **chosen: Any,
 ) -> str:
     """Run a program both ways and describe how they differ, or "".
 
-    `records_before` of the engine's records are older than the program.
+    Args:
+        plain: its outcomes in plain PyTorch, where they are known already.
+        records_before: so many of the engine's records are older than the program.
     """
-    plain = outcomes(program, Machine(Model(), Plain()))
+    plain = through_plain(program) if plain is None else plain
     ours, stats = through_engine(program, make, plan, **chosen)
     left = stats.live_records > records_before or (not stats.live_records and stats.resident_bytes > 0)
     if ours == plain and not left:

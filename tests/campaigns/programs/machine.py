@@ -242,7 +242,7 @@ def _on_thread(call: Callable[[], None]) -> None:
     errors: list[Exception] = []
 
     def run() -> None:
-        torch.get_num_threads()  # sets it here too: oneDNN takes OpenMP's number until somebody has asked
+        torch.get_num_threads()  # sets it on this thread too: oneDNN takes OpenMP's number until it is asked for
         try:
             call()
         except Exception as error:

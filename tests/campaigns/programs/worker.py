@@ -35,7 +35,7 @@ from .machine import NAMES, Instruction, Machine, Model
 
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 _MOST_LINES = 3000
-# What has been imported stays, and PyTorch goes on importing as it is used: collections need not look through it.
+# Imported modules stay, and PyTorch goes on importing as it is used; frozen, collections need not look through them.
 _FREEZE_AT = (0, 3, 10, 30, 100, 300)
 
 
