@@ -9,6 +9,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._report.results import MIB
+
 Event = tuple[str, float, float, int, str]
 Span = tuple[str, str, float, float]
 
@@ -79,18 +81,9 @@ def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]]
     def add(thread: str, name: str, category: str, start: float, end: float, **details: Any) -> None:
         if thread not in threads:
             threads.append(thread)
-        place = {"pid": 1, "tid": threads.index(thread) + 1}
-        out.append(
-            {
-                "name": name,
-                "cat": category,
-                "ph": "X",
-                "ts": 1e6 * start,
-                "dur": 1e6 * (end - start),
-                **place,
-                "args": details,
-            }
-        )
+        place = {"ph": "X", "pid": 1, "tid": threads.index(thread) + 1}
+        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        out.append({"name": name, "cat": category, **place, **times, "args": details})
 
     for phase, name, start, end in spans:
         add("compute", f"{phase} {name}" if phase != name else name, phase, start, end)
@@ -104,8 +97,8 @@ def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]]
         place = {"pid": 1, "tid": 1, "s": "t", "args": {"bytes": nbytes}}
         out.append({"name": f"forwarded {label}", "cat": "forwarded", "ph": "i", "ts": 1e6 * start, **place})
     for at, nbytes in zip(*away_bytes(events, end_s), strict=True):
-        away = {"MiB": nbytes / 2**20}
-        out.append({"name": "written, not yet read back", "ph": "C", "ts": 1e6 * at, "pid": 1, "args": away})
+        away = {"name": "written, not yet read back", "args": {"MiB": nbytes / MIB}}
+        out.append({**away, "ph": "C", "ts": 1e6 * at, "pid": 1})
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
         for number, name in enumerate(threads, start=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from campaigns.programs.check import WAYS, Outcome, compare, difference, through_engine, through_plain
+from campaigns.programs.check import WAYS, Outcome, ShortCollections, compare, difference, through_engine, through_plain
 from campaigns.programs.machine import EDITED, NAMES, Instruction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,9 +24,13 @@ SOME = settings(
 )
 
 
+COLLECTIONS = ShortCollections()
+
+
 @SOME
 @given(program=PROGRAMS)
 def test_programs_leave_the_same_bits(scratch: Path, program: list[Instruction]) -> None:
+    COLLECTIONS.before_a_program()
     plain = through_plain(program)
     for way, (plan, chosen) in WAYS.items():
         found = compare(program, partial(engine, scratch), plan, plain=plain, **chosen)
@@ -36,6 +40,7 @@ def test_programs_leave_the_same_bits(scratch: Path, program: list[Instruction])
 @SOME
 @given(program=PROGRAMS)
 def test_what_is_lost_does_not_depend_on_tier_or_timing(scratch: Path, program: list[Instruction]) -> None:
+    COLLECTIONS.before_a_program()
     make = partial(engine, scratch)
     kept, there = through_engine(program, make, None, tier="keep", compress=ALL_INT8)
     for way in ("all moves", "small window", "failing", "auto"):

@@ -30,13 +30,11 @@ from io_backends import PosixStore, interrupts
 from io_backends.testing import FaultyStore
 from tba import OffloadConfig, Offloader
 
-from .check import WAYS, Engine, Plan, compare, losing, through_idle_hooks
+from .check import WAYS, Engine, Plan, ShortCollections, compare, losing, through_idle_hooks
 from .machine import NAMES, Instruction, Machine, Model
 
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 _MOST_LINES = 3000
-# Imported modules stay, and PyTorch goes on importing as it is used; frozen, collections need not look through them.
-_FREEZE_AT = (0, 3, 10, 30, 100, 300)
 
 
 def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
@@ -150,16 +148,13 @@ class Worker:
     """Runs the cases it is asked for, in `directory`."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._count = directory, 0
+        self._directory, self._collections = directory, ShortCollections()
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 
     def answer(self, seed: int, tell: Tell) -> tuple[str, str, str]:
         """Run the case of a seed; return its way, verdict and details."""
-        if self._count in _FREEZE_AT:
-            gc.collect()
-            gc.freeze()
-        self._count += 1
+        self._collections.before_a_program()
         return run_case(seed, self._directory)
 
 
