@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from .arms import Arm, Rig
+from .arms import Rig
+from .fio import Mode
 from .memory import Words
 
 
-class DeepSpeedArm(Arm):
+class DeepSpeedArm:
     """`aio_handle` of the async_io extension with its defaults, a file for each buffer."""
+
+    modes: Sequence[Mode] = ("write", "read")
 
     def __init__(self, directory: Path, threads: int, rig: Rig) -> None:
         module = import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
@@ -36,6 +39,9 @@ class DeepSpeedArm(Arm):
         for own, words in zip(self.found, self._rig.sources.words, strict=True):
             own[:] = words
         self.write()
+
+    def warm_read(self) -> None:
+        self.read()
 
     def write(self) -> None:
         self._run(self._handle.async_pwrite)

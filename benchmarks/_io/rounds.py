@@ -12,10 +12,12 @@ from pathlib import Path
 from io_backends import PosixStore, StripedStore
 
 from .._report.results import CannotMeasure
-from .arms import Arm, Rig, StoreArm
-from .deepspeed import make_deepspeed
+from .arms import Rig, StoreArm
+from .deepspeed import DeepSpeedArm, make_deepspeed
 from .fio import Fio, Mode
 from .memory import Memory, verify, wipe
+
+Arm = StoreArm | DeepSpeedArm
 
 MODES: tuple[Mode, ...] = ("write", "read", "both")
 STORE, TWO_PATHS, FIO, DEEPSPEED = "store", "two paths", "fio", "deepspeed"
@@ -113,7 +115,7 @@ def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
         wipe(arm.found)
         arm.warm_read()
     begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-    bytes_per_s = {"write": arm.write, "read": arm.read, "both": arm.both}[mode]()
+    bytes_per_s = getattr(arm, mode)()
     ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
     nbytes = rig.sources.nbytes
     moved = 2 * nbytes if mode == "both" else nbytes

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,7 +121,7 @@ def running(specs: Sequence[Spec], *, timeout_s: float = TURN_TIMEOUT_S) -> Iter
         arms = []
         for spec in specs:
             arm = Arm(spec, timeout_s=timeout_s)
-            stack.enter_context(arm.child)
+            stack.callback(arm.child.close)
             arm.begin()
             arms.append(arm)
         for arm in arms:
@@ -154,7 +154,7 @@ def ask(spec: Spec, *, tell: Tell = lambda note: None, timeout_s: float = ASK_TI
         ChildError: the process ended, or gave no answer within `timeout_s`.
     """
     environment, allocator, _ = arm_environment(spec, os.environ)
-    with Child(f"the arm {spec.name!r}", _WORKER, environment=environment) as child:
+    with closing(Child(f"the arm {spec.name!r}", _WORKER, environment=environment)) as child:
         body = child.ask({"role": spec.role, "options": dict(spec.options)}, timeout_s=timeout_s, tell=tell)
     return Answer(spec, body, allocator)
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -265,7 +266,7 @@ def test_it_notices_a_case_that_hangs_or_dies(scratch: Path, monkeypatch: pytest
 
 def test_the_next_case_after_one_that_hangs_or_dies_has_another_process() -> None:
     arguments = iter([[], ["second"], ["third"]])
-    with Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0) as runner:
+    with closing(Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0)) as runner:
         _, first = runner.ask("one")
         assert runner.ask("two") == ["two", first]
         with pytest.raises(ChildError, match="gave no answer within 1 s") as caught:

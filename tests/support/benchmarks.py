@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -35,10 +35,7 @@ class LocalChild:
         self._question = ""
         self._thread = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._thread.shutdown()
 
     def ask(self, question: Any, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:

@@ -58,7 +58,7 @@ class Campaign:
                 self._disk = stack.enter_context(small_disk(self._place, _DISK_BYTES))
             except NotAllowed as reason:
                 self.no_disk = str(reason)
-            stack.enter_context(self.runner)  # first of all on the way out: it may hold files of the mount
+            stack.callback(self.runner.close)  # first of all on the way out: it may hold files of the mount
             self._stack = stack.pop_all()
         return self
 
