@@ -126,7 +126,8 @@ def io(
     machine: Machine = MACHINE,
 ) -> None:
     """Stores against fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
-    from .io import MIB, run_io
+    from ._report.results import MIB
+    from .io import run_io
 
     if quick:
         result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)

@@ -54,7 +54,7 @@ def run_bert(*, rounds: int, threads: int, rank: int = RANK, quick: bool = False
 
 
 def make_arms(rank: int, threads: int, *, quick: bool = False) -> list[Spec]:
-    """Plain as Python comes and under the allocator that the others have; CompAct with nothing moved and on NVMe."""
+    """List the arms: plain, as Python comes and under the others' allocator; CompAct, in memory and on NVMe."""
     common: dict[str, Any] = {"batch": _BATCH, "sequence": _SEQUENCE}
     settings: dict[str, Any] = {}
     if quick:

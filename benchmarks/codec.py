@@ -76,7 +76,7 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False, presets: Sequen
 def make_bars(
     codecs: Sequence[Mapping[str, Any]], seconds: Mapping[str, Sequence[float]], stored: Mapping[str, Any]
 ) -> list[Bar]:
-    """What the measurements must reach."""
+    """Compare speeds, the layer's time, stored bytes and the exact preset's gradients with their limits."""
     bars: list[Bar] = []
     for facts in codecs:
         if facts["codec"] != _SPEED_OF:

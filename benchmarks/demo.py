@@ -87,7 +87,7 @@ def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) 
 
 
 def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
-    """Every arm's answers, a round at a time, so that all have trained the same steps when time is up."""
+    """Train round by round, so that all arms have trained the same steps when time is up; return their answers."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
     longest_s = 0.0
     for number in range(steps):
@@ -138,7 +138,5 @@ def _table(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any])
         ),
         row("gradients bit-equal to plain's", lambda arm: "yes" if same_gradients([plain, arm]) else "NO"),
     ]
-    note = (
-        f"{last} steps of every arm, taken in turns; peak: the worst step; times: medians; ratios: medians of rounds."
-    )
+    note = f"{last} steps of every arm in turns; peak: the worst step; times: medians; ratios: medians of rounds."
     return Grid(f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters", ("", *found), rows, note)

@@ -1,8 +1,8 @@
-"""The fidelity benchmark: what saving less costs in validation loss, at equal tokens and an equally tuned rate.
+"""The fidelity benchmark: the validation loss that saving less costs, at equal tokens and an equally tuned rate.
 
 Every arm trains the same GPT on the same batches from the same weights, seed by seed, on Python's standard library
 without the packages it is validated on. The first seed is trained at each rate of one grid; the rate that validated
-best trains the other seeds. Gaps are differences to `exact` within a seed, so that what a seed brings cancels.
+best trains the other seeds. Gaps are differences to `exact` within a seed, so that the seed's own share cancels.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _RANKS = ("CompAct n/2", "CompAct n/4", "CompAct n/8")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one arm showed.
+    """Measurements of one arm.
 
     Attributes:
         rate: the learning rate that was best for the first seed.
         losses: validation loss by seed, at that rate.
         gaps: by seed, to `exact` of the same seed.
-        stored_share: bytes that stand between forward and backward, of plain PyTorch's.
+        stored_share: bytes stored between forward and backward, as a share of plain PyTorch's.
     """
 
     rate: float
@@ -60,12 +60,12 @@ class Found:
 
     @property
     def loss(self) -> float:
-        """Mean over the seeds."""
+        """Mean loss over the seeds."""
         return sum(self.losses.values()) / len(self.losses)
 
     @property
     def gap(self) -> float:
-        """Mean over the seeds."""
+        """Mean gap over the seeds."""
         return sum(self.gaps.values()) / len(self.gaps)
 
 
@@ -82,7 +82,7 @@ def run_fidelity(
 
     Args:
         base: size and length of a run; seed and rate are set here.
-        seeds: how many.
+        seeds: number of seeds.
         rates: the grid of learning rates.
         jobs: arms at a time.
         picture: the PNG to write.
@@ -119,12 +119,12 @@ def run_fidelity(
 
 
 def picture_path(machine: str | None, out: Path) -> Path:
-    """Where the picture goes: next to the filed result of this machine, or (None) into `out`."""
+    """Path of the picture: next to the filed result of this machine, or (None) in `out`."""
     return RESULTS / f"fidelity_{machine}_{datetime.date.today():%Y%m}.png" if machine else out / "fidelity.png"
 
 
 def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
-    """Per arm its losses and gaps, of what its process answered."""
+    """Compute losses and gaps of each arm from the answers of their processes."""
     found: dict[str, Found] = {}
     exact = _losses(raw[EXACT])
     for name, body in raw.items():
@@ -140,13 +140,13 @@ def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
 
 
 def spread(found: Mapping[str, Found]) -> float:
-    """How far apart the exact arm's seeds are: the highest loss less the lowest."""
+    """Spread of the exact arm's seeds: the highest loss less the lowest."""
     losses = found[EXACT].losses.values()
     return max(losses) - min(losses)
 
 
 def make_bars(found: Mapping[str, Found]) -> list[Bar]:
-    """What the losses must show."""
+    """Limit the gaps of the mild presets; the losses of CompAct must fall as its rank rises."""
     bars = []
     for name in _WITHIN_NOISE:
         if name in found:

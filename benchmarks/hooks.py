@@ -1,4 +1,4 @@
-"""The hooks benchmark: the price of one saved tensor on the calling thread, by what it turns out to be."""
+"""The hooks benchmark: the cost of one saved tensor on the calling thread, by kind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _above(answer: dict[str, Any], kind: str, clock: str) -> float:
 
 
 def _check(counters: dict[str, dict[str, int]]) -> None:
-    """A kind that went another way than its name says would be a wrong figure."""
+    """Raise CannotMeasure if a kind went another way than its name says."""
     moves, passes = counters["moves"], counters["passes"]
     for name in ("weight_bytes", "duplicate_bytes", "offloaded_bytes", "read_bytes"):
         if not moves[name]:

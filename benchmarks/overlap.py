@@ -1,4 +1,4 @@
-"""The overlap benchmark: what one step does when, how much of its I/O is hidden, and how fast a link it needs."""
+"""The overlap benchmark: the timeline of a step, the share of its I/O that is hidden, and the link speed it needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WARM_UP_ROUNDS = 2
 
 
 def parse_rate(text: str) -> float:
-    """Bytes per second from text such as `200MB` (10^6) or `1GiB` (2^30); a trailing `/s` may stand.
+    """Parse bytes per second, such as `200MB` (10^6) or `1GiB` (2^30), with or without `/s`.
 
     Raises:
         ValueError: it does not read as a size above zero.
@@ -80,12 +80,12 @@ def run_overlap(
 
 
 def link_name(rate: float | None) -> str:
-    """What a link is called in tables and legends."""
+    """Name of a link in tables and legends."""
     return "offload" if rate is None else f"offload, {rate / 1e6:,.0f} MB/s"
 
 
 def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over the traced steps of one arm."""
+    """Compute medians over the traced steps of one arm."""
 
     def middle(value: Any) -> float:
         return median([value(step) for step in steps])

@@ -1,4 +1,4 @@
-"""The step benchmark: what a training step costs and saves, plain against offloaded against checkpointed.
+"""The step benchmark: memory and time of a training step, plain, offloaded and checkpointed.
 
 Every arm trains the same GPT from the same seed on the same batches, in its own process. Ratios are medians over
 rounds; memory is the worst step of all, over what was resident just before the first one.
@@ -17,8 +17,8 @@ from ._report.results import Grid, Result
 from ._report.steps import Measured, arm_table, cpu_bars, cuda_bars, same_gradients
 from ._workload.sizes import Model
 
-# Two processes that do the same may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So
-# many sets of processes with few rounds in each say more than many rounds in one.
+# Two processes of one arm may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. So many
+# sets of processes with few rounds in each say more than many rounds in one set.
 STARTS = 8
 # The arm under another allocator shows its memory only.
 MEMORY_ROUNDS = 4
@@ -66,7 +66,7 @@ def run_step(
 
 
 def cpu_arms(model: Model, threads: int, settings: Mapping[str, Any], *, floor: bool) -> tuple[list[Spec], list[Spec]]:
-    """The arms in turns, and those of which only the memory is of interest."""
+    """List the arms in turns, and those of which only the memory counts."""
 
     def arm(name: str, allocator: str, **more: Any) -> Spec:
         return Spec(name=name, role="train", options={**model.options(), **more}, allocator=allocator, threads=threads)
@@ -84,7 +84,7 @@ def cpu_arms(model: Model, threads: int, settings: Mapping[str, Any], *, floor: 
 
 
 def cuda_arms(model: Model, settings: Mapping[str, Any]) -> list[Spec]:
-    """Arms on a GPU: torch's own allocator there, so the process's one is left as it is."""
+    """List the arms on a GPU, where torch has an allocator of its own; that of the process stays as it is."""
 
     def arm(name: str, **more: Any) -> Spec:
         options = {**model.options(), "device": "cuda", "dtype": "bfloat16", **more}

@@ -30,7 +30,7 @@ class BertOptions(Options):
 
 
 class _Classifier(nn.Module):
-    """BERT with two classes: tokens [B, S] and labels [B], int64, to the loss."""
+    """BERT with two classes: tokens [B, S] and labels [B], int64 -> loss, a scalar."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class BertArm(TrainArm):
         return optimizer
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
-        """Random tokens and labels: neither memory nor time depend on what they say."""
+        """Draw random tokens and labels: neither memory nor time depends on them."""
         generator, shape = torch.Generator().manual_seed(index), (self.options.batch, self.options.sequence)
         vocabulary = self.model.bert.config.vocab_size
         tokens = torch.randint(vocabulary, shape, generator=generator)

@@ -1,4 +1,4 @@
-"""Speed of the codecs and of `compact_linear`, measured inside one process: every round takes all of them in turn."""
+"""The codec arms: speed of the codecs and of `compact_linear`, in turns within one process."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from compact import Codec
 
 from .._processes.serve import Tell
 
-# Errors are of so many elements: enough for three digits.
+# Elements that an error is measured on: enough for three digits.
 _ERROR_ELEMENTS = 1 << 21
 
 
 @dataclass(frozen=True)
 class Case:
-    """A codec and what it is given: `data` names the values, `dtype` their type."""
+    """A codec and its input: `data` names the values, `dtype` their type."""
 
     codec: Codec
     data: str
@@ -29,17 +29,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the codec, and of the values where they are not what most codecs are given."""
+        """The name of the codec; also that of the values, unless they are normal."""
         return self.codec.name if self.data == "normal" else f"{self.codec.name}, {self.data}"
 
     @property
     def type_name(self) -> str:
-        """As "float32"."""
+        """The name of the type, such as "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 def cases() -> list[Case]:
-    """Every codec: each on the types it is for, those of floating-point numbers on fp32 and bf16."""
+    """List every codec with the types it is for; those for floating-point numbers with fp32 and bf16."""
     quantized = [
         compact.Quantized("int8"),
         compact.Quantized("int8", rounding="stochastic"),
@@ -66,7 +66,7 @@ def cases() -> list[Case]:
 
 
 def make_data(data: str, dtype: torch.dtype, tokens: int, width: int, seed: int) -> Tensor:
-    """[tokens, width] of a kind of values: a pure function of its arguments."""
+    """Make a tensor [tokens, width] of a kind of values; a pure function of its arguments."""
     generator = torch.Generator().manual_seed(seed)
     if data == "token ids":
         return torch.randint(50_257, (tokens, width), generator=generator, dtype=dtype)
@@ -80,7 +80,7 @@ def make_data(data: str, dtype: torch.dtype, tokens: int, width: int, seed: int)
 
 
 def measure_codecs(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Encode and decode by every codec, in turns, on one core.
+    """Time every codec, in turns, on one core.
 
     Options: `tokens`, `width` of the tensor, `rounds` timed ones after one that only warms up.
 
@@ -134,12 +134,12 @@ def _turn(codec: Codec, tensor: Tensor, key: int) -> tuple[float, float]:
 
 
 def measure_linear(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Forward and backward of one layer, `nn.Linear` and `compact_linear`, in turns.
+    """Time forward and backward of one layer, as `nn.Linear` and as `compact_linear`, in turns.
 
     Options: `tokens`, `width` (n), `out`, `rank`, `rounds` (after one that only warms up), `threads`.
 
     Returns:
-        Seconds per round of either.
+        Seconds per round of each.
     """
     torch.set_num_threads(options["threads"])
     generator = torch.Generator().manual_seed(0)

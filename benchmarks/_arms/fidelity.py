@@ -1,4 +1,4 @@
-"""The fidelity arm: trains the GPT under one way of saving less, once per learning rate and seed, and validates it."""
+"""The fidelity arm: trains a GPT that saves less, once per learning rate and seed, and validates it."""
 
 from __future__ import annotations
 
@@ -15,38 +15,33 @@ from torch import Tensor, nn
 from .._processes.serve import Tell
 from .._workload.gpt import GPT, GPTConfig
 from .._workload.held_out import split_library, validation_batches
+from .._workload.sizes import Model
 from .._workload.text import Text
 from .stored_bytes import stored_bytes, unique_bytes
 
-# Of AdamW and CompActAdamW alike: warm-up over the first twentieth of the steps, then half a cosine to a tenth.
+# AdamW and CompActAdamW alike: warm-up over the first twentieth of the steps, then half a cosine to a tenth.
 _BETAS, _WARM_UP, _LAST = (0.9, 0.95), 0.05, 0.1
 # CompAct's refresh (arXiv 2410.15352, section 4.1). Its alpha of 0.25 goes with its learning rate of 0.01; with 1 a
 # step is as long as Adam's, so that the grid of rates is as wide for these arms as for the others.
 _REFRESH, _ALPHA = 50, 1.0
-# Left plain, as the paper does: the attention's output projection and the head.
+# Layers that stay plain, as in the paper: the attention's output projection and the head.
 _SKIP = ("*.projection", "head")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FidelityOptions:
-    """What one training run does.
+class FidelityOptions(Model):
+    """One training run of a model.
 
     Attributes:
-        layers, width, heads, sequence, batch: of the model and its batches.
-        steps: of training.
-        learning_rate: the highest of the schedule.
-        seed: of the weights, the order of the data, and projections.
+        steps: training steps.
+        learning_rate: the highest rate of the schedule.
+        seed: seed of the weights, the order of the data, and projections.
         compress: a preset of `offload_context`, or None.
-        compress_rank: the share of the width that its projections have, or None.
-        convert_rank: the share of the width to which linear layers are converted, trained by `CompActAdamW`; or None.
-        validation_batches: how many batches of the held-out text.
+        compress_rank: rank of its projections, as a share of the width; or None.
+        convert_rank: rank of converted linear layers, as a share of the width, trained by `CompActAdamW`; or None.
+        validation_batches: number of batches of the held-out text.
     """
 
-    layers: int
-    width: int
-    heads: int
-    sequence: int
-    batch: int
     steps: int
     learning_rate: float = 0.0
     seed: int = 0
@@ -56,13 +51,13 @@ class FidelityOptions:
     validation_batches: int = 32
 
     def settings(self) -> dict[str, Any]:
-        """Fields of `OffloadConfig`; none for an arm that compresses nothing."""
+        """Fields of `OffloadConfig`; empty for an arm that does not compress."""
         named = {"compress": self.compress, "rank": self.compress_rank}
         return {name: value for name, value in named.items() if value is not None}
 
 
 def train_arm(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """All runs of one arm: the first seed at every rate, the others at the rate that was best for it.
+    """Train one arm: the first seed at every rate, the others at the rate that was best for it.
 
     Options: `rates` and `seeds`, `run` (fields of `FidelityOptions`).
 
@@ -87,13 +82,13 @@ def train_arm(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
 
 def best_rate(runs: Sequence[Mapping[str, Any]]) -> float:
-    """The learning rate of the run with the lowest validation loss."""
+    """Find the learning rate with the lowest validation loss."""
     rate: float = min(runs, key=lambda run: run["validation_loss"])["learning_rate"]
     return rate
 
 
 def train(options: FidelityOptions, texts: tuple[Text, Text]) -> dict[str, Any]:
-    """Train once. Returns `validation_loss` (infinite where it is no number) and `losses`, twenty of the training's."""
+    """Train once. Returns `validation_loss` (infinite where it is no number) and `losses` of some twenty steps."""
     begun_s = time.perf_counter()
     model, optimizer = _make(options)
     losses = []
@@ -119,13 +114,13 @@ def train(options: FidelityOptions, texts: tuple[Text, Text]) -> dict[str, Any]:
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, options: FidelityOptions) -> float:
-    """Mean loss in nats per byte over the validation batches."""
+    """Compute the mean loss over the validation batches, in nats per byte."""
     batches = validation_batches(text, size=options.batch, sequence=options.sequence, count=options.validation_batches)
     return math.fsum(model(tokens, targets).item() for tokens, targets in batches) / options.validation_batches
 
 
 def scheduled_rate(highest: float, step: int, steps: int) -> float:
-    """The learning rate of a step: a straight rise, then half a cosine down to a tenth."""
+    """Learning rate of a step: a straight rise, then half a cosine down to a tenth."""
     warm = max(1, round(_WARM_UP * steps))
     if step < warm:
         return highest * (step + 1) / warm
@@ -147,7 +142,7 @@ def _make(options: FidelityOptions) -> tuple[GPT, torch.optim.Optimizer]:
 
 @contextmanager
 def _context(model: GPT, options: FidelityOptions) -> Iterator[None]:
-    """Nothing leaves memory; a small model's tensors are compressed whatever their size."""
+    """Compress saved tensors of any size; nothing leaves memory."""
     settings = options.settings()
     if not settings:
         yield

@@ -1,11 +1,10 @@
-"""The hook-cost arm: what saving one tensor costs the calling thread, by kind, above an empty pair of hooks.
+"""The hook-cost arm: CPU time of the calling thread per saved tensor, by kind, above an empty pair of hooks.
 
-A chain of products by one prepared tensor each saves just that tensor. The chain is run under the
-empty pair and under the engine, in turns within one process, and the difference is divided by the number of tensors.
-What is counted is the calling thread: pack in the forward, unpack in the backward (of CPU tensors that is the calling
-thread too) and letting the graph go. In training, compute goes on between one tensor and the next, and the transfers
-with it; here it is a pause outside of the clock after every few tensors, under both pairs. Without it the cost of
-waiting for the disk would be measured instead.
+Each product of a chain saves one prepared tensor and nothing else. The chain is run under the empty pair and under the
+engine, in turns within one process, and the difference is divided by the number of tensors. It covers pack in the
+forward, unpack in the backward (for CPU tensors on the calling thread too) and freeing the graph. In training, compute
+goes on between one tensor and the next, and so do the transfers; here a pause outside of the clock after every few
+tensors, under both pairs, takes its place. Without it the arm would measure waiting for the disk.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ KINDS = ("weight", "below minimum size", "further view", "new record")
 
 
 class _Clock:
-    """Seconds of the calling thread's CPU and of wall time, while it runs."""
+    """A clock of the calling thread: CPU and wall seconds while it runs."""
 
     def __init__(self) -> None:
         self.cpu_s = self.wall_s = 0.0
@@ -41,7 +40,7 @@ class _Clock:
         self._begun: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Let the transfers go on for a moment, then run (on)."""
+        """Stop for a moment, in which transfers go on; then start or go on."""
         self.stop()
         # Computing without Python's lock, as training would: a sleeping core comes back slow, with cold caches.
         until_s = time.perf_counter() + _PAUSE_S
@@ -58,7 +57,7 @@ class _Clock:
 
 
 class _Then(torch.autograd.Function):
-    """Passes a tensor through; in backward, `call` is called when its turn comes."""
+    """Passes a tensor through; in backward it calls `call`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -72,9 +71,9 @@ class _Then(torch.autograd.Function):
 
 
 class HookArm:
-    """Every kind of saved tensor, once under the empty pair and once under the engine per turn.
+    """An arm that saves tensors of every kind, once under the empty pair and once under the engine per turn.
 
-    Options: `tensors`, how many a chain saves.
+    Options: `tensors`, the number that a chain saves.
     """
 
     def __init__(self, options: Mapping[str, Any], tell: Tell) -> None:
@@ -90,7 +89,7 @@ class HookArm:
         self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
 
     def turn(self, index: int) -> dict[str, Any]:
-        """Per kind: microseconds per tensor of calling-thread CPU and of wall time less waiting, under each pair."""
+        """Measure each kind under each pair: microseconds per tensor of CPU time, and of wall time without waiting."""
         answer: dict[str, Any] = {}
         for kind in KINDS:
             pairs = ("empty", "engine") if index % 2 == 0 else ("engine", "empty")
@@ -98,7 +97,7 @@ class HookArm:
         return answer
 
     def close(self) -> dict[str, Any]:
-        """Close both offloaders; the counters prove that each kind was what it is called."""
+        """Close both offloaders; return counters that show that each kind is what its name says."""
         counters = {}
         for name, offload in (("moves", self.moves), ("passes", self.passes)):
             stats = offload.stats()
@@ -148,7 +147,7 @@ class HookArm:
     def _tensors(self, kind: str) -> list[Tensor]:
         count = self.count + _WINDOW_TENSORS + 2
         if kind == "weight":
-            # What a linear layer saves: the transposed view of a parameter.
+            # A linear layer saves the transposed view of a parameter.
             return [self.model[number % len(self.model)].weight.t() for number in range(count)]
         if kind == "below minimum size":
             return [torch.zeros(16) for _ in range(count)]

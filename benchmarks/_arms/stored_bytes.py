@@ -1,14 +1,13 @@
-"""Bytes that stand in memory or on a disk between forward and backward: of plain PyTorch, and under a preset.
+"""Bytes stored between forward and backward, in memory or on a disk, by plain PyTorch and under a preset.
 
-Of plain PyTorch: every storage that autograd saves, counted once and whole, weights and buffers apart. Under a preset:
-everything goes through tier "nvme" without a minimum size and is written out before backward begins, so that what is
-counted is what the engine really stores: written bytes (a file's blocks of 4 KiB included) and whatever it kept, but
-for what it makes again from other tensors.
+Plain PyTorch: every storage that autograd saves counts once and whole, weights and buffers apart. Under a preset,
+everything goes through tier "nvme" without a minimum size and is written before backward begins, so that the bytes
+counted are those the engine really stores: written ones (blocks of 4 KiB included) and those it kept, except for
+tensors that it makes again from others.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,7 @@ PLAIN = "plain"
 
 
 def unique_bytes(model: nn.Module, forward: Forward) -> int:
-    """Bytes of the storages that autograd saves in one forward, those of parameters and buffers apart."""
+    """Count the bytes of all storages that autograd saves in one forward, except parameters and buffers."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     # Held until all are counted: a freed storage's address may be given to another.
     saved: list[Tensor] = []
@@ -48,13 +47,13 @@ def unique_bytes(model: nn.Module, forward: Forward) -> int:
 def stored_bytes(
     model: nn.Module, forward: Forward, backward: Callable[[Tensor], None], settings: Mapping[str, Any]
 ) -> int:
-    """Bytes that the engine stores between forward and backward of a step.
+    """Count the bytes that the engine stores between forward and backward of a step.
 
     Args:
-        model: whose step it is; its gradients are left by the last of several backwards.
+        model: the model trained; the last of several backwards leaves its gradients.
         forward: makes the graph.
         backward: ends the step that `forward` began.
-        settings: fields of `OffloadConfig`, as `compress`; tier and smallest size are set here.
+        settings: fields of `OffloadConfig`, such as `compress`; tier and smallest size are set here.
     """
     from tba import offload_context
 
@@ -72,18 +71,18 @@ def stored_bytes(
 
 
 def _held(stats: OffloadStats) -> int:
-    """What was written, and what was kept but for tensors that are made again from others and so take no room."""
+    """Bytes written, and bytes kept except those of tensors made again from others, which take no room."""
     return stats.written_bytes + stats.kept_bytes - stats.derived_bytes
 
 
 def measure_block(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
-    """Stored bytes of one Llama block of transformers in bf16 under presets, and whether gradients are plain's.
+    """Measure one Llama block of transformers in bf16: stored bytes under presets, and the error of its gradients.
 
     Options: `width`, `heads`, `batch`, `sequence`, `presets` (names), `threads`.
 
     Returns:
-        `plain_bytes`, and per preset `stored_bytes`, `gradients_bit_equal`, the `relative_error` and `cosine` of the
-        gradient of all weights as one vector, and `wall_s` of the whole measurement.
+        `plain_bytes`, and per preset `stored_bytes`, `gradients_bit_equal`, and `relative_error` and `cosine` of the
+        gradient of all weights as one vector.
     """
     torch.set_num_threads(options["threads"])
     model, hidden, positions, grad = _llama_block(**{n: options[n] for n in ("width", "heads", "batch", "sequence")})
@@ -101,20 +100,18 @@ def measure_block(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     exact, wanted = _gradient(model), (gradient_hash(model), _bytes_of(hidden.grad))
     presets = {}
     for name in options["presets"]:
-        begun_s = time.perf_counter()
         stored = stored_bytes(model, forward, backward, {} if name == PLAIN else {"compress": name})
         presets[name] = {
             "stored_bytes": stored,
             "gradients_bit_equal": (gradient_hash(model), _bytes_of(hidden.grad)) == wanted,
             **_compared(_gradient(model), exact),
-            "wall_s": time.perf_counter() - begun_s,
         }
         tell(name)
     return {"plain_bytes": plain, "presets": presets}
 
 
 def _llama_block(width: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, Tensor, Any, Tensor]:
-    """The block, its input [B, S, W], the rotary embedding's cosines and sines, and a gradient of its output."""
+    """Make the block, its input [B, S, W], the rotary embedding's cosines and sines, and a gradient of its output."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""The timeline arm: a training step with a time at every block's border, and what the offloader did meanwhile."""
+"""The timeline arm: a training step with times at the borders of its blocks, and the offloader's events."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .train import TrainArm
 class TimelineArm(TrainArm):
     """A `TrainArm` whose turns also answer `spans` (compute) and `events` (I/O), in seconds from the step's start.
 
-    Borders come from forward hooks and from hooks on the tensors between blocks: those fire when the gradient with
-    respect to them is complete, and add no node to the graph.
+    Borders come from forward hooks, and from hooks on the tensors between blocks: these fire when the tensor's gradient
+    is complete, and add no node to the graph.
     """
 
     def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
@@ -78,7 +78,7 @@ class TimelineArm(TrainArm):
         self._open_backward_s = self._span("backward", name, self._open_backward_s)
 
     def _span(self, phase: str, name: str, begun_s: float) -> float:
-        """Close a span that began at `begun_s`; the time now."""
+        """Close a span that began at `begun_s`; return the time now."""
         now_s = time.perf_counter()
         self._spans.append((phase, name, begun_s, now_s))
         return now_s

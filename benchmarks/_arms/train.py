@@ -31,15 +31,15 @@ class Options:
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
     empty_hooks: bool = False
-    """Train under a pair of saved-tensor hooks that do nothing: the floor of what any offloading costs."""
+    """Train under a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
     device: str = "cpu"
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `OffloadConfig`."""
     rate_bytes_per_s: float | None = None
-    """Limits the link, each direction on its own."""
+    """Limit of the link, for each direction on its own."""
     sample_interval_s: float | None = None
-    """Note resident memory this often."""
+    """Interval at which resident memory is noted; None: it is not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class TrainOptions(Options):
 
 
 class TrainArm:
-    """A GPT, an optimizer and the text; `turn(i)` is the step on batch `i`. Subclasses train other models.
+    """An arm that trains a GPT on the text; `turn(i)` is the step on batch `i`. Subclasses train other models.
 
     Options: the fields of `TrainOptions`.
     """
@@ -88,7 +88,7 @@ class TrainArm:
         return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
-        """The arguments of the model, which returns the loss."""
+        """Arguments of the model, which returns the loss."""
         o = self.options
         return self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
 
@@ -97,7 +97,7 @@ class TrainArm:
         return {"text_sha256": self.text.sha256, "text_bytes": len(self.text.data)}
 
     def turn(self, index: int) -> dict[str, Any]:
-        """One step on batch `index`: seconds, CPU seconds of all threads, peak over idle, loss, gradients' hash."""
+        """Take one step; return seconds, CPU seconds of all threads, peak over idle, loss, and the gradients' hash."""
         batch = [tensor.to(self.device) for tensor in self.make_batch(index)]
         if self.idle_bytes is None:
             gc.collect()
@@ -129,7 +129,7 @@ class TrainArm:
         return answer
 
     def step(self, *batch: Tensor) -> Tensor:
-        """The training step that is measured; returns the loss, detached."""
+        """Take the training step that is measured; return the loss, detached."""
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model(*batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -137,7 +137,7 @@ class TrainArm:
         return loss.detach()
 
     def close(self) -> dict[str, Any]:
-        """Leave the context and close the offloader; its final counters."""
+        """Leave the context and close the offloader; return its final counters."""
         last: dict[str, Any] = {}
         self._stack.close()
         if self.offload is not None:
@@ -174,7 +174,7 @@ class TrainArm:
         return self._stack.enter_context(Offloader(self.model, config, store=store))
 
     def _counters(self) -> dict[str, float]:
-        """The offloader's numbers that only grow; {} for an arm without one."""
+        """The offloader's counters that only grow; empty for an arm without one."""
         if self.offload is None:
             return {}
         stats = self.offload.stats()

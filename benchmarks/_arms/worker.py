@@ -27,7 +27,7 @@ ROLES = {
 
 
 class Arm(Protocol):
-    """A role with turns: it says what it is built of, answers each turn with figures, and ends with its last ones."""
+    """A role with turns; `about` describes it, `turn` returns figures, `close` the last ones."""
 
     about: dict[str, Any]
 
@@ -37,13 +37,13 @@ class Arm(Protocol):
 
 
 class Worker:
-    """The answers to all questions of one arm."""
+    """Answers the questions that one arm is asked."""
 
     def __init__(self) -> None:
         self._arm: Arm | None = None
 
     def answer(self, question: dict[str, Any], tell: Tell) -> dict[str, Any]:
-        """The answer to one question."""
+        """Answer one question."""
         if self._arm is None:
             made = self._make(question["role"], question["options"], tell)
             if isinstance(made, dict):

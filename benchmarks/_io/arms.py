@@ -1,4 +1,10 @@
-"""Arms of the io benchmark: ways to bring the same buffers to the same disk and back."""
+"""Arms of the io benchmark: ways to bring the buffers of a rig to the disk and back.
+
+`write`, `read` and, where it is among the arm's `modes`, `both` are measured; they return when the last byte is where
+it belongs. `both` returns the bytes per second while reads and writes were both under way. `warm_write` and `warm_read`
+go ahead of them: after a pause the disk, and threads that have slept, take some time to be fast again. After
+`warm_read`, `found` is all that was read.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ _TIMEOUT_S = 120.0
 
 
 class Rig(NamedTuple):
-    """The buffers: to write from, to read all of it into, and a few that reads in a row go into.
+    """The buffers: `sources` to write from, `targets` to read all of them into, and `few` for reads that count.
 
     fio's jobs have a buffer each, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth faster
     than into 512 MiB. Reads that count therefore go into as few buffers in turn as transfers are under way.
@@ -29,48 +35,14 @@ class Rig(NamedTuple):
     few: Memory
 
 
-class Arm:
-    """A way to move the buffers of a rig.
-
-    `write`, `read` and, where it is among `modes`, `both` are measured; they return when the last byte is where it
-    belongs. `both` returns the bytes per second while reads and writes were both under way. `warm_write` and
-    `warm_read` go ahead of them: after a pause the disk, and threads that have slept, take some time to be fast again.
-    After `warm_read`, `found` is all that was read.
-    """
-
-    modes: Sequence[Mode] = ("write", "read")
-
-    @property
-    def found(self) -> Sequence[Words]:
-        raise NotImplementedError
-
-    def write(self) -> None:
-        raise NotImplementedError
-
-    def read(self) -> None:
-        raise NotImplementedError
-
-    def both(self) -> float:
-        raise NotImplementedError
-
-    def warm_write(self) -> None:
-        self.write()
-
-    def warm_read(self) -> None:
-        self.read()
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-
-class StoreArm(Arm):
+class StoreArm:
     """A `Store` of `threads` workers in all, used as the engine does: one thread submits, the workers do the rest.
 
     Attributes:
         submit_cpu_s, submit_wall_s: the submitting thread's time per transfer, in the last `write` or `read`.
     """
 
-    modes = ("write", "read", "both")
+    modes: Sequence[Mode] = ("write", "read", "both")
 
     def __init__(self, store: Store, threads: int, rig: Rig) -> None:
         self._store, self._threads, self._rig = store, threads, rig
@@ -80,6 +52,9 @@ class StoreArm(Arm):
     @property
     def found(self) -> Sequence[Words]:
         return self._rig.targets.words
+
+    def warm_write(self) -> None:
+        self.write()
 
     def warm_read(self) -> None:
         self._submit(self._reads(self._rig.targets.buffers))
@@ -148,7 +123,7 @@ class _Flow:
             self._next()
 
     def wait(self) -> list[Ticket]:
-        """Wait until all have ended; raises the first error."""
+        """Wait until all have ended. Raises the first error."""
         if not self._all_submitted.wait(_TIMEOUT_S):
             raise TimeoutError(f"after {_TIMEOUT_S:g} s some transfers are not even submitted")
         for ticket in self.tickets:

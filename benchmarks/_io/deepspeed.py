@@ -1,7 +1,7 @@
 """DeepSpeed's asynchronous I/O handle as an arm of the io benchmark, where it is installed and works.
 
-It gets what its documentation advises, locked memory of its own: it moves no other without a copy. Buffers are copied
-there outside of the clock.
+As its documentation advises, it has locked memory of its own, since it moves no other without a copy. Buffers are
+copied there outside of the clock.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 
-from .arms import Arm, Rig
+from .arms import Rig
+from .fio import Mode
 from .memory import Words
 
 
-class DeepSpeedArm(Arm):
+class DeepSpeedArm:
     """`aio_handle` of the async_io extension with its defaults, a file for each buffer."""
+
+    modes: Sequence[Mode] = ("write", "read")
 
     def __init__(self, directory: Path, threads: int, rig: Rig) -> None:
         module = import_module("deepspeed.ops.op_builder").AsyncIOBuilder().load(verbose=False)
@@ -36,6 +39,9 @@ class DeepSpeedArm(Arm):
         for own, words in zip(self.found, self._rig.sources.words, strict=True):
             own[:] = words
         self.write()
+
+    def warm_read(self) -> None:
+        self.read()
 
     def write(self) -> None:
         self._run(self._handle.async_pwrite)
@@ -61,7 +67,7 @@ class DeepSpeedArm(Arm):
 
 
 def make_deepspeed(directory: Path, threads: int, rig: Rig) -> DeepSpeedArm | str:
-    """The arm, after it has written the buffers once; or why there is none."""
+    """Make the arm and write the buffers once; return the reason where that fails."""
     arm: DeepSpeedArm | None = None
     try:
         arm = DeepSpeedArm(directory, threads, rig)

@@ -12,10 +12,12 @@ from pathlib import Path
 from io_backends import PosixStore, StripedStore
 
 from .._report.results import CannotMeasure
-from .arms import Arm, Rig, StoreArm
-from .deepspeed import make_deepspeed
+from .arms import Rig, StoreArm
+from .deepspeed import DeepSpeedArm, make_deepspeed
 from .fio import Fio, Mode
 from .memory import Memory, verify, wipe
+
+Arm = StoreArm | DeepSpeedArm
 
 MODES: tuple[Mode, ...] = ("write", "read", "both")
 STORE, TWO_PATHS, FIO, DEEPSPEED = "store", "two paths", "fio", "deepspeed"
@@ -25,7 +27,7 @@ WARM_UP_ROUNDS = 1  # files are laid out, memory is touched
 
 @dataclass(kw_only=True)
 class Series:
-    """One arm at one size of buffer: a value per timed round in each list, by mode."""
+    """Measurements of one arm at one size of buffer: by mode, a value per timed round."""
 
     bytes_per_s: dict[Mode, list[float]] = field(default_factory=dict)
     cpu_s_per_gib: dict[Mode, list[float]] = field(default_factory=dict)
@@ -104,7 +106,7 @@ def measure(
 
 
 def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
-    """Measure one turn of an arm, if it has this mode; what is read ahead of a read that counts is verified."""
+    """Measure one turn of an arm, if it has this mode; verify the reads ahead of reads that count."""
     if mode not in arm.modes:
         return
     if mode == "write":
@@ -113,7 +115,7 @@ def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
         wipe(arm.found)
         arm.warm_read()
     begun_cpu_s, begun_s = time.process_time(), time.perf_counter()
-    bytes_per_s = {"write": arm.write, "read": arm.read, "both": arm.both}[mode]()
+    bytes_per_s = getattr(arm, mode)()
     ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
     nbytes = rig.sources.nbytes
     moved = 2 * nbytes if mode == "both" else nbytes
@@ -126,7 +128,7 @@ def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
 
 
 def check(arm: Arm, mode: Mode, rig: Rig, name: str) -> None:
-    """Read all that was written in this mode, and verify it."""
+    """Read and verify all that was written in this mode."""
     if mode != "read" and mode in arm.modes:
         wipe(arm.found)
         arm.warm_read()

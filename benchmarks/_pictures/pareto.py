@@ -1,4 +1,4 @@
-"""The Pareto picture: what each arm costs in validation loss against what it stores."""
+"""The Pareto picture: the validation loss of each arm against the bytes it stores."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LABEL_SHARE, _LABEL_HEIGHT = 0.12, 0.15
 def draw_pareto(
     points: Mapping[str, tuple[float, Sequence[float]]], path: Path, *, exact_share: float, spread: float, title: str
 ) -> None:
-    """One point per arm: its mean gap, a line through its seeds' gaps, and a staircase along those none is better than.
+    """Draw a point per arm (its mean gap), a line through its seeds' gaps, and a staircase along the Pareto frontier.
 
     Args:
         points: per arm the stored share and the gap of each seed in nats.
-        path: of the PNG.
+        path: the PNG to write.
         exact_share: stored share of the exact arm, whose gap is 0.
-        spread: of the exact arm's seeds, in nats: a band.
-        title: above it.
+        spread: spread of the exact arm's seeds in nats, drawn as a band.
+        title: title of the picture.
     """
     means = {name: (share, sum(gaps) / len(gaps)) for name, (share, gaps) in points.items()}
     means["exact"] = (exact_share, 0.0)
@@ -60,7 +60,7 @@ def draw_pareto(
 
 
 def labelled_below(points: Mapping[str, tuple[float, float]]) -> set[str]:
-    """The names to write below their points: of two that would run into each other, one, the lower if it may."""
+    """Choose the names to write below their points: one of two that would overlap, the lower where possible."""
     reach = _LABEL_SHARE * max((share for share, _ in points.values()), default=0.0)
     names = sorted(points, key=lambda name: points[name])
     below = set()
@@ -72,13 +72,13 @@ def labelled_below(points: Mapping[str, tuple[float, float]]) -> set[str]:
 
 
 def _height(nats: float) -> float:
-    """Where the scale puts a gap: in decades above the straight part."""
+    """Height of a gap on the scale, in decades above the straight part."""
     size = abs(nats) / _STRAIGHT_NATS
     return math.copysign(size if size <= 1 else 1 + math.log10(size), nats)
 
 
 def frontier(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """The names of points to which no other is at most equal in both and less in one, in the order of the first."""
+    """Find the points that no other point equals or beats in both values, in the order of the first value."""
     names = sorted(points, key=lambda name: points[name])
     front: list[str] = []
     for name in names:

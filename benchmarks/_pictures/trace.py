@@ -1,4 +1,4 @@
-"""A step's events as arithmetic: what was busy, what was hidden, which lane to draw in; and the Chrome trace file.
+"""Arithmetic over the events of a step: busy time, hidden time, lanes to draw in; and the Chrome trace file.
 
 Pure functions over `(kind, start_s, end_s, nbytes, label)`; kinds are "write", "read", "wait" and "forwarded".
 """
@@ -9,6 +9,8 @@ import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .._report.results import MIB
+
 Event = tuple[str, float, float, int, str]
 Span = tuple[str, str, float, float]
 
@@ -16,13 +18,13 @@ TRANSFERS = ("write", "read")
 
 
 def of_kind(events: Iterable[Sequence[Any]], *kinds: str) -> list[Event]:
-    """The events of these kinds, by start."""
+    """Select the events of these kinds, ordered by start."""
     found = [(kind, start, end, nbytes, label) for kind, start, end, nbytes, label in events if kind in kinds]
     return sorted(found, key=lambda event: event[1])
 
 
 def busy_s(events: Iterable[Event]) -> float:
-    """Seconds during which at least one of the events was under way."""
+    """Count the seconds in which at least one of the events was under way."""
     total = 0.0
     until = float("-inf")
     for _, start, end, _, _ in sorted(events, key=lambda event: event[1]):
@@ -32,14 +34,14 @@ def busy_s(events: Iterable[Event]) -> float:
 
 
 def hidden_share(io_busy_s: float, waited_s: float) -> float:
-    """The share of I/O time behind which compute went on: 1 when nobody ever waited."""
+    """Share of I/O time hidden behind compute: 1 where nothing waited."""
     if io_busy_s <= 0.0:
         return 1.0
     return max(0.0, 1.0 - waited_s / io_busy_s)
 
 
 def lanes(events: Sequence[Event]) -> list[int]:
-    """A lane for each event (sorted by start) such that no two in a lane overlap; as few lanes as that takes."""
+    """Assign events, sorted by start, to as few lanes as possible, so that no two in a lane overlap."""
     free: list[int] = []
     running: list[tuple[float, int]] = []
     used = 0
@@ -57,7 +59,7 @@ def lanes(events: Sequence[Event]) -> list[int]:
 
 
 def away_bytes(events: Iterable[Sequence[Any]], end_s: float) -> tuple[list[float], list[int]]:
-    """Bytes that lie in the tier and not in memory, as steps over time: up when a write ends, down when a read does."""
+    """Bytes in the tier and not in memory, as a step function: up when a write ends, down when a read does."""
     changes = [(end, nbytes if kind == "write" else -nbytes) for kind, _, end, nbytes, _ in of_kind(events, *TRANSFERS)]
     at_s, sizes = [0.0], [0]
     for at, change in sorted(changes):
@@ -67,30 +69,21 @@ def away_bytes(events: Iterable[Sequence[Any]], end_s: float) -> tuple[list[floa
 
 
 def phase_s(spans: Iterable[Sequence[Any]], phase: str) -> float:
-    """Seconds spent in "forward", "backward" or "optimizer"."""
+    """Count the seconds spent in "forward", "backward" or "optimizer"."""
     return sum(end - start for kind, _, start, end in spans if kind == phase)
 
 
 def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]], end_s: float) -> dict[str, Any]:
-    """One step in the Trace Event Format that chrome://tracing and ui.perfetto.dev open (times in microseconds)."""
+    """Write one step in the Trace Event Format of chrome://tracing and ui.perfetto.dev (times in microseconds)."""
     out: list[dict[str, Any]] = []
     threads: list[str] = ["compute", "wait"]
 
     def add(thread: str, name: str, category: str, start: float, end: float, **details: Any) -> None:
         if thread not in threads:
             threads.append(thread)
-        place = {"pid": 1, "tid": threads.index(thread) + 1}
-        out.append(
-            {
-                "name": name,
-                "cat": category,
-                "ph": "X",
-                "ts": 1e6 * start,
-                "dur": 1e6 * (end - start),
-                **place,
-                "args": details,
-            }
-        )
+        place = {"ph": "X", "pid": 1, "tid": threads.index(thread) + 1}
+        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
+        out.append({"name": name, "cat": category, **place, **times, "args": details})
 
     for phase, name, start, end in spans:
         add("compute", f"{phase} {name}" if phase != name else name, phase, start, end)
@@ -104,8 +97,8 @@ def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]]
         place = {"pid": 1, "tid": 1, "s": "t", "args": {"bytes": nbytes}}
         out.append({"name": f"forwarded {label}", "cat": "forwarded", "ph": "i", "ts": 1e6 * start, **place})
     for at, nbytes in zip(*away_bytes(events, end_s), strict=True):
-        away = {"MiB": nbytes / 2**20}
-        out.append({"name": "written, not yet read back", "ph": "C", "ts": 1e6 * at, "pid": 1, "args": away})
+        away = {"name": "written, not yet read back", "args": {"MiB": nbytes / MIB}}
+        out.append({**away, "ph": "C", "ts": 1e6 * at, "pid": 1})
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
         for number, name in enumerate(threads, start=1)

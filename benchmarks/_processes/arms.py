@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,19 +20,19 @@ from .child import Child
 from .serve import Tell
 
 _WORKER = "benchmarks._arms.worker"
-# A turn is a few seconds; this only ends what would otherwise hang.
+# A turn takes a few seconds; the timeout only ends one that hangs.
 TURN_TIMEOUT_S = 600.0
 # The longest arm that is asked once is a quarter of an hour of training.
 ASK_TIMEOUT_S = 7200.0
 # OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
 _SETTLE_S = 0.02
-# What would choose or tune an allocator: taken away for the arm that runs "as Python comes".
+# Variables that choose or tune an allocator: removed for the arm that runs "as Python comes".
 _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_CONF", "MIMALLOC_", "GLIBC_TUNABLES")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One arm: what it is called, what its process does, under which allocator and with how many threads.
+    """One arm: its name, the role and options of its process, its allocator and its threads.
 
     `allocator` is "as-is" (as Python comes) or a name that `tba run --allocator` takes.
     """
@@ -121,7 +121,7 @@ def running(specs: Sequence[Spec], *, timeout_s: float = TURN_TIMEOUT_S) -> Iter
         arms = []
         for spec in specs:
             arm = Arm(spec, timeout_s=timeout_s)
-            stack.enter_context(arm.child)
+            stack.callback(arm.child.close)
             arm.begin()
             arms.append(arm)
         for arm in arms:
@@ -154,7 +154,7 @@ def ask(spec: Spec, *, tell: Tell = lambda note: None, timeout_s: float = ASK_TI
         ChildError: the process ended, or gave no answer within `timeout_s`.
     """
     environment, allocator, _ = arm_environment(spec, os.environ)
-    with Child(f"the arm {spec.name!r}", _WORKER, environment=environment) as child:
+    with closing(Child(f"the arm {spec.name!r}", _WORKER, environment=environment)) as child:
         body = child.ask({"role": spec.role, "options": dict(spec.options)}, timeout_s=timeout_s, tell=tell)
     return Answer(spec, body, allocator)
 

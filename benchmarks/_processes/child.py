@@ -4,7 +4,7 @@ Guarantees:
 
 1. `ask` and `receive` return an answer or raise ChildError, within their timeout and a few seconds more. The error
    holds the end of the child's standard error; of a child that hangs, that is the stack of each of its threads.
-2. After `end` there is no process.
+2. After `close` there is no process.
 
 The other side is `serve`. One JSON object a line:
     in   a question
@@ -24,8 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any
 
 _ROOT = Path(__file__).resolve().parents[2]
 _ENDING_S = 2.0  # a process may take a moment to end, and to write its stacks
@@ -46,7 +45,7 @@ class ChildError(RuntimeError):
 
 
 class Child:
-    """A process of `python -m <module> <arguments>`, which calls `serve`. A context manager: it is ended at the end.
+    """A process of `python -m <module> <arguments>`, which calls `serve`.
 
     Args:
         name: how errors call it.
@@ -58,7 +57,7 @@ class Child:
     def __init__(self, name: str, module: str, *arguments: str, environment: Mapping[str, str]) -> None:
         self._name = name
         path = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH", "")]))
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `end`
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -68,14 +67,6 @@ class Child:
             bufsize=0,
         )
         self._unread = b""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
 
     @property
     def pid(self) -> int:
@@ -107,7 +98,7 @@ class Child:
                 return message["answer"]
             tell(message["note"])
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Kill the process if it still runs."""
         self._process.kill()
         self._process.wait()

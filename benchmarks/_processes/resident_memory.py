@@ -40,7 +40,7 @@ def _status(name: str) -> int:
 
 @contextmanager
 def sampled(interval_s: float) -> Iterator[list[tuple[float, int]]]:
-    """A thread notes (`time.perf_counter()`, resident bytes) at this interval, at the beginning and at the end."""
+    """Note (`time.perf_counter()`, resident bytes) at this interval, at the beginning and at the end."""
     samples: list[tuple[float, int]] = []
     ended = threading.Event()
     descriptor = os.open("/proc/self/statm", os.O_RDONLY)

@@ -46,7 +46,7 @@ class Measured:
 
 
 def same_gradients(arms: Sequence[Measured]) -> bool:
-    """Whether every arm had the same loss and the same gradients, to the last bit, in every round it shares."""
+    """Compare losses and gradients of all arms, bit for bit, in every round they share."""
     first = arms[0]
     return all(
         arm.gradients[number] == first.gradients[number] and arm.losses[number] == first.losses[number]
@@ -56,7 +56,7 @@ def same_gradients(arms: Sequence[Measured]) -> bool:
 
 
 def arm_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
-    """Memory, time and bytes of all arms; ratios are to the arm "plain"."""
+    """Make the table of memory, time and bytes; ratios are to the arm "plain"."""
     base = arms["plain"]
     rows = []
     for arm in arms.values():

@@ -1,6 +1,6 @@
 """A GPT over bytes, in plain PyTorch: the model of the benchmarks, the demo and the tests.
 
-Nothing in it knows about offloading, which is the point: what is measured is what a user's own model would see.
+Nothing in it knows about offloading: the benchmarks measure what a user's own model would see.
 Legend: B batch, S sequence, W width, H heads, V vocabulary.
 """
 

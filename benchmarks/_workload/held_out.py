@@ -14,15 +14,15 @@ from .text import Text, sources
 
 # One in so many of the library's modules and packages is held out: half a megabyte of twelve.
 _HELD_OUT_OF = 20
-# Of the stream of validation batches, which no training seed shares: those draw from the other text.
+# Seed of the validation batches; no training seed shares them, since those draw from the other text.
 _VALIDATION_SEED = 0
 
 
 def split_library(root: Path | None = None) -> tuple[Text, Text]:
-    """The text to train on, and the held-out text.
+    """Split this Python's standard library into the text to train on and the held-out text.
 
     Files of one package resemble each other (the tables of `encodings` nearly to the letter), so a package is on one
-    side as a whole. Which side, a hash of its name says: the same on every machine and in every version of Python.
+    side as a whole. A hash of its name decides, on every machine and in every version of Python alike.
 
     Args:
         root: the library's folder; this Python's by default.
@@ -44,11 +44,11 @@ def split_library(root: Path | None = None) -> tuple[Text, Text]:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a top-level module's file or a package's folder is for validation."""
+    """Decide whether a top-level module's file or a package's folder is for validation."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _HELD_OUT_OF == 0
 
 
 def validation_batches(text: Text, *, size: int, sequence: int, count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same batches for every arm and seed: tokens and targets, int64 [size, sequence]."""
+    """Draw the batches that validate every arm and seed: tokens and targets, int64 [size, sequence]."""
     for index in range(count):
         yield text.batch(size=size, sequence=sequence, seed=_VALIDATION_SEED, index=index)

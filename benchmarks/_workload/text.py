@@ -22,17 +22,17 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Text:
-    """`data`: uint8 [N], the bytes of all files, one after the other."""
+    """Text to train on: `data`, uint8 [N], holds the bytes of all files, one after the other."""
 
     data: Tensor
 
     @cached_property
     def sha256(self) -> str:
-        """First 12 hex digits: the same text gives the same losses, another Python version is another text."""
+        """First 12 hex digits of the hash; losses depend on the text, and each version of Python is another text."""
         return hashlib.sha256(memoryview(self.data.numpy())).hexdigest()[:12]
 
     def batch(self, *, size: int, sequence: int, seed: int, index: int) -> tuple[Tensor, Tensor]:
-        """Batch `index` of the stream `seed`: tokens and the targets one byte on, both int64 [size, sequence].
+        """Draw batch `index` of the stream `seed`: tokens, and targets one byte on, both int64 [size, sequence].
 
         A pure function of its arguments: it has a generator of its own, torch's default one is not touched.
         """
@@ -45,7 +45,7 @@ class Text:
 
 
 def standard_library() -> Text:
-    """The text of all modules of this Python's standard library, tests apart, in the order of their paths (12 MB)."""
+    """Read all modules of this Python's standard library, except tests, in the order of their paths (12 MB)."""
     root = Path(sysconfig.get_path("stdlib"))
     data = bytearray()
     for path in sources(root):
@@ -59,7 +59,7 @@ def standard_library() -> Text:
 
 
 def sources(root: Path) -> Iterator[Path]:
-    """Every `*.py` below `root` outside the skipped folders, sorted by relative path in POSIX form."""
+    """List every `*.py` below `root` outside the skipped folders, sorted by relative path in POSIX form."""
     found = (path for path in root.rglob("*.py") if path.is_file() and _wanted(path.relative_to(root)))
     yield from sorted(found, key=lambda path: path.relative_to(root).as_posix())
 

@@ -10,7 +10,7 @@ from torch import nn
 
 
 def make_optimizer(model: nn.Module, kind: str, learning_rate: float) -> torch.optim.Optimizer:
-    """The optimizer with its state in place, so that the state counts as idle and not as a step's peak."""
+    """Make the optimizer with its state in place, so that the state counts as idle and not as a step's peak."""
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=learning_rate)
     if kind != "adamw":
@@ -27,7 +27,7 @@ def make_optimizer(model: nn.Module, kind: str, learning_rate: float) -> torch.o
 
 
 def gradient_hash(model: nn.Module) -> str:
-    """First 16 hex digits of the sha256 over the bytes of all gradients, in the order of the parameters."""
+    """Hash the bytes of all gradients in the order of the parameters: the first 16 hex digits of a sha256."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         if parameter.grad is not None:

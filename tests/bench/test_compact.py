@@ -96,7 +96,7 @@ def test_bert_measures_every_arm(tmp_path: Path) -> None:
     for name, arm in arms.items():
         assert arm["peak_bytes"] >= 0
         assert arm["about"]["parameters"] == arms[PLAIN]["about"]["parameters"]
-        # Of each of two layers q, k, v and the feed-forward's two; the attention's output and the rest stay plain.
+        # In each of two layers q, k, v and the feed-forward's two; the attention's output and the rest stay plain.
         assert arm["about"]["converted"] == (10 if name in (KEEP, NVME) else 0)
         assert len(arm["wall_s"]) == 1
     # A sketch changes weight gradients only: the first forward is the same in every arm.

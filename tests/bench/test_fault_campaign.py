@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,7 @@ def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> Non
     for kind, count in counts.items():
         assert count["cases"] == EACH
         if not count["skipped"]:
-            assert count["struck"], f"no fault of kind {kind!r} ever befell a call: {count}"
+            assert count["struck"], f"no fault of kind {kind!r} ever struck a call: {count}"
         if KINDS[kind].survived:
             assert count["exact"] == EACH, f"{kind}: {count}"
     total = sum(counts.values(), Counter[str]())
@@ -198,7 +199,7 @@ def test_it_notices_an_error_that_had_not_to_be(scratch: Path, monkeypatch: pyte
     assert "has to be survived" in outcome.detail
 
 
-def test_it_notices_an_error_of_somebody_else(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_notices_an_error_that_is_none_of_tbas(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("not one of tba's")
 
@@ -265,7 +266,7 @@ def test_it_notices_a_case_that_hangs_or_dies(scratch: Path, monkeypatch: pytest
 
 def test_the_next_case_after_one_that_hangs_or_dies_has_another_process() -> None:
     arguments = iter([[], ["second"], ["third"]])
-    with Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0) as runner:
+    with closing(Runner("tests.support.child", lambda: next(arguments), timeout_s=1.0)) as runner:
         _, first = runner.ask("one")
         assert runner.ask("two") == ["two", first]
         with pytest.raises(ChildError, match="gave no answer within 1 s") as caught:

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from benchmarks import io
-from benchmarks._io.arms import Arm, Rig, StoreArm
+from benchmarks._io.arms import Rig, StoreArm
 from benchmarks._io.deepspeed import make_deepspeed
 from benchmarks._io.fio import Fio, FioError, Mode, arguments, parse
 from benchmarks._io.memory import Memory, WrongBytes, verify, wipe
-from benchmarks._io.rounds import DEEPSPEED, FIO, MODES, STORE, TWO_PATHS, Series, check, measure, take
+from benchmarks._io.rounds import DEEPSPEED, FIO, MODES, STORE, TWO_PATHS, Arm, Series, check, measure, take
 from benchmarks._report.results import CannotMeasure
 from io_backends import PosixStore, Syscalls
 
@@ -258,7 +258,7 @@ def test_right_ahead_of_each_turn_that_counts_is_one_that_does_not(
     def note(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (done.append(name), call())[1]
 
-    for name in ("warm_write", "warm_read", "write", "read", "both"):
+    for name in ("warm_write", "warm_read", *arm.modes):
         monkeypatch.setattr(arm, name, note(name, getattr(arm, name)))
     found = Series()
     for mode in arm.modes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ UNKNOWN = Spec(name="wrong", role="nonesuch", options={}, threads=1)
 
 @pytest.fixture
 def child() -> Iterator[Child]:
-    with Child("the child", "tests.support.child", environment=os.environ) as child:
+    with closing(Child("the child", "tests.support.child", environment=os.environ)) as child:
         yield child
 
 
@@ -34,7 +35,7 @@ def test_child_answers_and_tells_notes_whatever_it_prints(child: Child) -> None:
     for question in ("one", {"two": [2]}):
         assert child.ask(question, timeout_s=TIMEOUT_S, tell=notes.append) == [question, child.pid]
     assert notes == ["asked one", "asked {'two': [2]}"]
-    child.end()
+    child.close()
     assert not is_there(child.pid)
 
 

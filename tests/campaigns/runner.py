@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from benchmarks._processes.child import Child, ChildError
 
@@ -14,7 +13,7 @@ _START_S = 120.0
 
 
 class Runner:
-    """Asks one process after another. A context manager: there is no process outside of it.
+    """Asks one process after another.
 
     Args:
         module: run by `python -m`, one compute thread, without `TBA_` settings; it calls `serve`.
@@ -27,14 +26,6 @@ class Runner:
         self.child: Child | None = None
         self._module, self._arguments = module, arguments
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.end()
-
     def ask(self, question: Any) -> Any:
         """The answer to a question. Raises ChildError; the next question is asked of another process then."""
         timeout_s = self.timeout_s
@@ -46,11 +37,11 @@ class Runner:
         try:
             return self.child.ask(question, timeout_s=timeout_s)
         except ChildError:
-            self.end()
+            self.close()
             raise
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End the process, if there is one."""
         child, self.child = self.child, None
         if child is not None:
-            child.end()
+            child.close()

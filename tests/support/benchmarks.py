@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import warnings
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +35,7 @@ class LocalChild:
         self._question = ""
         self._thread = ThreadPoolExecutor(1)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._thread.shutdown()
 
     def ask(self, question: Any, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
@@ -69,6 +67,9 @@ def arms_in_this_process(scratch: Path) -> Iterator[None]:
         patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         yield
     torch.set_num_threads(threads)
+    # Modules that were imported stay, so collections of later tests need not look through them.
+    gc.collect()
+    gc.freeze()
 
 
 def run_benchmark(*arguments: str, scratch: Path) -> Any:

@@ -58,7 +58,7 @@ class Campaign:
                 self._disk = stack.enter_context(small_disk(self._place, _DISK_BYTES))
             except NotAllowed as reason:
                 self.no_disk = str(reason)
-            stack.enter_context(self.runner)  # first of all on the way out: it may hold files of the mount
+            stack.callback(self.runner.close)  # first of all on the way out: it may hold files of the mount
             self._stack = stack.pop_all()
         return self
 
@@ -68,7 +68,7 @@ class Campaign:
         self._stack.close()
 
     def run(self, seed: int, kind: str | None = None) -> Outcome:
-        """The outcome of the case of a seed; of this kind, if one is named."""
+        """Run the case of a seed, of this kind if one is named."""
         try:
             return Outcome(**self.runner.ask({"seed": seed, "kind": kind}))
         except ChildError as error:
@@ -77,7 +77,7 @@ class Campaign:
             return Outcome(seed=seed, kind=case.kind, verdict=verdict, detail=str(error), case=case.describe())
 
     def _arguments(self) -> list[str]:
-        """An empty directory for the cases of one process, as one that was killed may leave something; and the disk."""
+        """Make an empty directory for each process, since a killed one may leave files; add the small disk."""
         site = tempfile.mkdtemp(prefix="site-", dir=self._place)
         return [str(path) for path in (site, self._disk) if path is not None]
 
@@ -88,7 +88,7 @@ class Campaign:
 
 
 def tally(outcomes: Iterable[Outcome]) -> dict[str, Counter[str]]:
-    """By kind, in the order of `KINDS`: how many of each verdict, "cases" in all, and "struck" by their fault."""
+    """Count by kind, in the order of `KINDS`: each verdict, "cases" in all, and "struck" by their fault."""
     counts = {kind: Counter[str]() for kind in KINDS}
     for outcome in outcomes:
         counts[outcome.kind].update(["cases", outcome.verdict, *(["struck"] if outcome.struck else [])])

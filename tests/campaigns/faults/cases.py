@@ -1,4 +1,4 @@
-"""Cases of the fault campaign: what goes wrong, where in a training step, and how the engine is set; drawn from a seed.
+"""Cases of the fault campaign: a fault, its place in a training step, and the engine's settings, drawn from a seed.
 
 A case is a pure function of its seed, so that a failing one can be run again alone. What it promises is the same for
 every kind: each step completes with gradients bit-equal to plain PyTorch, or raises `OffloadError` naming tensor and
@@ -112,12 +112,12 @@ class Case:
     dropped: bool
 
     def describe(self) -> dict[str, Any]:
-        """Every field, for a report; the error by its name."""
+        """All fields, for a report; the error by its name."""
         return {**asdict(self), "code": errno.errorcode[self.code]}
 
 
 def draw(seed: int, kind: str | None = None) -> Case:
-    """The case of a seed, any whole number; with `kind`, this kind and no other."""
+    """Draw the case of a seed, any whole number; with `kind`, a case of this kind."""
     r = random.Random(seed)
     drawn = r.choices(list(KINDS), [known.weight for known in KINDS.values()])[0]
     kind = kind or drawn

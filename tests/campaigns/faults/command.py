@@ -18,7 +18,7 @@ from .trial import Outcome
 
 
 def run_faults(seeds: Sequence[int], path: Path | None = None) -> Result:
-    """Run the cases of `seeds` below `path` (None: below `out/`). Cases that fail are told as they come."""
+    """Run the cases of `seeds` below `path` (None: below `out/`). Cases that fail are shown as they come."""
     outcomes: list[Outcome] = []
     directory = scratch_directory((path,) if path is not None else None)
     with progress("faults", len(seeds)) as bar, Campaign(directory) as campaign:
@@ -46,7 +46,7 @@ def run_faults(seeds: Sequence[int], path: Path | None = None) -> Result:
 
 
 def bad_count(outcomes: Sequence[Outcome]) -> int:
-    """How many are wrong, hung or leaked: has to be none."""
+    """Count the outcomes that are wrong, hung or leaked."""
     return sum(outcome.verdict in BAD for outcome in outcomes)
 
 
@@ -66,7 +66,7 @@ def _table(outcomes: Sequence[Outcome], no_disk: str) -> Grid:
     ]
     total = [str(sum(counts[kind][name] for kind in KINDS)) for name in columns]
     note = (
-        "Struck: cases whose fault befell a call. Exact: every step completed, loss and gradients bit-equal to plain "
+        "Struck: cases whose fault struck a call. Exact: every step completed, loss and gradients bit-equal to plain "
         "PyTorch. Raised: some step raised OffloadError naming tensor and cause, the completed ones were exact. "
         "Wrong, hung and leaked have to be 0; a fault that has to be survived may not raise either."
     )

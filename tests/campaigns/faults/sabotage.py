@@ -3,8 +3,8 @@
 Guarantees:
 
 1. A fault strikes the calls it was drawn for, counted over all threads, and no others; `struck` tells how often.
-2. After `stop` nothing is struck any more, and whatever was held up goes on: what a case leaves behind afterwards is
-   the fault of whoever was struck.
+2. After `stop` no call is struck any more, and those held up go on: whatever a case leaves behind after that, tba has
+   left.
 
 Faults that hold a transfer up do so on the store's own threads; a thread of this module's (named otherwise) lets go.
 """
@@ -34,10 +34,10 @@ _REAL = Syscalls()
 
 
 class WorkerKiller(Exception):
-    """Ends the loop of the worker it is raised on.
+    """Ends the loop of the worker it is raised on, which breaks the store.
 
-    A worker carries whatever a transfer raises to whoever waits, and makes a message of it. This one cannot be made a
-    message: what it raises then, nobody there expects.
+    A worker hands the exception of a transfer to the thread that waits, and makes a message of it. Making one of this
+    exception raises SystemExit, which no code there expects.
     """
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Sabotage:
 
     Attributes:
         syscalls: for the `PosixStore`s beneath.
-        struck: calls that something befell.
+        struck: calls that a fault struck.
     """
 
     def __init__(self, case: Case, transfers: int) -> None:
@@ -65,7 +65,7 @@ class Sabotage:
         self.syscalls = Syscalls(open=self._open, pwritev=self._pwritev, preadv=self._preadv, fallocate=self._fallocate)
 
     def stop(self) -> None:
-        """No fault from here on."""
+        """End all faults."""
         with self._lock:
             self._over = True
             timer = self._timer
@@ -75,12 +75,12 @@ class Sabotage:
             timer.join()
 
     def count(self) -> None:
-        """Something befell that is none of the calls here."""
+        """Count a fault that struck outside of these calls."""
         with self._lock:
             self.struck += 1
 
     def _strikes(self, call: str, *kinds: str) -> bool:
-        """Count a call of a seam; whether it is struck."""
+        """Count a call of a seam; return whether it is struck."""
         case = self._case
         if case.kind not in kinds or case.call != call:
             return False
@@ -106,7 +106,7 @@ class Sabotage:
     # -- the protocol --------------------------------------------------------------------------------------------
 
     def plan(self, operation: Operation, number: int) -> Fault | None:
-        """For `FaultyStore`."""
+        """The fault of a transfer, for `FaultyStore`."""
         case = self._case
         if not self._strikes(operation, "late", "failing", "store full", "stalled"):
             return None
@@ -151,7 +151,7 @@ class Sabotage:
             "slow device",
             "hanging device",
         )
-        # A file is opened, and tried, by whoever asks first: that is no worker.
+        # The thread that asks first opens and tries a file: that is no worker.
         if threading.current_thread().name.startswith("tba-"):
             kinds = (*kinds, "dying worker")
         if not self._strikes(call, *kinds):
@@ -186,7 +186,7 @@ class Sabotage:
 
 
 def cut(pieces: Pieces, most_bytes: int) -> list[tuple[int, int]]:
-    """The first `most_bytes` of a vectored transfer, as a system that stops early moves them."""
+    """Cut a vectored transfer to its first `most_bytes`, as a system that stops early moves it."""
     kept: list[tuple[int, int]] = []
     for address, length in pieces:
         if most_bytes > 0:
@@ -205,7 +205,7 @@ def _flip_in_memory(pieces: Pieces, place: int) -> None:
 
 
 def _flip_in_file(fd: int, place: int) -> None:
-    """Turn one bit of the block that holds `place`, by the same means and flags that wrote it."""
+    """Flip one bit of the block that holds `place`, with the calls and flags that wrote it."""
     page = mmap.mmap(-1, _BLOCK)
     anchor: Any = ctypes.c_char.from_buffer(page)
     address = ctypes.addressof(anchor)

@@ -1,4 +1,4 @@
-"""Site: what a trial trains, and over which store: steps of a small GPT, and the directories beneath a case's store.
+"""Site: the surroundings of a trial: steps of a small GPT, and the store of a case with its directories.
 
 Steps are the same with and without offloading, to the last bit: data, dropout and weights depend on the step alone.
 """
@@ -33,14 +33,14 @@ _HOST_BYTES = 1 << 16
 
 
 def make_model(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model of `MODELS`, from the same weights each time."""
+    """Make a model of `MODELS`, with equal weights each time, and its optimizer."""
     torch.manual_seed(0)
     model = GPT(MODELS[name][0])
     return model, torch.optim.SGD(model.parameters(), lr=0.05)
 
 
 def forward(model: nn.Module, name: str, forwards: int, step: int) -> list[Tensor]:
-    """The losses of a step's batches."""
+    """Compute the losses of a step's batches."""
     config, batch = MODELS[name]
     data = torch.Generator().manual_seed(1000 + step)
     torch.manual_seed(2000 + step)  # dropout
@@ -52,7 +52,7 @@ def forward(model: nn.Module, name: str, forwards: int, step: int) -> list[Tenso
 
 
 def backward(losses: list[Tensor], *, retained: bool) -> None:
-    """Backward over each, twice where the graph is retained."""
+    """Run backward over each loss, twice where the graph is retained."""
     for loss in losses:
         if retained:
             loss.backward(retain_graph=True)
@@ -60,13 +60,13 @@ def backward(losses: list[Tensor], *, retained: bool) -> None:
 
 
 def seen_of(model: nn.Module, losses: list[Tensor]) -> Seen:
-    """What a step computed."""
+    """Describe the result of a step exactly: its losses and the hash of its gradients."""
     return *(float(loss.detach()).hex() for loss in losses), gradient_hash(model)
 
 
 @cache
 def plain_steps(name: str, steps: int, forwards: int, retained: bool) -> list[tuple[Seen, dict[str, Any]]]:
-    """Each step in plain PyTorch: what is seen after backward, and the weights that the next one begins with."""
+    """Run the steps in plain PyTorch; list each one's result, and the weights that the next begins with."""
     model, optimizer = make_model(name)
     found = []
     for step in range(steps):
@@ -81,7 +81,7 @@ def plain_steps(name: str, steps: int, forwards: int, retained: bool) -> list[tu
 
 @cache
 def size_of(name: str, directory: Path) -> tuple[int, int]:
-    """What a forward of the model hands over to the store: bytes and transfers. Tried, with nothing disturbed."""
+    """Count the bytes and transfers that a forward hands to the store, by running one without faults."""
     transfers = 0
 
     def plan(operation: Operation, number: int) -> Fault | None:
@@ -151,18 +151,18 @@ class Site:
         return _Copying(self._levels[0], lambda operation, number: None)
 
     def used_bytes(self) -> int:
-        """What belongs to writes not yet discarded, in files and host memory."""
+        """Bytes of writes not yet discarded, in files and host memory."""
         return sum(store.used_bytes for store in self._files) + sum(store.host_bytes for store in self._levels)
 
     def remove(self) -> bool:
-        """Take the directories away; False if they are gone already."""
+        """Remove the directories; return False if they are gone already."""
         there = [directory for directory in self._directories if directory.exists()]
         for directory in there:
             directory.rmdir()
         return bool(there)
 
     def clear(self) -> list[str]:
-        """Take everything away; what a store left by name."""
+        """Remove everything; list the files that a store has left."""
         self._ballast.unlink(missing_ok=True)
         there = [directory for directory in self._directories if directory.exists()]
         left = [f"file {path.name} is left" for directory in there for path in directory.iterdir()]

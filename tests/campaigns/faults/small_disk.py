@@ -11,12 +11,12 @@ from pathlib import Path
 
 
 class NotAllowed(RuntimeError):
-    """There is no such file system here; the message says why."""
+    """A small file system cannot be had here; the message says why."""
 
 
 @contextmanager
 def small_disk(directory: Path, nbytes: int) -> Iterator[Path]:
-    """An empty ext4 of `nbytes` in a file in `directory`; where it is mounted. Gone at the end.
+    """Mount an empty ext4 of `nbytes`, kept in a file in `directory`; yield its mount point, and remove it at the end.
 
     Raises:
         NotAllowed: not root, a program is missing, or the system refuses.

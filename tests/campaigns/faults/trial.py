@@ -6,7 +6,7 @@ with an outcome. A case that hangs is for the campaign to notice.
 The verdict, the first of these that holds:
 
     wrong   gradients or loss differ from plain PyTorch's; an error that is not one of tba's, or does not name tensor
-            and cause; an error under a fault that has to be survived; an exception that nobody carried
+            and cause; an error under a fault that has to be survived; an exception that reached no caller
     leaked  records, extents, bytes under way, descriptors, threads or files are left when all graphs are dead
     raised  some step raised `OffloadError`, and every step that completed was exact
     exact   every step completed
@@ -41,7 +41,7 @@ from .site import Seen, Site, backward, forward, make_model, plain_steps, seen_o
 
 # How often a step that raised is tried again; the last time with the fault over.
 _TRIES = 3
-# What has been told to end may need a moment on a busy machine.
+# Threads and files may take a moment to go on a busy machine.
 _GRACE_S = 5.0
 # Every error of a transfer says which tensor (`float32[2, 16, 32] #7 (4096 bytes)`) and, behind "back", why.
 _NAMES_TENSOR = re.compile(r"\w+\[[\d, ]*\] #\d+ \(\d+ bytes\) .*back\b.*\S", re.DOTALL)
@@ -54,7 +54,7 @@ class Wrong(Exception):
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of a case; `struck` counts the calls that something befell, `raised` the steps that raised."""
+    """The outcome of a case; `struck` counts the calls that a fault struck, `raised` the steps that raised."""
 
     seed: int
     kind: str
@@ -84,14 +84,14 @@ def run_trial(case: Case, directory: Path, disk: Path | None = None) -> Outcome:
         left += _await_none(lambda: sorted(f"{what} is left" for what in _holdings() - before))
     outcome.struck = trial.sabotage.struck
     if outcome.verdict != "wrong" and noises:
-        outcome.verdict, outcome.detail = "wrong", "nobody carried: " + "; ".join(noises)
+        outcome.verdict, outcome.detail = "wrong", "reached no caller: " + "; ".join(noises)
     elif outcome.verdict != "wrong" and left:
         outcome.verdict, outcome.detail = "leaked", "; ".join(left)
     return outcome
 
 
 class _Trial:
-    """A model in training over a store that is sabotaged."""
+    """A model in training over a sabotaged store."""
 
     def __init__(self, case: Case, directory: Path, disk: Path | None, outcome: Outcome) -> None:
         self.case, self.outcome = case, outcome
@@ -110,7 +110,7 @@ class _Trial:
         self.offload = Offloader(self.model, config, store=store)
 
     def train(self) -> None:
-        """All steps. Raises Wrong."""
+        """Train all steps. Raises Wrong."""
         case = self.case
         expected = plain_steps(case.model, case.steps, case.forwards, case.retained)
         self._maybe_remove("before")
@@ -138,7 +138,7 @@ class _Trial:
             self.outcome.verdict = "raised"
 
     def end(self) -> list[str]:
-        """With all graphs dead: what is left of them; then the offloader is closed."""
+        """Once all graphs are gone, list what they have left; then close the offloader."""
         self.sabotage.stop()
         left = []
         try:
@@ -165,7 +165,7 @@ class _Trial:
         return seen_of(self.model, losses)
 
     def _judge(self, error: OffloadError) -> None:
-        """An error is legal if it names tensor and cause, and if nothing less will do. Raises Wrong."""
+        """Accept an error that names tensor and cause, unless the fault has to be survived. Raises Wrong."""
         self.outcome.raised += 1
         self.outcome.detail = f"{type(error).__name__}: {error}"
         if not (_NAMES_TENSOR.search(str(error)) or _NAMES_STORE.search(str(error))):
@@ -174,7 +174,7 @@ class _Trial:
             raise Wrong(f"an error under a fault that has to be survived: {error!r}")
 
     def _maybe_remove(self, when: str) -> None:
-        """The directories, before the first write or while a graph lives, where the case says so."""
+        """Remove the directories, before the first write or while a graph lives, if the case says so."""
         if self.case.kind == "directory gone" and self.case.call == when and self._site.remove():
             self.sabotage.count()
 
@@ -192,7 +192,7 @@ class _Trial:
 
 
 def _holdings() -> Counter[str]:
-    """Threads of ours by identity, and every descriptor by its number and target."""
+    """List tba's threads by identity, and every descriptor by number and target."""
     held = Counter(f"thread {t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("tba-"))
     for entry in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of the listing itself
@@ -201,7 +201,7 @@ def _holdings() -> Counter[str]:
 
 
 def _await_none(look: Callable[[], list[str]]) -> list[str]:
-    """What `look` finds, as soon as that is nothing, else after some grace."""
+    """Wait until `look` finds nothing, for a while at most; return what it finds then."""
     until_s = time.monotonic() + _GRACE_S
     while (found := look()) and time.monotonic() < until_s:
         gc.collect()
@@ -211,7 +211,7 @@ def _await_none(look: Callable[[], list[str]]) -> list[str]:
 
 @contextmanager
 def _listening() -> Iterator[list[str]]:
-    """Errors that no caller hears of: of threads, of finalisers, and warnings that are no part of any promise."""
+    """Collect errors that reach no caller, of threads and finalisers, and warnings that are no part of a promise."""
     noises: list[str] = []
     hooks = threading.excepthook, sys.unraisablehook
     threading.excepthook = lambda args: noises.append(f"{args.exc_value!r} in a thread")

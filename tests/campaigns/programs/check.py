@@ -1,12 +1,13 @@
-"""Program check: one program run plain and through an engine, and where the two first differ.
+"""Check: runs one program plain and through an engine, and finds where the two first differ.
 
-Every instruction must leave the same bits in every tensor and gradient, or raise the same, up to the first for which
-PyTorch itself does other things than with hooks that do nothing: there plain PyTorch notices an edit, and the engine
-may notice it too or have the bytes in safety.
+Every instruction must leave the same bits in every tensor and gradient, or raise the same error, up to the first for
+which PyTorch itself behaves differently with hooks that do nothing: there plain PyTorch notices an edit, and the engine
+may notice it too or already have the bytes stored.
 """
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -25,15 +26,15 @@ from .machine import EDITED, Instruction, Machine, Model, Plain
 
 Plan = Callable[[Operation, int], Fault | None]
 Outcome = tuple[Any, ...]  # of one instruction: what it raised, and what all tensors are afterwards
-# (model, what is to go wrong with its transfers, settings) -> an Offloader, closed at the end
+# (faults of the transfers, model, settings) -> an Offloader, closed at the end
 MakeEngine = Callable[..., AbstractContextManager[Offloader]]
 
-# How an error begins that says bytes could not be brought back.
+# The beginning of an error that says that bytes could not be read back.
 LOST = "TransferError"
 
 
 class Idle(Plain):
-    """Hooks that do nothing but to know what they packed."""
+    """An arm under hooks that do nothing but remember what they packed."""
 
     def __init__(self) -> None:
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, attrgetter("tensor"))
@@ -68,7 +69,7 @@ class _Box:
 
 
 class Engine(Plain):
-    """The arm with an engine."""
+    """An arm with an engine."""
 
     def __init__(self, offload: Offloader) -> None:
         self.offload = offload
@@ -90,23 +91,23 @@ _INJECTED = Fault(error=OSError(5, "injected"))
 
 
 def late(operation: Operation, number: int) -> Fault | None:
-    """Some transfers take their time."""
+    """Delay some transfers."""
     return Fault(delay_s=0.002) if number % 3 == 1 else None
 
 
 def failing(operation: Operation, number: int) -> Fault | None:
-    """Some writes fail: their tensors stay."""
+    """Fail some writes: their tensors stay in memory."""
     return _INJECTED if operation == "write" and number % 2 else None
 
 
 def losing(operation: Operation, number: int) -> Fault | None:
-    """Some reads fail too: the program is told."""
+    """Fail some reads too: the program gets an error."""
     return (
         Fault(error=OSError(5, "injected")) if operation == "read" and number % 5 == 2 else failing(operation, number)
     )
 
 
-# What is done to the transfers, and the settings.
+# By name: the faults of the transfers, and the settings.
 WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
     "all moves": (None, {"prefetch_bytes": 0}),
     "small window": (late, {"prefetch_bytes": 2048, "staging_bytes": 8192, "threads": 2}),
@@ -119,8 +120,27 @@ WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
 }
 
 
+class ShortCollections:
+    """Keeps garbage collections short, of which each program asks for some.
+
+    Imported modules stay, and PyTorch goes on importing as it is used; frozen, collections need not look through them.
+    """
+
+    _AT = (0, 3, 10, 30, 100, 300)
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def before_a_program(self) -> None:
+        """Freeze what there is, ahead of the first programs and then ever more rarely."""
+        if self._count in self._AT:
+            gc.collect()
+            gc.freeze()
+        self._count += 1
+
+
 def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:
-    """What each step left."""
+    """Run a program on a machine and list the outcome of each step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as errors they would tell arms apart: PyTorch gives many once in a process
         found = [machine.step(instruction) for instruction in [("context", 0, 0, 0), *program]]
@@ -131,7 +151,7 @@ def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:
 def through_engine(
     program: list[Instruction], make: MakeEngine, plan: Plan | None, **chosen: Any
 ) -> tuple[list[Outcome], OffloadStats]:
-    """What each step left with an engine, and its statistics when all graphs are gone."""
+    """List the outcomes with an engine, and its statistics once all graphs are gone."""
     model = Model()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
@@ -140,7 +160,7 @@ def through_engine(
 
 
 def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:
-    """What each step left with hooks that do nothing, and how many tensors PyTorch keeps when all graphs are gone.
+    """List the outcomes under hooks that do nothing, and count the tensors PyTorch keeps once all graphs are gone.
 
     A backward that failed leaves its queue to the next, a weight that was edited in place holds its graph.
     """
@@ -149,11 +169,27 @@ def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:
     return found, len(arm.packed)  # while the model is there, as it is with the engine
 
 
+def through_plain(program: list[Instruction]) -> list[Outcome]:
+    """List the outcomes in plain PyTorch."""
+    return outcomes(program, Machine(Model(), Plain()))
+
+
 def compare(
-    program: list[Instruction], make: MakeEngine, plan: Plan | None, *, records_before: int = 0, **chosen: Any
+    program: list[Instruction],
+    make: MakeEngine,
+    plan: Plan | None,
+    *,
+    plain: list[Outcome] | None = None,
+    records_before: int = 0,
+    **chosen: Any,
 ) -> str:
-    """Run a program both ways: how they differ, or "". `records_before` of the engine are older than the program."""
-    plain = outcomes(program, Machine(Model(), Plain()))
+    """Run a program both ways and describe how they differ, or "".
+
+    Args:
+        plain: its outcomes in plain PyTorch, where they are known already.
+        records_before: so many of the engine's records are older than the program.
+    """
+    plain = through_plain(program) if plain is None else plain
     ours, stats = through_engine(program, make, plan, **chosen)
     left = stats.live_records > records_before or (not stats.live_records and stats.resident_bytes > 0)
     if ours == plain and not left:
@@ -177,7 +213,7 @@ def compare(
 
 
 def difference(wanted: Outcome, found: Outcome) -> str:
-    """Where two outcomes differ."""
+    """Describe where two outcomes differ."""
     if wanted[0] != found[0]:
         return f"plain says {wanted[0]!r}, the engine {found[0]!r}"
     return "; ".join(

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def run_programs(first: int, count: int, *, jobs: int, path: Path | None = None)
 
 def _run_chunk(seeds: range, directory: str) -> Iterator[Case]:
     """Run some seeds in one process; in another after one that hangs or ends it."""
-    with Runner("tests.campaigns.programs.worker", lambda: [directory], timeout_s=HUNG_S) as runner:
+    with closing(Runner("tests.campaigns.programs.worker", lambda: [directory], timeout_s=HUNG_S)) as runner:
         for seed in seeds:
             try:
                 way, verdict, detail = runner.ask(seed)

@@ -1,8 +1,8 @@
-"""Program: a training program made of numbers, run an instruction at a time, to compare an engine with plain PyTorch.
+"""Machine: runs a training program made of numbers, an instruction at a time, plain or with an engine.
 
-An instruction is a name and three numbers, each taken modulo what there is to choose from, so that any list of
-instructions is a program. Those that PyTorch refuses (shapes, dtypes, edits of leaves) are steps as well: both arms
-must refuse them alike.
+An instruction is a name and three numbers, each taken modulo the number of choices, so that any list of instructions is
+a program. Those that PyTorch refuses (shapes, dtypes, edits of leaves) are steps as well: both arms must refuse them
+alike.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EDITED = "modified by an inplace operation"
 
 
 class Plain:
-    """What a program does to the engine: without one, nothing."""
+    """An arm without an engine: the instructions that concern one do nothing."""
 
     def enter(self) -> None: ...
 
@@ -43,7 +43,7 @@ class Plain:
 
 
 class Model(nn.Module):
-    """What programs take weights and a buffer from."""
+    """The weights and the buffer of a program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Machine:
         self.pool: list[Tensor] = [*model.parameters(), model.shift, self.leaf, torch.randn(8, 16)]
 
     def step(self, instruction: Instruction) -> tuple[Any, ...]:
-        """Run one instruction: what it raised, and what all tensors are afterwards."""
+        """Run one instruction; return the error it raised, and a digest of every tensor afterwards."""
         name, *numbers = instruction
         try:
             getattr(self, f"_do_{name}")(*numbers)
@@ -89,7 +89,7 @@ class Machine:
         return told, *map(_digest, self.pool), *(_digest(leaf.grad) for leaf in self._leaves())
 
     def finish(self) -> None:
-        """Leave the context, forget everything."""
+        """Leave the context and release every tensor."""
         if self.inside:
             self._do_context(0, 0, 0)
         self.pool.clear()
@@ -242,7 +242,7 @@ def _on_thread(call: Callable[[], None]) -> None:
     errors: list[Exception] = []
 
     def run() -> None:
-        torch.get_num_threads()  # sets it here too: oneDNN takes OpenMP's number until somebody has asked
+        torch.get_num_threads()  # sets it on this thread too: oneDNN takes OpenMP's number until it is asked for
         try:
             call()
         except Exception as error:

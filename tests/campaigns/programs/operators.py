@@ -24,7 +24,7 @@ class Detach(torch.autograd.Function):
 
 
 class _Square(torch.autograd.Function):
-    """Saves its input, its output and something of its own."""
+    """A Function that saves its input, its output and an intermediate result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ class _Square(torch.autograd.Function):
 
 
 class _Dirty(torch.autograd.Function):
-    """Works in place, and saves what it made."""
+    """A Function that works in place and saves its result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class _Dirty(torch.autograd.Function):
 
 
 class _Two(torch.autograd.Function):
-    """Two results, views of one another's memory, and one that needs no gradient."""
+    """A Function with two results that share memory, and one that needs no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,17 +30,15 @@ from io_backends import PosixStore, interrupts
 from io_backends.testing import FaultyStore
 from tba import OffloadConfig, Offloader
 
-from .check import WAYS, Engine, Plan, compare, losing, through_idle_hooks
+from .check import WAYS, Engine, Plan, ShortCollections, compare, losing, through_idle_hooks
 from .machine import NAMES, Instruction, Machine, Model
 
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 _MOST_LINES = 3000
-# What has been imported stays, and PyTorch goes on importing as it is used: collections need not look through it.
-_FREEZE_AT = (0, 3, 10, 30, 100, 300)
 
 
 def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
-    """What the case of a seed is: its way, its instructions, and the numbers that follow."""
+    """Draw the case of a seed: its way, its instructions, and the random numbers that follow."""
     numbers = random.Random(seed)
     way = numbers.choice([*WAYS, "losing", "interrupted", "interrupted", "interrupted"])
     length = numbers.randint(4, 40)
@@ -49,7 +47,7 @@ def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
 
 
 def run_case(seed: int, directory: Path) -> tuple[str, str, str]:
-    """The way of a seed's case, its verdict (ok, wrong, broken, struck) and the details."""
+    """Run the case of a seed; return its way, its verdict (ok, wrong, broken, struck) and the details."""
     way, program, numbers = program_of(seed)
 
     @contextmanager
@@ -150,16 +148,13 @@ class Worker:
     """Runs the cases it is asked for, in `directory`."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory, self._count = directory, 0
+        self._directory, self._collections = directory, ShortCollections()
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 
     def answer(self, seed: int, tell: Tell) -> tuple[str, str, str]:
-        """The way, the verdict and the details of a seed's case."""
-        if self._count in _FREEZE_AT:
-            gc.collect()
-            gc.freeze()
-        self._count += 1
+        """Run the case of a seed; return its way, verdict and details."""
+        self._collections.before_a_program()
         return run_case(seed, self._directory)
 
 
