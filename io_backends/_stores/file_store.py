@@ -5,6 +5,11 @@ Guarantees:
 1. The file is made by the first transfer, once, and closed once: by the last worker, by `close`, or in a forked child.
 2. Once closed, or once all workers have died, no file is made again.
 3. After a fork the child owns nothing of it; every call raises StoreClosed.
+
+Where threads meet: `open` against `abandon`, which takes no lock. `open` (1) makes the file, (2) appends it to
+`_files`, (3) looks at `_closed`. `abandon` (a) sets `_closed`, and the last worker then (b) pops the file and closes
+it. If (a) is before (3), `open` closes the file itself; else (2) was before (b), and the worker finds it. Where both
+try, `pop` gives it to one of them.
 """
 
 from __future__ import annotations
@@ -31,14 +36,14 @@ from .._store import Store
 from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
 
+# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
+_CALL_BYTES = 64 << 20
+
 
 class _Open(Protocol):
     @property
     def fd(self) -> int: ...
 
-
-# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
-_CALL_BYTES = 64 << 20
 
 File = TypeVar("File", bound=_Open)
 

@@ -175,8 +175,7 @@ class StripedStore(Store):
                 )
             except StoreError as error:
                 self._degraded(index, error, nbytes)
-                # Without its traceback, whose frames hold the submitter's.
-                ticket.first_error = ticket.first_error or error.with_traceback(None)
+                ticket.first_error = ticket.first_error or _bare(error)
                 continue
             ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes.all[index], index, inner
             return True
@@ -246,6 +245,15 @@ def _begin(ticket: _Write, before: Callable[[], None]) -> None:
     except BaseException:
         ticket.own_fault = True
         raise
+
+
+def _bare(error: StoreError) -> StoreError:
+    """Drop the tracebacks of an error and its causes: their frames lead back to the submitter's and keep its locals."""
+    chained: BaseException | None = error
+    while chained is not None:
+        chained.__traceback__ = None
+        chained = chained.__cause__ or chained.__context__
+    return error
 
 
 def _nothing(_: Ticket) -> None:

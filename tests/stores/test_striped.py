@@ -19,6 +19,7 @@ from io_backends import (
     StoreError,
     StoreFull,
     StripedStore,
+    Ticket,
     TicketState,
     TransferCancelled,
 )
@@ -150,7 +151,23 @@ def test_a_path_that_is_not_there_is_passed_over(scratch: Path) -> None:
     nowhere.close()
 
 
-def test_without_a_callback_there_is_a_warning_and_it_may_be_an_error(scratch: Path) -> None:
+def test_an_attempt_that_could_not_begin_keeps_nothing_of_the_submitter_s(scratch: Path) -> None:
+    """The error that is kept has no traceback, whose frames would hold what the submitter had."""
+    store = Reporting([PosixStore(scratch / "nowhere"), PosixStore(scratch)])
+
+    def submit() -> tuple[Ticket, weakref.ref[Disk]]:
+        local = Disk(scratch)
+        return store.write(buffer_of(pattern_at(0, NBYTES))), weakref.ref(local)
+
+    ticket, watched = submit()
+    assert ticket.wait(WAIT_S)
+    assert [index for index, _ in store.heard] == [0]
+    gc.collect()
+    assert watched() is None
+    store.close()
+
+
+def test_there_is_a_warning_and_it_may_be_an_error(scratch: Path) -> None:
     disks = [Disk(scratch), Disk(scratch)]
     disks[0].code = errno.EIO
     store = StripedStore([disk.store for disk in disks])

@@ -90,12 +90,12 @@ def test_a_round_trip_in_device_memory(store: KvikioStore, device: Bytes, nbytes
     source, target = device[offset : offset + nbytes], device[(12 << 20) : (12 << 20) + nbytes]
     kept = source.copy()
     copied = double.double_copied_bytes()
-    ticket = store.write(device_buffer(source))
+    ticket = store.write(OnDevice(source))
     assert ticket.wait(WAIT_S)
     assert ticket.location.skew == 0
     assert double.double_copied_bytes() - copied == nbytes  # kvikio took it for a device's, whatever the size
     source[:] = 0
-    assert store.read(ticket.location, device_buffer(target)).wait(WAIT_S)
+    assert store.read(ticket.location, OnDevice(target)).wait(WAIT_S)
     assert double.double_copied_bytes() - copied == 2 * nbytes
     assert np.array_equal(target, kept)
 
