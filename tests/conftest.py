@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from support.engine import STORES
 from tba._engine import backward
 
 # Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
@@ -32,10 +34,19 @@ _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays, so the collections that many tests ask for need not look through it: 0.7 s each."""
-    gc.collect()
-    gc.freeze()
+_frozen_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze what has been imported, again whenever much was (transformers, numba): no collection looks through it.
+
+    Many tests ask for collections, some for hundreds; over a heap full of torch and transformers each takes 0.7 s.
+    """
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 @functools.cache
@@ -59,6 +70,13 @@ def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         pytest.skip(f"{tmp_path} and {request.config.rootpath} are in RAM; set --basetemp to a directory on a disk")
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=request.config.rootpath) as directory:
         yield Path(directory)
+
+
+@pytest.fixture(params=STORES)
+def store_kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of store in turn, for tests of the engine to which it makes a difference."""
+    kind: str = request.param
+    return kind
 
 
 @pytest.fixture(autouse=True)
