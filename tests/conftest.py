@@ -86,7 +86,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _held() -> Counter[str]:
-    """What the process holds of ours: threads by identity, and descriptors of deleted files by number and target."""
+    """Count our threads, by identity, and open descriptors of deleted files, by number and target."""
     held = Counter(f"thread {t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("tba-"))
     descriptors = Path("/proc/self/fd")
     if descriptors.is_dir():

@@ -1,4 +1,4 @@
-"""Host memory beside plain PyTorch: never more than the caps say, also where one tensor is larger than all of them."""
+"""Host memory beside plain PyTorch: never more than the caps say, even where one tensor is larger than all of them."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_flush_can_be_interrupted_while_the_disk_stands_still(scratch: Path) -> 
 
 
 class _Seen(Exception):
-    """What a program's handler raises."""
+    """Raised by a program's handler."""
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from support.exactness import assert_bit_equal
 
 
 class Viewless(Detach):
-    """The same memory, another version counter."""
+    """A tensor in the memory of `x` with a version counter of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

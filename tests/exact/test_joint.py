@@ -43,7 +43,7 @@ class Separate(torch.autograd.Function):
 
 
 class Parts(Separate):
-    """The same, as compiled code."""
+    """`Separate` as compiled code."""
 
     _aot_id = 0
 

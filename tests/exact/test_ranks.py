@@ -81,7 +81,7 @@ def _mine(tensor: Tensor | None) -> Tensor | None:
 
 
 def _shards(run: Run) -> Run:
-    """What this rank holds of a run's gradients and weights."""
+    """Keep of a run's gradients and weights the shards that this rank holds."""
     gradients = [{name: _mine(tensor) for name, tensor in step.items()} for step in run.gradients]
     weights = {name: _mine(tensor) for name, tensor in run.weights.items()}
     return Run(run.losses, gradients, weights)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What the engine's tests share: engines over a store that a test holds back or breaks, and small graphs to save."""
+"""Tools for tests of the engine: engines over a store that a test holds back or breaks, and small graphs to save."""
 
 from __future__ import annotations
 
