@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +23,13 @@ SOME = settings(
     max_examples=25,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
+
+
+@pytest.fixture(autouse=True)
+def _what_is_there_stays() -> None:
+    """Each program ends with a collection, which then looks at its own objects alone."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.mark.parametrize("way", WAYS)
