@@ -55,7 +55,7 @@ lint: $(VENV)/.installed
 	$(BIN)/mypy
 
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_memory.py
+	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
 	$(PYTHON) -m benchmarks step --device cuda --rounds 12
 
 clean:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from support.engine import STORES
 from tba._engine import backward
 
 # Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
@@ -32,10 +34,19 @@ _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported stays, so the collections that many tests ask for need not look through it: 0.7 s each."""
-    gc.collect()
-    gc.freeze()
+_frozen_modules = 0
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze what has been imported, again whenever much was (transformers, numba): no collection looks through it.
+
+    Many tests ask for collections, some for hundreds; over a heap full of torch and transformers each takes 0.7 s.
+    """
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)
 
 
 @functools.cache
@@ -61,6 +72,13 @@ def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(params=STORES)
+def store_kind(request: pytest.FixtureRequest) -> str:
+    """Each kind of store in turn, for tests of the engine to which it makes a difference."""
+    kind: str = request.param
+    return kind
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("TBA_")]:
@@ -68,7 +86,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _held() -> Counter[str]:
-    """What the process holds of ours: threads by identity, and descriptors of deleted files by number and target."""
+    """Count our threads, by identity, and open descriptors of deleted files, by number and target."""
     held = Counter(f"thread {t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("tba-"))
     descriptors = Path("/proc/self/fd")
     if descriptors.is_dir():

@@ -301,7 +301,7 @@ def test_fio_answers_that_make_no_sense(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize(("block_mib", "run_ms"), [(4, 800), (16, 800), (64, 3200)])
-def test_fio_is_asked_for_the_same_depth_and_runs_the_longer_the_larger_its_blocks(block_mib: int, run_ms: int) -> None:
+def test_fio_has_our_depth_and_runs_longer_with_larger_blocks(block_mib: int, run_ms: int) -> None:
     """It counts those under way when the ramp ends in full."""
     files, size = [Path("/a/one"), Path("/a/two")], 1 << 30
     line = set(arguments("write", files, size, block_mib << 20, 4, 800))

@@ -131,7 +131,7 @@ def test_trim_unpins_what_a_whole_step_did_not_use() -> None:
     del kept
 
 
-def test_memory_is_pageable_with_one_warning_where_pinning_fails_and_tried_again_later() -> None:
+def test_failed_pinning_leaves_pageable_memory_warns_once_and_is_tried_again() -> None:
     device = Device(fail=2)
     arena = device.arena()
     with pytest.warns(RuntimeWarning, match=f"pinning {SEGMENT} bytes .*cudaHostRegister: out of memory.*ulimit -l"):

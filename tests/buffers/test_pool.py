@@ -122,7 +122,7 @@ def test_a_lease_larger_than_a_segment_gets_one_of_its_own() -> None:
     assert pool.leased_bytes == (1 << 18) + BLOCK
 
 
-def test_a_segment_made_for_a_large_lease_serves_no_small_one_and_goes_when_a_step_had_no_large_one() -> None:
+def test_a_large_segment_serves_no_small_lease_and_goes_after_a_step_without_one() -> None:
     pool = BufferPool(BLOCK, 1 << 16)
     large = pool.lease(1 << 18)
     (own,) = pool._segments
@@ -142,7 +142,7 @@ def test_a_segment_made_for_a_large_lease_serves_no_small_one_and_goes_when_a_st
     assert small[1].nbytes == 1000
 
 
-def test_a_small_lease_goes_beside_a_large_one_where_the_budget_has_no_other_room() -> None:
+def test_a_small_lease_shares_a_large_segment_where_the_budget_is_full() -> None:
     pool = BufferPool(4096, 1 << 16, budget_bytes=1 << 18)
     large = pool.lease(1 << 18)
     del large
@@ -151,7 +151,7 @@ def test_a_small_lease_goes_beside_a_large_one_where_the_budget_has_no_other_roo
     assert kept[1].nbytes == 200 << 10
 
 
-def test_a_lease_beyond_what_may_be_idle_goes_back_to_the_system_the_moment_it_ends() -> None:
+def test_a_lease_beyond_the_idle_cap_goes_back_to_the_system_at_once() -> None:
     pool = BufferPool(BLOCK, SEGMENT, idle_bytes=4 << 20)
     view, buffer = pool.lease((4 << 20) + 1, 65)
     assert buffer.address % BLOCK == 65

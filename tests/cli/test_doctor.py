@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.daily_allowance import counts
 from support.doctor import DISK, FAST, FIT, GIB, GPU
-from support.endurance import counts
 from tba import OffloadConfig, describe
 from tba._transfer import scratch_paths
 from tba._transfer.scratch_paths import Mount, PathFacts

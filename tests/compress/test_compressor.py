@@ -32,7 +32,7 @@ def test_the_strictest_saver_decides_until_the_codec_has_begun() -> None:
     assert record.codec is PRESET[EXACT]
 
 
-def test_a_stricter_saver_gets_a_record_of_its_own_while_a_device_is_asked_for_values() -> None:
+def test_a_stricter_saver_gets_its_own_record_while_a_device_is_asked() -> None:
     """The encode that waits goes on with the codec it began with, whatever the record says by then."""
     compressor = Compressor(PRESET, 0, Counters())
     record = record_of(torch.randn(64, 64))

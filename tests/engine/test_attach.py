@@ -1,4 +1,4 @@
-"""attach: what a model that somebody else's loop calls goes through, and what a copy of it needs."""
+"""Attach: models that a loop we do not own calls, interrupted forwards, copies and saved states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Invariants 7, 8 and 12: nothing left behind, bounded memory and disk, learned order; and forwarding."""
+"""Bounds: nothing left behind, memory and disk within their caps, reads in the learned order, forwarding."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with offload:
 """
 
 
-def test_7_kill_9_in_mid_step_leaves_no_file(scratch: Path) -> None:
+def test_kill_9_in_mid_step_leaves_no_file(scratch: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", _KILLED, str(scratch)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -49,9 +49,9 @@ def test_7_kill_9_in_mid_step_leaves_no_file(scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
-def test_7_a_thousand_steps_leave_the_file_flat(scratch: Path) -> None:
+def test_a_thousand_steps_leave_the_file_flat(scratch: Path, store_kind: str) -> None:
     sizes = []
-    with engine(scratch, prefetch_bytes=0) as offload:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=0) as offload:
         for step in range(1000):
             _, x = activation(1024 + step % 7)
             with offload:
@@ -65,7 +65,7 @@ def test_7_a_thousand_steps_leave_the_file_flat(scratch: Path) -> None:
     assert max(sizes[500:]) <= max(sizes[:500]) + (1 << 20)
 
 
-def test_7_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Path) -> None:
+def test_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     offload = offload_context(tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
     _, x = activation(N)
@@ -80,10 +80,10 @@ def test_7_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Pat
     assert offload.stats().live_records == 0
 
 
-def test_8_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch: Path) -> None:
+def test_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
     cap = 3 * N * 4
-    with engine(scratch, gate, prefetch_bytes=0, staging_bytes=cap) as offload:
+    with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0, staging_bytes=cap) as offload:
         opener = threading.Timer(0.3, gate.open)
         opener.start()
         _, x = activation(N)
@@ -97,7 +97,7 @@ def test_8_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scrat
         y.sum().backward()
 
 
-def test_8_read_ahead_never_exceeds_its_cap_with_a_slow_consumer(scratch: Path) -> None:
+def test_read_ahead_never_exceeds_its_cap_with_a_slow_consumer(scratch: Path, store_kind: str) -> None:
     cap = 4 * N * 4
     peaks: list[int] = []
 
@@ -113,7 +113,7 @@ def test_8_read_ahead_never_exceeds_its_cap_with_a_slow_consumer(scratch: Path) 
             peaks.append(offload.stats().resident_bytes)
             return gradient + 0 * x
 
-    with engine(scratch, prefetch_bytes=cap) as offload:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=cap) as offload:
         for _ in range(2):  # the second time along the learned order
             _, x = activation(N)
             with offload:
@@ -126,9 +126,9 @@ def test_8_read_ahead_never_exceeds_its_cap_with_a_slow_consumer(scratch: Path) 
 
 
 @pytest.mark.parametrize("flushed", [True, False])
-def test_8_retain_graph_twice_under_a_cap(flushed: bool, scratch: Path) -> None:
+def test_retain_graph_twice_under_a_cap(flushed: bool, scratch: Path, store_kind: str) -> None:
     cap = 3 * N * 4
-    with engine(scratch, prefetch_bytes=cap, staging_bytes=cap) as offload:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=cap, staging_bytes=cap) as offload:
         leaf, x = activation(N)
         plain = leaf.detach().clone().requires_grad_()
         chain(plain + 0, 16).sum().backward()
@@ -145,10 +145,10 @@ def test_8_retain_graph_twice_under_a_cap(flushed: bool, scratch: Path) -> None:
             assert offload.stats().written_bytes >= 16 * N * 4
 
 
-def test_forwarding_answers_from_memory_and_cancels_the_queued_write(scratch: Path) -> None:
+def test_forwarding_answers_from_memory_and_cancels_the_queued_write(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
     with engine(
-        scratch, gate, prefetch_bytes=0
+        scratch, gate, store_kind=store_kind, prefetch_bytes=0
     ) as offload:  # nothing is held back: all is queued, the gate holds the first
         leaf, x = activation(N)
         with offload:
@@ -163,7 +163,7 @@ def test_forwarding_answers_from_memory_and_cancels_the_queued_write(scratch: Pa
         assert leaf.grad is not None
 
 
-def test_12_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path) -> None:
+def test_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path, store_kind: str) -> None:
     reads: list[int] = []
 
     def watch(operation: str, number: int) -> None:
@@ -173,7 +173,7 @@ def test_12_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path) -> 
     def forward(x: Tensor) -> list[Tensor]:
         return [save(x * (index + 1)) for index in range(6)]
 
-    with engine(scratch, watch, prefetch_bytes=2 * N * 4) as offload:
+    with engine(scratch, watch, store_kind=store_kind, prefetch_bytes=2 * N * 4) as offload:
         gradients = []
         order = [3, 0, 5, 1, 4, 2]
         for step in range(4):
@@ -193,8 +193,8 @@ def test_12_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path) -> 
         assert stats.read_bytes >= stats.offloaded_bytes
 
 
-def test_12_a_learned_order_makes_backward_ask_for_what_is_there_already(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=1 << 30) as offload, offload.trace() as events:
+def test_a_learned_order_makes_backward_ask_for_what_is_there_already(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=1 << 30) as offload, offload.trace() as events:
         for _ in range(3):
             _, x = activation(N)
             with offload:

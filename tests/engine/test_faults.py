@@ -1,4 +1,4 @@
-"""Invariant 6: never a wrong byte. Whatever fails, the tensor stays, or an error names it; nothing hangs."""
+"""Faults: never a wrong byte. Whatever fails, the tensor stays in memory or an error names it; nothing hangs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def _fails(operation: Operation, code: int, which: Callable[[int], bool]) -> Cal
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.ENOENT])
 @pytest.mark.parametrize("which", [lambda n: True, lambda n: n == 3, lambda n: n % 2 == 0], ids=["all", "one", "half"])
-def test_6_a_failed_write_keeps_the_tensor(code: int, which: Callable[[int], bool], scratch: Path) -> None:
-    with engine(scratch, _fails("write", code, which)) as offload:
+def test_a_failed_write_keeps_the_tensor(
+    code: int, which: Callable[[int], bool], scratch: Path, store_kind: str
+) -> None:
+    with engine(scratch, _fails("write", code, which), store_kind=store_kind) as offload:
         leaf, x = activation(N)
         with offload:
             y = chain(x)
@@ -57,9 +59,11 @@ def test_6_a_failed_write_keeps_the_tensor(code: int, which: Callable[[int], boo
         assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
 
 
-def test_6_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path) -> None:
+def test_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path, store_kind: str) -> None:
     """Beyond the cap what backward keeps is written after all: that fails again, of a tensor that is kept already."""
-    with engine(scratch, _fails("write", errno.EIO, lambda n: True), prefetch_bytes=0) as offload:
+    with engine(
+        scratch, _fails("write", errno.EIO, lambda n: True), store_kind=store_kind, prefetch_bytes=0
+    ) as offload:
         leaf, x = activation(N)
         with pytest.warns(OffloadWarning, match="stays in memory"):  # noqa: PT031  # either may land the first
             with offload:
@@ -74,8 +78,10 @@ def test_6_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Pat
         assert_bit_equal(leaf.grad, _expected(leaf))
 
 
-def test_6_a_failed_read_raises_and_names_the_tensor_and_a_later_one_may_succeed(scratch: Path) -> None:
-    with engine(scratch, _fails("read", errno.EIO, lambda n: n == 0), prefetch_bytes=0) as offload:
+def test_a_failed_read_names_the_tensor_and_a_later_one_may_succeed(scratch: Path, store_kind: str) -> None:
+    with engine(
+        scratch, _fails("read", errno.EIO, lambda n: n == 0), store_kind=store_kind, prefetch_bytes=0
+    ) as offload:
         leaf, x = activation(N)
         with offload:
             y = chain(x)
@@ -88,8 +94,10 @@ def test_6_a_failed_read_raises_and_names_the_tensor_and_a_later_one_may_succeed
         assert offload.stats().errors == 1
 
 
-def test_6_a_failed_read_ahead_is_raised_only_by_whom_it_concerns(scratch: Path) -> None:
-    with engine(scratch, _fails("read", errno.EIO, lambda n: n == 5), prefetch_bytes=1 << 30) as offload:
+def test_a_failed_read_ahead_is_raised_only_where_its_tensor_is_used(scratch: Path, store_kind: str) -> None:
+    with engine(
+        scratch, _fails("read", errno.EIO, lambda n: n == 5), store_kind=store_kind, prefetch_bytes=1 << 30
+    ) as offload:
         leaf, x = activation(N)
         with offload:
             y = chain(x)
@@ -100,7 +108,7 @@ def test_6_a_failed_read_ahead_is_raised_only_by_whom_it_concerns(scratch: Path)
 
 
 @pytest.mark.parametrize("at_most", [4096, 8192 + 4096])
-def test_6_transfers_that_the_system_cuts_short_are_finished(at_most: int, scratch: Path) -> None:
+def test_transfers_that_the_system_cuts_short_are_finished(at_most: int, scratch: Path) -> None:
     real = Syscalls()
 
     def cut(pieces):  # type: ignore[no-untyped-def]
@@ -125,7 +133,7 @@ def test_6_transfers_that_the_system_cuts_short_are_finished(at_most: int, scrat
 
 
 @pytest.mark.parametrize("moved", [0, 100])
-def test_6_a_short_transfer_without_an_error_is_an_error(moved: int, scratch: Path) -> None:
+def test_a_short_transfer_without_an_error_is_an_error(moved: int, scratch: Path) -> None:
     real, short = Syscalls(), [False]
 
     def preadv(fd, pieces, offset):  # type: ignore[no-untyped-def]
@@ -144,9 +152,11 @@ def test_6_a_short_transfer_without_an_error_is_an_error(moved: int, scratch: Pa
     offload.close()
 
 
-def test_6_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path) -> None:
+def test_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
-    with engine(scratch, gate, io_timeout=0.2, prefetch_bytes=0, staging_bytes=2 * N * 4) as offload:
+    with engine(
+        scratch, gate, store_kind=store_kind, io_timeout=0.2, prefetch_bytes=0, staging_bytes=2 * N * 4
+    ) as offload:
         leaf, x = activation(N)
         with pytest.warns(OffloadWarning, match=r"no transfer has ended for 0\.2 s"), offload:
             y = chain(x)  # back-pressure never ends: the rest stays in memory
@@ -156,7 +166,7 @@ def test_6_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path) -> None:
         assert_bit_equal(leaf.grad, _expected(leaf))
         gate.open()
     gate = Gate("read")
-    with engine(scratch, gate, io_timeout=0.2, prefetch_bytes=0) as offload:
+    with engine(scratch, gate, store_kind=store_kind, io_timeout=0.2, prefetch_bytes=0) as offload:
         leaf, x = activation(N)
         with offload:
             y = chain(x)
@@ -166,7 +176,7 @@ def test_6_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path) -> None:
         gate.open()
 
 
-def test_6_a_directory_that_vanishes_before_the_first_write(scratch: Path) -> None:
+def test_a_directory_that_vanishes_before_the_first_write_keeps_the_tensors(scratch: Path) -> None:
     directory = scratch / "gone"
     directory.mkdir()
     offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0, storage_paths=directory))
@@ -193,7 +203,7 @@ def _mount(image: Path, point: Path, megabytes: int) -> None:
             pytest.skip(f"{' '.join(command)} is not allowed here: {done.stderr.strip()}")
 
 
-def test_6_a_disk_that_really_runs_full(scratch: Path) -> None:
+def test_a_disk_that_really_runs_full_keeps_the_tensors(scratch: Path) -> None:
     image, point = scratch / "image", scratch / "mounted"
     _mount(image, point, 32)
     try:

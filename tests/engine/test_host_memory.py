@@ -1,4 +1,4 @@
-"""Host memory beside plain PyTorch: never more than the caps say, also where one tensor is larger than all of them."""
+"""Host memory beside plain PyTorch: never more than the caps say, even where one tensor is larger than all of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def measured(place: str) -> tuple[int, int]:
 
 
 @pytest.mark.skipif(not _CLEAR_REFS.exists(), reason="this system does not tell the most a process had in memory")
-def test_8_one_tensor_beyond_all_caps_leaves_no_more_in_memory_than_they_say(scratch: Path) -> None:
+def test_one_tensor_beyond_all_caps_leaves_no_more_in_memory_than_they_say(scratch: Path) -> None:
     most_plain, after_plain = measured("plain")
     most, after = measured(str(scratch))
     # What code and threads of the engine take, measured where nothing is large, is below 16 MiB.

@@ -1,4 +1,4 @@
-"""Invariants 4 and 13: who owns what and how long, on which thread and in which process."""
+"""Lifecycle: who owns memory and for how long, on which thread and in which process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tba import ClosedError, Offloader, OffloadWarning, attach, offload_context
 N = 4096
 
 
-def test_4_a_graph_dropped_without_backward_gives_everything_back(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=0) as offload:
+def test_a_graph_dropped_without_backward_gives_everything_back(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=0) as offload:
         _, x = activation(N)
         with offload:
             y = chain(x)
@@ -42,7 +42,7 @@ def test_4_a_graph_dropped_without_backward_gives_everything_back(scratch: Path)
         del y
 
 
-def test_4_a_saved_output_makes_no_cycle(scratch: Path) -> None:
+def test_a_saved_output_makes_no_cycle(scratch: Path) -> None:
     with engine(scratch) as offload:
         _, x = activation(N)
         with offload:
@@ -58,8 +58,8 @@ def test_4_a_saved_output_makes_no_cycle(scratch: Path) -> None:
             gc.enable()
 
 
-def test_4_memory_goes_when_the_write_is_done_and_nobody_else_holds_it(scratch: Path) -> None:
-    with engine(scratch) as offload:
+def test_memory_goes_when_the_write_is_done_and_nobody_else_holds_it(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind) as offload:
         _, x = activation(N)
         with offload:
             y = x * 1
@@ -73,7 +73,7 @@ def test_4_memory_goes_when_the_write_is_done_and_nobody_else_holds_it(scratch: 
         result.sum().backward()
 
 
-def test_4_exceptions_in_forward_and_backward_release_everything(scratch: Path) -> None:
+def test_exceptions_in_forward_and_backward_release_everything(scratch: Path, store_kind: str) -> None:
     class Fails(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -84,7 +84,7 @@ def test_4_exceptions_in_forward_and_backward_release_everything(scratch: Path) 
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
             raise KeyError("backward")
 
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         _, x = activation(N)
         with pytest.raises(ZeroDivisionError), offload:  # noqa: PT012  # both belong to the failing forward
             y = chain(x)
@@ -101,8 +101,8 @@ def test_4_exceptions_in_forward_and_backward_release_everything(scratch: Path) 
         assert offload.stats().resident_bytes == 0
 
 
-def test_4_an_unused_branch_and_an_evaluation_in_between_are_legal(scratch: Path) -> None:
-    with engine(scratch) as offload:
+def test_an_unused_branch_and_an_evaluation_in_between_are_legal(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind) as offload:
         leaf, x = activation(N)
         with offload:
             used, unused = save(x * 1), save(x * 2)
@@ -116,7 +116,7 @@ def test_4_an_unused_branch_and_an_evaluation_in_between_are_legal(scratch: Path
         assert offload.stats().live_records == 0
 
 
-def test_4_retain_graph_double_backward_and_saved_tensors_twice(scratch: Path) -> None:
+def test_retain_graph_double_backward_and_saved_tensors_twice(scratch: Path, store_kind: str) -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[no-untyped-def]
@@ -129,7 +129,7 @@ def test_4_retain_graph_double_backward_and_saved_tensors_twice(scratch: Path) -
             assert torch.equal(a, b)
             return 3 * a * b * gradient
 
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         leaf, x = activation(N)
         with offload:
             y = Twice.apply(x)
@@ -146,7 +146,7 @@ def test_4_retain_graph_double_backward_and_saved_tensors_twice(scratch: Path) -
         assert torch.allclose(second, expected)
 
 
-def test_4_touching_a_saved_attribute_outside_of_backward_changes_nothing(scratch: Path) -> None:
+def test_touching_a_saved_attribute_outside_of_backward_changes_nothing(scratch: Path) -> None:
     with engine(scratch) as offload:
         leaf, x = activation(N)
         with offload:
@@ -159,8 +159,8 @@ def test_4_touching_a_saved_attribute_outside_of_backward_changes_nothing(scratc
         assert_bit_equal(leaf.grad, expected)
 
 
-def test_4_several_forwards_before_the_backwards_in_any_order(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=3 * N * 4) as offload:
+def test_several_forwards_before_the_backwards_in_any_order(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=3 * N * 4) as offload:
         leaves, results = [], []
         for seed in range(4):
             leaf, x = activation(N, seed=seed)
@@ -176,7 +176,7 @@ def test_4_several_forwards_before_the_backwards_in_any_order(scratch: Path) -> 
             assert_bit_equal(leaf.grad, plain.grad)
 
 
-def test_4_nested_and_reentered_contexts(scratch: Path) -> None:
+def test_nested_and_reentered_contexts(scratch: Path) -> None:
     with engine(scratch) as outer, engine(scratch) as inner:
         leaf, x = activation(N)
         with outer:
@@ -196,7 +196,7 @@ def test_4_nested_and_reentered_contexts(scratch: Path) -> None:
         assert_bit_equal(leaf.grad, plain.grad)
 
 
-def test_4_leaving_the_context_stops_the_hooks_only(scratch: Path) -> None:
+def test_leaving_the_context_stops_the_hooks_only(scratch: Path) -> None:
     with engine(scratch) as offload:
         leaf, x = activation(N)
         with offload:
@@ -208,8 +208,8 @@ def test_4_leaving_the_context_stops_the_hooks_only(scratch: Path) -> None:
         assert leaf.grad is not None
 
 
-def test_4_close_is_idempotent_and_late_users_get_a_clear_error(scratch: Path) -> None:
-    with engine(scratch) as offload:
+def test_close_is_idempotent_and_late_users_get_a_clear_error(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind) as offload:
         _, x = activation(N)
         with offload:
             stored = save(x)
@@ -226,7 +226,7 @@ def test_4_close_is_idempotent_and_late_users_get_a_clear_error(scratch: Path) -
         assert not [t for t in threading.enumerate() if t.name.startswith("tba-")]
 
 
-def test_4_the_same_model_and_settings_give_the_same_offloader_until_closed_or_dead(scratch: Path) -> None:
+def test_one_offloader_per_model_and_settings_until_closed_or_dead(scratch: Path) -> None:
     model = nn.Linear(4, 4)
     one = offload_context(model, tier="nvme", storage_paths=scratch)
     assert offload_context(model, tier="nvme", storage_paths=scratch) is one
@@ -241,7 +241,7 @@ def test_4_the_same_model_and_settings_give_the_same_offloader_until_closed_or_d
     assert gone() is None
 
 
-def test_4_an_attached_model_is_followed_and_its_copies_are_not(scratch: Path) -> None:
+def test_an_attached_model_is_followed_and_its_copies_are_not(scratch: Path) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
     offload = attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
     try:
@@ -266,7 +266,7 @@ def test_4_an_attached_model_is_followed_and_its_copies_are_not(scratch: Path) -
     assert offload.stats().saved_bytes == before
 
 
-def test_4_suspend_lifts_the_hooks_for_a_region(scratch: Path) -> None:
+def test_suspend_lifts_the_hooks_for_a_region(scratch: Path) -> None:
     with engine(scratch) as offload:
         leaf, x = activation(N)
         with offload:
@@ -283,10 +283,10 @@ def test_4_suspend_lifts_the_hooks_for_a_region(scratch: Path) -> None:
         assert leaf.grad is not None
 
 
-def test_13_another_thread_has_no_hooks_and_may_run_its_own_context(scratch: Path) -> None:
+def test_another_thread_has_no_hooks_and_may_run_its_own_context(scratch: Path, store_kind: str) -> None:
     failures: list[BaseException] = []
 
-    with engine(scratch, threads=2) as offload:
+    with engine(scratch, store_kind=store_kind, threads=2) as offload:
 
         def work(seed: int) -> None:
             try:
@@ -313,8 +313,8 @@ def test_13_another_thread_has_no_hooks_and_may_run_its_own_context(scratch: Pat
         assert stats.saved_bytes == stats.offloaded_bytes == 4 * 10 * 5 * N * 4
 
 
-def test_13_concurrent_backwards_of_one_graph(scratch: Path) -> None:
-    with engine(scratch, threads=2, prefetch_bytes=4 * N * 4) as offload:
+def test_concurrent_backwards_of_one_graph(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind, threads=2, prefetch_bytes=4 * N * 4) as offload:
         leaf, x = activation(N)
         with offload:
             y = chain(x, 12).sum()
@@ -336,8 +336,8 @@ def test_13_concurrent_backwards_of_one_graph(scratch: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_13_fork_in_mid_write_leaves_a_dead_engine_in_the_child(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=0, threads=2) as offload:
+def test_fork_in_mid_write_leaves_a_dead_engine_in_the_child(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=0, threads=2) as offload:
         leaf, x = activation(1 << 18)
         with offload:
             y = chain(x, 6)

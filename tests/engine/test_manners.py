@@ -1,4 +1,4 @@
-"""What an Offloader says of itself, and what it adds to an error that PyTorch words too darkly."""
+"""Manners: how an Offloader describes itself, and what it adds to errors in which PyTorch gives no remedy."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from support.exactness import assert_bit_equal
 
 
 class Viewless(Detach):
-    """The same memory, another version counter."""
+    """A tensor in the memory of `x` with a version counter of its own."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_2_tensors_without_a_common_base_are_told_apart(scratch: Path, program: Step, settings: dict[str, Any]) -> None:
+def test_tensors_without_a_common_base_are_told_apart(scratch: Path, program: Step, settings: dict[str, Any]) -> None:
     expected = program(activation(64, 64)[1], lambda: None)
     with engine(scratch, **settings) as offload:
         for _ in range(2):
@@ -128,7 +128,7 @@ def test_2_tensors_without_a_common_base_are_told_apart(scratch: Path, program: 
 
 
 @pytest.mark.parametrize("tier", ["nvme", "keep"])
-def test_2_what_is_made_again_is_what_was_saved_first(scratch: Path, tier: str) -> None:
+def test_a_derived_alias_is_what_was_saved_first(scratch: Path, tier: str) -> None:
     """A tensor that was edited between the two saves, through its own counter, is no part of that."""
     with engine(scratch, tier=tier, compress="exact") as offload:
         for step in range(3):
@@ -150,7 +150,7 @@ def test_2_what_is_made_again_is_what_was_saved_first(scratch: Path, tier: str) 
 
 
 @pytest.mark.parametrize("tier", ["nvme", "keep"])
-def test_2_places_in_the_step_do_not_depend_on_what_is_in_memory(scratch: Path, tier: str) -> None:
+def test_places_in_the_step_do_not_depend_on_what_is_in_memory(scratch: Path, tier: str) -> None:
     """Else a derivation that was compared at one place would be trusted at another, where it is wrong."""
 
     def step(flush: Callable[[], None]) -> Tensor:

@@ -71,7 +71,7 @@ class Arm:
 @KINDS
 @BACKWARD
 def test_context_around_checkpointed_blocks(family: Family, use_reentrant: bool, backward: str, scratch: Path) -> None:
-    """What the blocks take in is offloaded; what backward makes again is used at once and stays."""
+    """Inputs of the blocks are offloaded; tensors that backward makes again are used at once and stay."""
     plain = Arm(family, use_reentrant, "outside").run()
     arm = Arm(family, use_reentrant, "outside", scratch)
     moved = arm.run(context=arm.context, backward_inside=backward == "inside")

@@ -158,7 +158,7 @@ def _compare(name: str, backend: str, scratch: Path) -> tuple[nn.Module, tuple[i
 
 
 def _moved(model: nn.Module, block: nn.Module, scratch: Path) -> OffloadStats:
-    """What a step of `block`, which is `model` or that compiled, moves."""
+    """The statistics of a step of `block`, which is `model` or that compiled."""
     leaf = torch.randn(BATCH, SEQUENCE, 8 * WIDTH, requires_grad=True)
     with offload_context(model, tier="nvme", min_tensor_bytes=4096, storage_paths=scratch) as offload:
         loss = block(leaf * 1).square().mean()

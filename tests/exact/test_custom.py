@@ -1,7 +1,7 @@
-"""What goes to a program's own code (custom Functions, `_saved_*`) has memory of its own: what it does shows nowhere.
+"""A program's own code (custom Functions, `_saved_*`) is given memory of its own, so its edits show nowhere else.
 
 A gradient that a Function returns becomes a leaf's `.grad` as it is where nobody else refers to the tensor. In plain
-PyTorch whoever saved it does; a view made for unpack is nobody else's, so its memory must not be either.
+PyTorch the node that saved it does; nothing refers to a view made for unpack, so its memory must not be shared either.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def a_view_of_a_frozen_weight(model: State, x: Tensor) -> Tensor:
 def test_an_operator_in_place_on_a_weight_leaves_no_cycle(
     edit: Callable[[State, Tensor], Tensor], tier: str, scratch: Path
 ) -> None:
-    """What it saves is its own output: held as it is by the node that made it, nobody would ever collect it."""
+    """It saves its own output: if the node that made it held it as it is, nothing would ever collect the two."""
     model, token, ended = State(), Token(), list[str]()
     weakref.finalize(token, ended.append, "graph")
     offload = Offloader(model, OffloadConfig(tier=tier, min_tensor_bytes=0, storage_paths=scratch))

@@ -1,4 +1,4 @@
-"""Invariants 1, 2, 3 and 10: exactness of views, identity by storage, weights that never move, invisibility."""
+"""Identity: views come back exact, storages are moved once, weights never, and the hooks are invisible."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class _Keeps(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("look", VIEWS.values(), ids=VIEWS)
-def test_1_exact_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look, scratch: Path) -> None:
+def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look, scratch: Path, store_kind: str) -> None:
     back: list[Tensor] = []
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         view = look(_base())
         expected = view.detach().clone(memory_format=torch.preserve_format)
         facts = view.shape, view.stride(), view.dtype, view.is_conj(), view.is_neg()
@@ -84,10 +84,12 @@ def test_1_exact_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look,
 
 @pytest.mark.parametrize("saved_before", [False, True])
 @pytest.mark.parametrize("moved", ["base", "view"])
-def test_1_exact_a_view_that_shares_no_memory_with_its_base(moved: str, saved_before: bool, scratch: Path) -> None:
+def test_a_view_that_shares_no_memory_with_its_base_comes_back_exact(
+    moved: str, saved_before: bool, scratch: Path, store_kind: str
+) -> None:
     """`x.data = other` gives one of the two other memory; they share a version counter all the same."""
     weight = torch.randn(BASE, BASE, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         base = weight * 1
         view = base.t()
         with offload:
@@ -106,7 +108,7 @@ def test_1_exact_a_view_that_shares_no_memory_with_its_base(moved: str, saved_be
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-def test_1_exact_every_dtype(dtype: torch.dtype, scratch: Path) -> None:
+def test_every_dtype_comes_back_exact(dtype: torch.dtype, scratch: Path) -> None:
     back: list[Tensor] = []
     x = _base(dtype)
     expected = x.detach().clone()
@@ -121,7 +123,7 @@ def test_1_exact_every_dtype(dtype: torch.dtype, scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64])
-def test_1_exact_masks_and_indices(dtype: torch.dtype, scratch: Path) -> None:
+def test_masks_and_indices_come_back_exact(dtype: torch.dtype, scratch: Path) -> None:
     index = torch.arange(7).to(dtype)
     leaf = torch.randn(7, requires_grad=True)
     with engine(scratch) as offload:
@@ -134,9 +136,9 @@ def test_1_exact_masks_and_indices(dtype: torch.dtype, scratch: Path) -> None:
     assert torch.equal(gradient, expected)
 
 
-def test_2_one_storage_is_moved_once_however_many_views_are_saved(scratch: Path) -> None:
+def test_one_storage_is_moved_once_however_many_views_are_saved(scratch: Path, store_kind: str) -> None:
     leaf, x = activation(64, 64)
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         with offload:
             q, k, v = torch.split(x * 1, [21, 21, 22], dim=1)
             total = save(q).sum() + save(k).sum() + save(v).sum() + save(q.t()).sum()
@@ -152,7 +154,7 @@ def test_2_one_storage_is_moved_once_however_many_views_are_saved(scratch: Path)
     assert_bit_equal(leaf.grad, expected)
 
 
-def test_2_equal_views_at_different_offsets_are_different(scratch: Path) -> None:
+def test_equal_views_at_different_offsets_are_different(scratch: Path) -> None:
     # q, k and v of a fused projection have equal shape and stride: a key without the offset mixes them up.
     leaf, x = activation(8, 3 * 16)
     plain = x.detach().clone().requires_grad_()
@@ -167,9 +169,9 @@ def test_2_equal_views_at_different_offsets_are_different(scratch: Path) -> None
     assert_bit_equal(leaf.grad, plain.grad)
 
 
-def test_2_a_reused_address_is_another_storage(scratch: Path) -> None:
+def test_a_reused_address_is_another_storage(scratch: Path, store_kind: str) -> None:
     results, addresses = [], set()
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         leaves = [activation(64, 64, seed=seed)[0] for seed in range(400)]
         for leaf in leaves:
             with offload:
@@ -186,10 +188,10 @@ def test_2_a_reused_address_is_another_storage(scratch: Path) -> None:
             assert_bit_equal(leaf.grad, 2 * leaf.detach())
 
 
-def test_2_a_changed_version_is_another_record(scratch: Path) -> None:
+def test_a_changed_version_is_another_record(scratch: Path, store_kind: str) -> None:
     leaf = torch.ones(1000, requires_grad=True)
     x = leaf.detach() + 0
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         with offload:
             first = leaf * x  # saves x as it is now
             offload.flush()
@@ -203,7 +205,7 @@ def test_2_a_changed_version_is_another_record(scratch: Path) -> None:
         assert offload.stats().duplicate_bytes == 0
 
 
-def test_2_an_edit_through_data_between_two_saves_is_not_taken_for_the_same(scratch: Path) -> None:
+def test_an_edit_through_data_between_two_saves_is_not_taken_for_the_same(scratch: Path) -> None:
     # `.data` shares the storage but not the version counter: both counters may show the same number.
     leaf = torch.ones(1000, requires_grad=True)
     x = leaf.detach() + 0
@@ -220,9 +222,9 @@ def test_2_an_edit_through_data_between_two_saves_is_not_taken_for_the_same(scra
         del first
 
 
-def test_2_a_small_view_of_a_large_storage_does_not_take_it_along(scratch: Path) -> None:
+def test_a_small_view_of_a_large_storage_does_not_take_it_along(scratch: Path, store_kind: str) -> None:
     leaf, x = activation(1000, 1000)
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         with offload:
             result = save(x[17])
         offload.flush()
@@ -245,7 +247,7 @@ class _Weights(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_3_weights_never_move(autocast: bool, scratch: Path) -> None:
+def test_weights_never_move(autocast: bool, scratch: Path) -> None:
     model = _Weights()
     x = torch.randn(16, 32, requires_grad=True)
     with engine(scratch, model=model) as offload:
@@ -255,14 +257,14 @@ def test_3_weights_never_move(autocast: bool, scratch: Path) -> None:
         stats = offload.stats()
         loss.backward()
     weights = [model.linear.weight, model.frozen.weight, model.scale, model.norm.weight]
-    if not autocast:  # a frozen weight's and a buffer's cast copy is not linked to it by autograd: see the README
+    if not autocast:  # a frozen weight's and a buffer's cast copy is not linked to it by autograd: see docs/limits.md
         assert stats.weight_bytes >= sum(w.nbytes for w in weights)
         assert stats.offloaded_bytes <= 8 * x.nbytes
     assert stats.weight_bytes >= model.linear.weight.nbytes // (2 if autocast else 1)
     assert_adds_up(stats)
 
 
-def test_3_fsdp2_gathered_weights_are_left_alone(scratch: Path, tmp_path: Path) -> None:
+def test_fsdp2_gathered_weights_are_left_alone(scratch: Path, tmp_path: Path) -> None:
     dist = pytest.importorskip("torch.distributed")
     if not dist.is_available():
         pytest.skip("torch was built without distributed")
@@ -296,7 +298,7 @@ def test_3_fsdp2_gathered_weights_are_left_alone(scratch: Path, tmp_path: Path) 
         dist.destroy_process_group()
 
 
-def test_10_invisible_to_the_default_generator_autocast_and_modes(scratch: Path) -> None:
+def test_hooks_are_invisible_to_the_default_generator_autocast_and_modes(scratch: Path, store_kind: str) -> None:
     class Listener(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             if func is not torch.ops.aten.detach.default:  # autograd's own, when it saves an operator's output
@@ -316,7 +318,7 @@ def test_10_invisible_to_the_default_generator_autocast_and_modes(scratch: Path)
 
     heard: list[str] = []
     torch.manual_seed(4)
-    with engine(scratch) as offload:
+    with engine(scratch, store_kind=store_kind) as offload:
         plain = step()
         with offload:
             ours = step()
@@ -326,7 +328,7 @@ def test_10_invisible_to_the_default_generator_autocast_and_modes(scratch: Path)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_10_invisible_to_forward_mode_over_a_double_backward(scratch: Path) -> None:
+def test_hooks_are_invisible_to_forward_mode_over_a_double_backward(scratch: Path) -> None:
     """Its tangents are zero tensors in part, which have a storage without memory."""
     weight, direction = torch.randn(8, 8).requires_grad_(), torch.randn(8, 8)
 
@@ -346,7 +348,7 @@ def test_10_invisible_to_forward_mode_over_a_double_backward(scratch: Path) -> N
     assert_bit_equal(found, plain)
 
 
-def test_10_invisible_to_a_flop_counter_and_a_default_device(scratch: Path) -> None:
+def test_hooks_are_invisible_to_a_flop_counter_and_a_default_device(scratch: Path) -> None:
     leaf, x = activation(32, 32)
     counts = []
     with engine(scratch) as offload:

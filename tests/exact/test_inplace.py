@@ -1,4 +1,4 @@
-"""Invariant 5: an in-place edit never gives a wrong gradient. Writers are held back to make every order happen."""
+"""In-place edits never give a wrong gradient. Writers are held back to make every order happen."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _plain_message() -> str:
     return str(caught.value)
 
 
-def test_5_an_edit_before_the_write_begins_raises_pytorchs_own_error(scratch: Path) -> None:
+def test_an_edit_before_the_write_begins_raises_pytorchs_own_error(scratch: Path) -> None:
     with engine(scratch) as offload:
         _, x = activation(8)
         with offload:
@@ -40,9 +40,9 @@ def test_5_an_edit_before_the_write_begins_raises_pytorchs_own_error(scratch: Pa
     assert "is at version 1; expected version 0 instead. Hint" in str(caught.value)
 
 
-def test_5_an_edit_while_the_write_is_held_back_poisons_the_record(scratch: Path) -> None:
+def test_an_edit_while_the_write_is_held_back_poisons_the_record(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
-    with engine(scratch, gate, prefetch_bytes=0) as offload:
+    with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0) as offload:
         _, x = activation(4096)
         with offload:
             result = save(x)
@@ -58,9 +58,9 @@ def test_5_an_edit_while_the_write_is_held_back_poisons_the_record(scratch: Path
             result.sum().backward()
 
 
-def test_5_a_poisoned_record_that_nobody_unpacks_raises_nothing(scratch: Path) -> None:
+def test_a_poisoned_record_that_nobody_unpacks_raises_nothing(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
-    with engine(scratch, gate, prefetch_bytes=0) as offload:
+    with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0) as offload:
         leaf, x = activation(4096)
         with offload:
             unused = save(x)
@@ -74,8 +74,8 @@ def test_5_a_poisoned_record_that_nobody_unpacks_raises_nothing(scratch: Path) -
         del unused
 
 
-def test_5_an_edit_after_the_copy_has_finished_is_legal_and_the_copy_is_used(scratch: Path) -> None:
-    with engine(scratch) as offload:
+def test_an_edit_after_the_copy_has_finished_is_legal_and_the_copy_is_used(scratch: Path, store_kind: str) -> None:
+    with engine(scratch, store_kind=store_kind) as offload:
         leaf, x = activation(4096)
         with offload:
             result = save(x)
@@ -101,7 +101,7 @@ class _Tells(FaultyStore):
         return super().write(buffer, on_done=done, before=before)
 
 
-def test_5_an_edit_whose_kernel_ends_after_the_write_is_noticed_at_the_next_hook(scratch: Path) -> None:
+def test_an_edit_whose_kernel_ends_after_the_write_is_noticed_at_the_next_hook(scratch: Path) -> None:
     # An in-place kernel bumps the version only when it has ended: a write that ends while it runs sees the old number.
     # The edit is made in two halves here: bytes first, unseen; then the bump.
     store = _Tells(PosixStore(scratch, threads=1))
@@ -122,9 +122,9 @@ def test_5_an_edit_whose_kernel_ends_after_the_write_is_noticed_at_the_next_hook
     offload.close()
 
 
-def test_5_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path) -> None:
+def test_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path, store_kind: str) -> None:
     gate = Gate("write")
-    with engine(scratch, gate, prefetch_bytes=0) as offload:
+    with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0) as offload:
         leaf, x = activation(64, 64)
         nbytes = x.untyped_storage().nbytes()
         content = x.detach().clone()
@@ -141,7 +141,7 @@ def test_5_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path) ->
         assert offload.stats().errors == 0
 
 
-def test_5_a_tensor_kept_in_memory_is_watched_too(scratch: Path) -> None:
+def test_a_tensor_kept_in_memory_is_watched_too(scratch: Path) -> None:
     with engine(scratch, tier="keep") as offload:
         _, x = activation(8)
         with offload:
@@ -152,7 +152,7 @@ def test_5_a_tensor_kept_in_memory_is_watched_too(scratch: Path) -> None:
             result.sum().backward()
 
 
-def test_5_a_weight_changed_between_forward_and_backward_is_watched_too(scratch: Path) -> None:
+def test_a_weight_changed_between_forward_and_backward_is_watched_too(scratch: Path) -> None:
     linear = torch.nn.Linear(8, 8)
     with engine(scratch, model=linear) as offload:
         _, x = activation(8, 8)
@@ -165,13 +165,15 @@ def test_5_a_weight_changed_between_forward_and_backward_is_watched_too(scratch:
 
 
 @pytest.mark.parametrize("then_flush", [True, False])
-def test_5_what_an_operator_fills_after_pack_is_saved_filled(then_flush: bool, scratch: Path) -> None:
+def test_memory_that_an_operator_fills_after_pack_is_saved_filled(
+    then_flush: bool, scratch: Path, store_kind: str
+) -> None:
     # rrelu saves its noise before its kernel draws it, and no version changes.
     leaf, x = activation(256, 256)
     plain = leaf.detach().clone().requires_grad_()
     torch.manual_seed(5)
     torch.nn.functional.rrelu(plain + 0, training=True).sum().backward()
-    with engine(scratch, prefetch_bytes=0) as offload:
+    with engine(scratch, store_kind=store_kind, prefetch_bytes=0) as offload:
         with offload:
             torch.manual_seed(5)
             y = torch.nn.functional.rrelu(x, training=True)

@@ -43,7 +43,7 @@ class Separate(torch.autograd.Function):
 
 
 class Parts(Separate):
-    """The same, as compiled code."""
+    """`Separate` as compiled code."""
 
     _aot_id = 0
 
@@ -67,7 +67,7 @@ def _nothing_seen() -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"compress": "exact"}, {"prefetch_bytes": 0}], ids=str)
-def test_2_what_compiled_code_saves_of_one_storage_is_written_once(scratch: Path, settings: dict[str, Any]) -> None:
+def test_parts_of_one_storage_saved_by_compiled_code_are_written_once(scratch: Path, settings: dict[str, Any]) -> None:
     _, x = activation(ROWS, WIDTH)
     expected = _expected(x)
     with engine(scratch, **settings) as offload:
@@ -83,7 +83,7 @@ def test_2_what_compiled_code_saves_of_one_storage_is_written_once(scratch: Path
         assert offload.stats().read_bytes == offload.stats().written_bytes > 0
 
 
-def test_2_what_a_programs_own_function_saves_is_told_apart(scratch: Path) -> None:
+def test_parts_saved_by_a_function_of_the_program_are_told_apart(scratch: Path) -> None:
     _, x = activation(ROWS, WIDTH)
     with engine(scratch) as offload, offload:
         out = Separate.apply(x, [])
@@ -93,7 +93,7 @@ def test_2_what_a_programs_own_function_saves_is_told_apart(scratch: Path) -> No
 
 
 @pytest.mark.parametrize("edited", range(3))
-def test_5_an_edit_through_any_of_them_before_the_copy_is_finished_is_an_error(scratch: Path, edited: int) -> None:
+def test_an_edit_through_any_part_before_the_copy_is_finished_is_an_error(scratch: Path, edited: int) -> None:
     _, x = activation(ROWS, WIDTH)
     gate, parts = Gate("write"), list[Tensor]()
     with engine(scratch, gate, prefetch_bytes=0) as offload:
@@ -107,7 +107,7 @@ def test_5_an_edit_through_any_of_them_before_the_copy_is_finished_is_an_error(s
 
 
 @pytest.mark.parametrize("edited", range(3))
-def test_5_an_edit_in_memory_through_any_of_them_is_an_error(scratch: Path, edited: int) -> None:
+def test_an_edit_in_memory_through_any_part_is_an_error(scratch: Path, edited: int) -> None:
     _, x = activation(ROWS, WIDTH)
     parts = list[Tensor]()
     with engine(scratch, tier="auto") as offload:
@@ -119,7 +119,7 @@ def test_5_an_edit_in_memory_through_any_of_them_is_an_error(scratch: Path, edit
 
 
 @pytest.mark.parametrize("edited", range(3))
-def test_5_an_edit_after_the_copy_is_legal_and_makes_another_of_what_is_saved_then(scratch: Path, edited: int) -> None:
+def test_an_edit_after_the_copy_is_legal_and_a_later_save_is_another_record(scratch: Path, edited: int) -> None:
     _, x = activation(ROWS, WIDTH)
     expected, parts = _expected(x), list[Tensor]()
     with engine(scratch) as offload:
@@ -135,7 +135,7 @@ def test_5_an_edit_after_the_copy_is_legal_and_makes_another_of_what_is_saved_th
         assert_bit_equal(_gradient(x, out), expected)
 
 
-def test_2_another_operator_finds_the_first_of_them(scratch: Path) -> None:
+def test_another_operator_finds_the_record_of_the_first_part(scratch: Path) -> None:
     _, x = activation(ROWS, WIDTH)
     parts = list[Tensor]()
     with engine(scratch) as offload:
@@ -151,7 +151,7 @@ def test_2_another_operator_finds_the_first_of_them(scratch: Path) -> None:
 
 @pytest.mark.parametrize("kept", [False, True], ids=["theirs alone", "the program's too"])
 @pytest.mark.parametrize("flush", [False, True], ids=["in memory", "read back"])
-def test_11_what_they_are_given_is_theirs_alone(scratch: Path, kept: bool, flush: bool) -> None:
+def test_compiled_code_gets_memory_of_its_own(scratch: Path, kept: bool, flush: bool) -> None:
     """Compiled code writes to it, which neither the program's tensors nor a later backward may see."""
     _, x = activation(ROWS, WIDTH)
     expected, parts = _expected(x), list[Tensor]()
@@ -175,7 +175,7 @@ def test_11_what_they_are_given_is_theirs_alone(scratch: Path, kept: bool, flush
             assert (offload.stats().read_bytes == 0) is not flush
 
 
-def test_11_who_asks_twice_reads_what_was_saved(scratch: Path) -> None:
+def test_a_second_unpack_reads_what_was_saved(scratch: Path) -> None:
     class Twice(Parts):
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

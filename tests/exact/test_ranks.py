@@ -81,31 +81,42 @@ def _mine(tensor: Tensor | None) -> Tensor | None:
 
 
 def _shards(run: Run) -> Run:
-    """What this rank holds of a run's gradients and weights."""
+    """Keep of a run's gradients and weights the shards that this rank holds."""
     gradients = [{name: _mine(tensor) for name, tensor in step.items()} for step in run.gradients]
     weights = {name: _mine(tensor) for name, tensor in run.weights.items()}
     return Run(run.losses, gradients, weights)  # type: ignore[arg-type]
 
 
-def _rank_main(rank: int, folder: str, wrap: Wrap, forwards: int) -> None:
+# FullyShardedDataParallel itself cannot have two forwards before two backwards.
+_CASES: list[tuple[Wrap, int]] = [(_ddp, 2), (_fsdp1, 1), (_fsdp2, 2)]
+
+
+def _rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     try:
-        for checkpointed in (False, True):
-            plain, _ = _train(wrap, None, checkpointed=checkpointed, forwards=forwards)
-            moved, stats = _train(wrap, Path(folder), checkpointed=checkpointed, forwards=forwards)
-            _, alone = _train(_alone, Path(folder), checkpointed=checkpointed, forwards=forwards)
-            _shards(moved).assert_equals(_shards(plain))
-            assert stats is not None
-            assert alone is not None
-            assert_through_file(stats)
-            assert stats.weight_bytes == alone.weight_bytes > 0
-            assert stats.offloaded_bytes == alone.offloaded_bytes
+        for wrap, forwards in _CASES:
+            for checkpointed in (False, True):
+                try:
+                    _check(wrap, Path(folder), checkpointed=checkpointed, forwards=forwards)
+                except BaseException as error:
+                    error.add_note(f"{wrap.__name__}, {checkpointed=}")
+                    raise
     finally:
         dist.destroy_process_group()
 
 
-# FullyShardedDataParallel itself cannot have two forwards before two backwards.
-@pytest.mark.parametrize(("wrap", "forwards"), [(_ddp, 2), (_fsdp1, 1), (_fsdp2, 2)])
-def test_two_ranks_are_exact_and_their_weights_stay(wrap: Wrap, forwards: int, scratch: Path) -> None:
-    mp.spawn(_rank_main, (str(scratch), wrap, forwards), nprocs=2)
+def _check(wrap: Wrap, folder: Path, *, checkpointed: bool, forwards: int) -> None:
+    plain, _ = _train(wrap, None, checkpointed=checkpointed, forwards=forwards)
+    moved, stats = _train(wrap, folder, checkpointed=checkpointed, forwards=forwards)
+    _, alone = _train(_alone, folder, checkpointed=checkpointed, forwards=forwards)
+    _shards(moved).assert_equals(_shards(plain))
+    assert stats is not None
+    assert alone is not None
+    assert_through_file(stats)
+    assert stats.weight_bytes == alone.weight_bytes > 0
+    assert stats.offloaded_bytes == alone.offloaded_bytes
+
+
+def test_two_ranks_are_exact_and_their_weights_stay(scratch: Path) -> None:
+    mp.spawn(_rank_main, (str(scratch),), nprocs=2)  # one pair for all: importing takes longer than training

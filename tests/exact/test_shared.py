@@ -114,7 +114,7 @@ class _ReturnsWeight(torch.autograd.Function):
 def test_a_saved_weight_that_is_returned_as_gradient_stays_the_weights(
     transposed: bool, tier: str, scratch: Path
 ) -> None:
-    """Without the engine whoever accumulates it copies it. An unpack hook's tensor would be taken as it is."""
+    """Plain PyTorch copies it when it accumulates; a tensor from an unpack hook would be taken as it is."""
     weight = nn.Parameter(torch.randn(8, 8))
     before = weight.detach().clone()
     x: Any = torch.randn(8, 8).requires_grad_()

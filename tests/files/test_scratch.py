@@ -202,7 +202,7 @@ def test_a_directory_that_is_missing_or_a_file(scratch: Path) -> None:
     assert os.listdir(scratch) == ["file"]
 
 
-def test_a_directory_on_another_file_system_than_before_is_refused_by_both_numbers(scratch: Path) -> None:
+def test_a_directory_moved_to_another_file_system_is_refused_by_both_numbers(scratch: Path) -> None:
     closed: list[int] = []
 
     def close(fd: int) -> None:

@@ -160,7 +160,7 @@ class Blocks:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("count", "most_mib", "life"), [(6, 16, 2.0), (3, 32, 4.0), (12, 4, 1.2)])
-def test_random_shapes_and_lifetimes_leave_a_file_a_quarter_larger_than_what_was_live(
+def test_the_file_stays_within_a_quarter_of_what_was_live_under_random_lifetimes(
     count: int, most_mib: int, life: float, seed: int
 ) -> None:
     """2,000 steps of `count` writes of 1 MiB and more, each discarded within `life` steps."""
@@ -328,9 +328,7 @@ def test_a_discarded_write_in_flight_is_not_punched(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_file_at_its_capacity_stays_below_it_and_uses_what_is_about_to_be_punched(
-    scratch: Path, threads: int
-) -> None:
+def test_a_full_file_reuses_ranges_waiting_for_punch(scratch: Path, threads: int) -> None:
     capacity = 100 * MIB + 5  # neither a multiple of the growth nor of a block
     punching = Punching()
     store = PosixStore(scratch, threads=threads, capacity_bytes=capacity, syscalls=Syscalls(punch=punching))

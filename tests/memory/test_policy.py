@@ -107,7 +107,7 @@ def test_the_window_holds_three_of_the_largest_tensors_within_bounds(largest: in
     assert window_bytes(limits(None, None, 60.0, 1 << 40, 80 << 30), largest * MIB) == 1024 * MIB  # a device's
 
 
-def test_more_goes_out_at_once_than_comes_back_and_never_more_than_half_of_a_budget() -> None:
+def test_limits_allow_more_out_than_in_and_half_of_a_budget_at_most() -> None:
     budgets, most = (1, 4, 16, 24, 1024), (1, 4, 16, 16, 16)
     assert [write_burst_bytes(n * MIB, 40 * MIB) for n in budgets] == [n * MIB // 2 for n in most]
     assert write_burst_bytes(24 * MIB, 4 * MIB) == 2 * MIB, "or a step would wait for room in the middle of a burst"

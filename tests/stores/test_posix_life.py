@@ -121,7 +121,7 @@ def test_a_store_that_is_closed_while_it_opens_leaves_no_descriptor(scratch: Pat
     assert descriptors.closed == descriptors.opened
 
 
-def test_a_disk_too_full_to_begin_on_leaves_no_descriptor_however_often_it_is_tried(scratch: Path) -> None:
+def test_a_disk_too_full_to_begin_on_leaves_no_descriptor_after_many_tries(scratch: Path) -> None:
     descriptors = Descriptors()
     full = [True]
 

@@ -98,7 +98,7 @@ import time; time.sleep(60)
 # -- a device that hangs -------------------------------------------------------------------------------------------
 
 
-def test_closing_gives_up_on_a_device_that_hangs_and_the_file_is_closed_when_it_ends(scratch: Path) -> None:
+def test_close_gives_up_on_a_hung_device_whose_file_closes_when_it_ends(scratch: Path) -> None:
     held = Held()
     store = PosixStore(scratch, threads=2, timeout_s=0.2, syscalls=held.syscalls)
     running = store.write(buffer_of(pattern_at(0, 50_000)))

@@ -1,8 +1,7 @@
-"""What the engine's tests share: engines over a store that a test holds back or breaks, and small graphs to save."""
+"""Tools for tests of the engine: engines over a store that a test holds back or breaks, and small graphs to save."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,7 +36,7 @@ def _two_level(scratch: Path, threads: int) -> Store:
     return Copying(TwoLevelStore(HostStore(), PosixStore(scratch, threads=threads), 1 << 16, threads=threads))
 
 
-# What the engine's tests run over; `engine/test_stores.py` runs them over each.
+# The kinds of store that the engine works over; the fixture `store_kind` gives a test each in turn.
 STORES: dict[str, Callable[[Path, int], Store]] = {
     "posix": lambda scratch, threads: PosixStore(scratch, threads=threads),
     "checksum": lambda scratch, threads: PosixStore(scratch, threads=threads, checksum=True),
@@ -52,12 +51,13 @@ def engine(
     scratch: Path,
     plan: Callable[[Operation, int], Fault | None] | None = None,
     *,
+    store_kind: str = "posix",
     model: torch.nn.Module | None = None,
     threads: int = 1,
     **settings: Any,
 ) -> Iterator[Offloader]:
     """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
-    store = STORES[os.environ.get("ENGINE_TEST_STORE", "posix")](scratch, threads)
+    store = STORES[store_kind](scratch, threads)
     if plan is not None:
         store = FaultyStore(store, plan)
     config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))

@@ -1,4 +1,4 @@
-"""What the exactness tests share: comparison to the last bit, training runs, and proof that the bytes took the file."""
+"""Tools for tests of exactness: comparison to the last bit, training runs, and proof that the bytes took the file."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def assert_through_file(stats: OffloadStats, *, kept_because: Collection[str] = 
 
 @dataclass
 class Run:
-    """What a training run computed; every tensor is a copy."""
+    """Losses, gradients and weights of a training run; every tensor is a copy."""
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: list[dict[str, Tensor | None]] = field(default_factory=list)  # per step, by name of the parameter

@@ -203,7 +203,7 @@ def test_stop_while_the_first_ticket_starts_the_threads(monkeypatch: pytest.Monk
     assert not any(thread.is_alive() for thread in threads_of(workers))
 
 
-def test_a_ticket_queued_just_after_the_last_worker_has_ended_is_failed_all_the_same() -> None:
+def test_a_ticket_queued_after_the_last_worker_has_ended_fails() -> None:
     class Late(deque[Ticket]):
         def append(self, ticket: Ticket) -> None:
             workers.stop()  # `submit` has looked already

@@ -1,4 +1,4 @@
-"""Tools for tests of the endurance allowance: clocks that are told the time, and a look into the file."""
+"""Tools for tests of the daily allowance: clocks that are told the time, and a look into the file."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_a_cancelled_departure_frees_its_source_only_behind_the_copy(fake: Simul
 
 
 @any_schedule
-def test_memory_of_another_stream_is_not_reused_before_the_producer_is_done_with_it(fake: SimulatedTorch) -> None:
+def test_memory_of_another_stream_is_not_reused_before_its_producer_is_done(fake: SimulatedTorch) -> None:
     # The graph would keep it until backward; the engine lets go of it earlier, while the producer may still read it.
     gpu = fake.cuda
     owner, producer = gpu.current_stream(GPU), gpu.make_stream("producer", GPU)

@@ -1,4 +1,4 @@
-"""The storage path: which directory serves, which is refused, and what the refusal says."""
+"""Scratch paths: which directory serves, which is refused, and what the refusal says."""
 
 from __future__ import annotations
 

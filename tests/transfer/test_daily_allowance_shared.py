@@ -1,4 +1,4 @@
-"""Endurance allowance: several users of one file at once, killed and forked ones too, against a model."""
+"""Daily allowance: several users of one file at once, killed and forked ones too, against a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from support.daily_allowance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
 from tba import OffloadWarning
 from tba._transfer import daily_allowance
 

@@ -1,4 +1,4 @@
-"""Opening: which store, within which limits, the settings make."""
+"""Build: the store, and its limits, that settings ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look: who is given memory of its own, and how."""
+"""Code of the program: which saved tensors it is given in memory of their own, and how."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Walks and Orders: what is expected next, before and after an order is known, and where backward departs from it."""
+"""Read order: what is expected next, before and after an order is known, and where backward departs from it."""
 
 from __future__ import annotations
 

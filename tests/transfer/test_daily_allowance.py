@@ -1,4 +1,4 @@
-"""Endurance allowance: what is counted and declined, for which day, and a file that cannot be kept."""
+"""Daily allowance: what is counted and declined, for which day, and a file that cannot be kept."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.endurance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from support.daily_allowance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
 from tba import ClosedError, OffloadWarning
 from tba._transfer import scratch_paths
 from tba._transfer.daily_allowance import SYNC_S, Allowance, counts_file, projected_bytes_per_day
