@@ -95,7 +95,7 @@ class Compressor:
     def also(self, record: Record, kind: Saved) -> bool:
         """Note that one more operator saves a record's tensor. False if the record has lost too much for it already."""
         needed = self._preset[kind]
-        if record.codec is None or strictness(needed) <= strictness(record.codec):
+        if record.codec is None or needed.properties.kept_bits <= record.codec.properties.kept_bits:
             return True
         if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
             return False
@@ -166,9 +166,3 @@ def compressor(
     if preset is None:
         return None
     return Compressor(preset if isinstance(preset, Preset) else named(preset, rank=rank), seed, counters)
-
-
-def strictness(codec: Codec) -> float:
-    """Bits an element keeps, infinite for exact ones: the more, the more savers it serves."""
-    properties = codec.properties
-    return float("inf") if properties.exact else properties.bits_per_element or 0.0

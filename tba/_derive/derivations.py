@@ -45,8 +45,6 @@ _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # times the bytes of private copies is what a derived tensor must have
 _MOST_WAITING = 8  # comparisons under way on a device: some layers' worth, and no more memory than their tensors
 
-Packed = tuple[Any, ...]
-
 
 class _Comparison(NamedTuple):
     """A recipe's result that is being compared with the tensor it is to replace."""
@@ -84,7 +82,8 @@ class Derivations:
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
-                remember(root, self._unpack, _weakly(record, view))
+                reference = record.ref
+                remember(root, self._unpack, lambda: None if (found := reference()) is None else (found, view))
 
     def replaces(self, record: Record) -> bool | None:
         """Whether a finished, pending record needs no bytes; it then has let go of them. None: `settle` will tell."""
@@ -174,15 +173,15 @@ class Derivations:
         self._first_number = next_number
         self._made = None
 
-    def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
+    def _about(self, packed: tuple[Any, Any], upstream: bool) -> int | None:
         first, second = packed
         if isinstance(first, Record):
             if upstream and (first.counter is None or first.counter._version != first.saved_version):
                 return None
-            return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
+            return 0 if first.recipe is None else first.recipe.depth
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
-        return None if upstream and first._version != second else (0, (first.dtype, first.shape))
+        return None if upstream and first._version != second else 0
 
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
@@ -206,17 +205,7 @@ def _own(made: Tensor) -> torch.UntypedStorage:
     return made.untyped_storage()
 
 
-def _weakly(record: Record, view: View) -> Callable[[], Packed | None]:
-    reference = record.ref
-
-    def packed() -> Packed | None:
-        found = reference()
-        return None if found is None else (found, view)
-
-    return packed
-
-
-def _off(packed: Packed) -> float:
+def _off(packed: tuple[Any, Any]) -> float:
     """How far off what follows from a packed object may be; 0 for exact ones."""
     record = packed[0]
     if not isinstance(record, Record):
@@ -228,7 +217,7 @@ def _off(packed: Packed) -> float:
         codec = record.codec
     if codec is None or codec.properties.exact:
         return 0.0
-    return _NEAR if (codec.properties.bits_per_element or 0) >= 8 else _NEAR_OF_FEW_BITS
+    return _NEAR if codec.properties.kept_bits >= 8 else _NEAR_OF_FEW_BITS
 
 
 def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
@@ -250,7 +239,7 @@ def _holding(most_bytes: int) -> Hold:
     """
     left_bytes = most_bytes
 
-    def hold(packed: Packed, operand: Tensor) -> tuple[Packed, Tensor]:
+    def hold(packed: Any, operand: Tensor) -> tuple[Any, Tensor]:
         nonlocal left_bytes
         if isinstance(packed[0], Record) and not packed[0].leaf:
             return packed, operand

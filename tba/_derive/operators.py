@@ -78,13 +78,6 @@ def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Op
 _last_eps: dict[Any, float] = {}  # by normalized shape: the one to try first
 
 
-def _layer_norm(tensors: list[Any], scalars: Scalars, _: Output) -> Tensor:
-    x, weight, bias = tensors
-    shape, eps = scalars
-    result: Tensor = torch.native_layer_norm(x, list(shape), weight, bias, eps)[0]
-    return result
-
-
 def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
     """Layer norm of `input` [..., *normalized_shape], by the one of `EPSILONS` that gives the saved statistics.
 
@@ -95,25 +88,18 @@ def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
     Raises:
         RuntimeError: none of them does.
     """
-    x, weight, bias, mean, rstd = tensors
-    shape = list(scalars[0])
-    first = x.flatten(0, -1 - len(shape))[:1] if x.dim() > len(shape) else x
-    last = _last_eps.get(scalars[0])
+    x, weight, bias, *wanted = tensors
+    (shape,) = scalars
+    last = _last_eps.get(shape)
     for eps in EPSILONS if last is None else (last, *EPSILONS):
-        # One row tells in most cases which eps it was; the comparison of all rows is what counts.
-        if eps != last and not same_bits(
-            torch.native_layer_norm(first, shape, weight, bias, eps)[2].flatten()[:1], rstd.flatten()[:1]
-        ):
-            continue
-        result: Tensor
-        result, new_mean, new_rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        result, *statistics = torch.native_layer_norm(x, shape, weight, bias, eps)
         unseen = x.is_cuda and eps == last
-        if unseen or same_bits(torch.cat((new_mean, new_rstd)), torch.cat((mean, rstd))):
-            _last_eps[scalars[0]] = eps
-            return (*scalars, eps), result
+        if unseen or all(map(same_bits, statistics, wanted)):
+            _last_eps[shape] = eps
+            return (shape, eps), result
     raise RuntimeError(
-        f"layer norm over {shape} of {x.dtype} {list(x.shape)}: no usual eps gives the statistics that forward saved; "
-        "keep the tensor instead of making it again"
+        f"layer norm over {list(shape)} of {x.dtype} {list(x.shape)}: no usual eps gives the statistics that forward "
+        "saved; keep the tensor instead of making it again"
     )
 
 
@@ -145,45 +131,36 @@ def signed(value: Any) -> Any:
     return value
 
 
-_RESHAPE: Final = _view(lambda x, _, output: x.reshape(output.shape))
+_RESHAPES: Final = (
+    *("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "UnsqueezeBackward0"),
+    *("SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2"),
+)
 
 OPERATORS: Final[Mapping[str, Operator]] = {
     "MulBackward0": _simple(torch.mul, "self", "other"),
     "DivBackward0": _simple(torch.div, "self", "other", amplifies=True),
-    "AddBackward0": Operator(
-        (None, None), lambda t, s, _: torch.add(t[0], t[1], alpha=s[0]), ("alpha",), amplifies=True
-    ),
-    "SubBackward0": Operator(
-        (None, None), lambda t, s, _: torch.sub(t[0], t[1], alpha=s[0]), ("alpha",), amplifies=True
-    ),
+    "AddBackward0": _simple(lambda x, y, a: torch.add(x, y, alpha=a), None, None, scalars=("alpha",), amplifies=True),
+    "SubBackward0": _simple(lambda x, y, a: torch.sub(x, y, alpha=a), None, None, scalars=("alpha",), amplifies=True),
     "NegBackward0": _simple(torch.neg, None),
     "PowBackward0": _simple(torch.pow, "self", scalars=("exponent",), amplifies=True),
     "AbsBackward0": _simple(torch.abs, "self"),
     "SiluBackward0": _simple(functional.silu, "self"),
-    "GeluBackward0": Operator(
-        ("self",), lambda t, s, _: functional.gelu(t[0], approximate=s[0]), scalars=("approximate",)
-    ),
+    "GeluBackward0": _simple(lambda x, how: functional.gelu(x, approximate=how), "self", scalars=("approximate",)),
     "SoftplusBackward0": _simple(functional.softplus, "self", scalars=("beta", "threshold")),
     "LeakyReluBackward0": _simple(functional.leaky_relu, "self", scalars=("negative_slope",)),
     "HardswishBackward0": _simple(functional.hardswish, "self"),
     "MishBackward0": _simple(functional.mish, "self"),
     "NativeLayerNormBackward0": Operator(
         ("input", "weight", "bias"),
-        _layer_norm,
+        lambda t, s, _: torch.native_layer_norm(t[0], s[0], t[1], t[2], s[1])[0],
         scalars=("normalized_shape",),
         extras=("result1", "result2"),
         find=find_eps,
         optional=("weight", "bias"),
     ),
     "ToCopyBackward0": Operator((None,), lambda t, _, output: t[0].to(output.dtype, copy=True)),
-    "CloneBackward0": Operator((None,), lambda t, _s, _o: t[0].clone(), moves=True),
-    "ViewBackward0": _RESHAPE,
-    "UnsafeViewBackward0": _RESHAPE,
-    "ReshapeAliasBackward0": _RESHAPE,
-    "UnsqueezeBackward0": _RESHAPE,
-    "SqueezeBackward0": _RESHAPE,
-    "SqueezeBackward1": _RESHAPE,
-    "SqueezeBackward2": _RESHAPE,
+    "CloneBackward0": _view(lambda x, _s, _o: x.clone()),
+    **dict.fromkeys(_RESHAPES, _view(lambda x, _, output: x.reshape(output.shape))),
     "ExpandBackward0": _view(lambda x, _, output: x.expand(output.shape)),
     "TBackward0": _view(lambda x, _s, _o: x.t()),
     "TransposeBackward0": _view(lambda x, s, _: x.transpose(*s), "dim0", "dim1"),
@@ -203,16 +180,8 @@ RESULTS: Final[Mapping[str, Mapping[int, str]]] = {
     **{
         f"{name}Backward0": {0: "result"}
         for name in (
-            "Relu",
-            "Tanh",
-            "Sigmoid",
-            "Exp",
-            "Sqrt",
-            "Rsqrt",
-            "Reciprocal",
-            "Softmax",
-            "SafeSoftmax",
-            "LogSoftmax",
+            *("Relu", "Tanh", "Sigmoid", "Exp", "Sqrt", "Rsqrt", "Reciprocal"),
+            *("Softmax", "SafeSoftmax", "LogSoftmax"),
         )
     },
     **{

@@ -29,7 +29,7 @@ too, also where backward runs through nobody who saved that operand.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -38,7 +38,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.nodes import maker
 from .operators import OPERATORS, RESULTS, Output, signed
-from .recipe import Recipe, Saved, Step, Unpack
+from .recipe import Operand, Recipe, Step, Unpack
 
 __all__ = ["MAX_OPERATORS", "Recipe", "recipe", "remember"]
 
@@ -48,9 +48,9 @@ _UNKNOWN: Final = object()  # what a torch that has renamed something saves unde
 _NOTE: Final = "tba_saved"  # the key in a node's metadata
 _REAL: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# Of a packed object, and whether another node than its user saved it: the depth of the recipe it stands for, 0 if it is
-# kept, and what is part of the signature; or None, if it may not be used.
-About = Callable[[Any, bool], tuple[int, Hashable] | None]
+# (packed object, whether another node than its user saved it) -> depth of the recipe it stands for, 0 if it is kept;
+# None if it must not be used.
+About = Callable[[Any, bool], int | None]
 
 
 def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe | None:
@@ -80,10 +80,15 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
     step = finder.step(node, number, MAX_OPERATORS, _MAX_MOVES)
     if step is None:
         return None
-    output = step.output
-    if output.shape != tensor.shape or output.dtype != tensor.dtype or output.device != tensor.device:
-        return None
-    return Recipe(step, tensor.stride(), unpack, finder)
+    return Recipe(
+        step,
+        tensor.stride(),
+        unpack,
+        tuple(finder.sources),
+        finder.depth,
+        finder.amplifies,
+        signature=(*finder.names, step.output),
+    )
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
@@ -104,6 +109,7 @@ class _Finder:
         self._unpack = unpack
         self._about = about
         self.sources: list[Any] = []
+        self.names: list[str] = []
         self.depth = 0
         self.amplifies = False
 
@@ -126,12 +132,13 @@ class _Finder:
         used = MAX_OPERATORS - operators_left
         self.depth = max(self.depth, used)
         self.amplifies |= operator.amplifies
+        self.names.append(name)
         edges = node.next_functions
         if len(edges) != len(operator.operands):
             return None
         operands: list[Any] = []
         for saved_as, edge in zip(operator.operands, edges, strict=True):
-            found: Any = None if saved_as is None else self._saved(node, saved_as, used, _about(edge))
+            found: Any = None if saved_as is None else self._saved(node, saved_as, used, maker=edge[0])
             if found is None:
                 if saved_as in operator.optional:  # saved if it was there, so it was not, or another hook has it
                     raw = getattr(node, f"_raw_saved_{saved_as}", None)
@@ -143,42 +150,40 @@ class _Finder:
                         return None
             operands.append(found)
         for saved_as in operator.extras:
-            found = self._saved(node, saved_as, used, None)
+            found = self._saved(node, saved_as, used)
             if found is None:
                 return None
             operands.append(found)
         scalars = tuple(signed(getattr(node, f"_saved_{scalar}", _UNKNOWN)) for scalar in operator.scalars)
         if _UNKNOWN in scalars:
             return None
-        # Numbers by `repr`: 3 == 3.0 and 0.0 == -0.0, but they do not multiply to the same bits.
-        keys = tuple(each.key if isinstance(each, Saved | Step) else repr(each) for each in operands)
-        return Step(operator, tuple(operands), scalars, output, (name, repr(scalars), output, keys))
+        return Step(operator, tuple(operands), scalars, output)
 
-    def _saved(self, node: Any, name: str, used: int, about: Hashable, *, upstream: bool = False) -> Any:
-        """What `node` saved under `name`: `Saved`, a Python number, or None."""
+    def _saved(self, node: Any, name: str, used: int, *, maker: Any = None, upstream: bool = False) -> Any:
+        """What `node` saved under `name`, made by `maker`: an `Operand`, a Python number, or None."""
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None or raw.data is None:
             return None
         packed = raw.data
         hook = raw.unpack_hook
         if hook is not None:
-            return self._source(packed, used, (name, about), upstream=upstream) if hook == self._unpack else None
+            return self._source(packed, used, upstream=upstream) if hook == self._unpack else None
         # Numbers come without a hook; so do tensors saved outside of any hook, which someone may still edit.
-        if about is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu and not packed._version:
+        if maker is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu and not packed._version:
             return packed.item()
         return None
 
-    def _source(self, packed: Any, used: int, key: Hashable, *, upstream: bool) -> Saved | None:
-        known = (0, None) if self._about is None else self._about(packed, upstream)
-        if known is None or used + known[0] > MAX_OPERATORS:
+    def _source(self, packed: Any, used: int, *, upstream: bool) -> Operand | None:
+        depth = 0 if self._about is None else self._about(packed, upstream)
+        if depth is None or used + depth > MAX_OPERATORS:
             return None
-        self.depth = max(self.depth, used + known[0])
+        self.depth = max(self.depth, used + depth)
         self.sources.append(packed)
-        return Saved(packed, (key, known[1]))
+        return Operand(packed)
 
     def _upstream(
         self, edge: tuple[Any, int], operators_left: int, moves_left: int, device: torch.device
-    ) -> Saved | Step | None:
+    ) -> Operand | Step | None:
         """An operand that its user did not save: kept by its maker, noted by `remember`, or derived in its turn."""
         node, number = edge
         if node is None:
@@ -186,19 +191,18 @@ class _Finder:
         outputs = node._input_metadata
         if number >= len(outputs):
             return None
-        output = _output(outputs[number], number)
-        if output.device != device:
+        if outputs[number].device != device:
             return None
         used = MAX_OPERATORS - operators_left
         saved_as = RESULTS.get(_name(node), {}).get(number)
         if saved_as is not None:
-            found: Saved | None = self._saved(node, saved_as, used, output, upstream=True)
+            found: Operand | None = self._saved(node, saved_as, used, maker=node, upstream=True)
             if found is not None:
                 return found
         note = node.metadata.get(_NOTE, {}).get(number)
         packed = note[1]() if note is not None and note[0] == self._unpack else None
         if packed is not None:
-            found = self._source(packed, used, ("noted", output), upstream=True)
+            found = self._source(packed, used, upstream=True)
             if found is not None:
                 return found
         return self.step(node, number, operators_left, moves_left)
@@ -219,9 +223,3 @@ def _name(node: Any) -> str:
 
 def _output(metadata: Any, number: int) -> Output:
     return Output(number, tuple(metadata.shape), metadata.dtype, metadata.device)
-
-
-def _about(edge: tuple[Any, int]) -> Output | None:
-    """What autograd knows of the operand behind an edge; nothing if it requires no grad."""
-    node, number = edge
-    return None if node is None else _output(node._input_metadata[number], number)
