@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from itertools import product
 
 # A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
 # (q, k, v side by side) are then found there instead of being written again.
@@ -37,27 +36,18 @@ class Decision(enum.Enum):
 KEEP, HOLD, SEND, SHRINK = Decision  # read off the class, a member costs ten times as much
 
 
-def decide(tier: str, *, on_device: bool, used_at_once: bool, compresses: bool = False) -> tuple[Decision, str]:
-    """The decision for a tensor of at least the minimum size, and the reason for what stays.
-
-    `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
-    """
-    if used_at_once:
-        return KEEP, USED_AT_ONCE
-    stays = SHRINK if compresses else KEEP
-    if tier == "keep":
-        return stays, "tier keep"
-    if tier == "cpu" and not on_device:
-        return stays, IN_HOST
-    return (HOLD, FITS) if tier == "auto" else (SEND, "")
-
-
 def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tuple[Decision, str]]:
-    """Every answer of `decide`, by (on_device, used_at_once): it is asked for every saved tensor."""
-    return {
-        (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=compresses)
-        for on_device, used_at_once in product((False, True), repeat=2)
-    }
+    """The decision for a tensor of at least the minimum size and, for what stays, the reason.
+
+    By (on_device, used_at_once), as a table, because it is looked up for every saved tensor. Used at once is what a
+    backward that frees its graph packs: a checkpoint recomputes it and needs it next.
+    """
+    stays = SHRINK if compresses else KEEP
+    by_tier = {"keep": (stays, "tier keep"), "auto": (HOLD, FITS)}
+    found = by_tier.get(tier, (SEND, ""))
+    on_host = (stays, IN_HOST) if tier == "cpu" else found
+    at_once = KEEP, USED_AT_ONCE
+    return {(False, False): on_host, (True, False): found, (False, True): at_once, (True, True): at_once}
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:

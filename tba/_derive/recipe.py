@@ -21,11 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._record.user_code import asks_for_operators
 from .._torch.private import enable_mkldnn, mkldnn_enabled
 from .operators import Operator, Output, Scalars
-
-asks_for_operators(globals())
 
 # Packed objects are opaque here: this hook, which they were packed for, brings them back.
 Unpack = Callable[[Any], Tensor]

@@ -1,20 +1,33 @@
-"""Handoff: a tensor's bytes from its device to host memory and back, ordered against the streams that use it.
+"""Streams: a tensor's bytes from its device to host memory and back, ordered against the streams that use them.
 
-The hazard. A copy on a side stream runs beside the compute streams. Without order it reads a tensor before its kernel
-has written it, or fills memory that an earlier kernel still reads; and the caching allocator, which knows only the
-stream a block was allocated on, may hand out the block while the copy is under way.
+The hazard. A copy on a side stream, or a worker's transfer, runs beside the compute streams. Without order it reads a
+tensor before its kernel has written it, or fills memory that an earlier kernel still reads; and the caching allocator,
+which knows only the stream a block was allocated on, may hand out the block while the copy is under way.
 
-The order kept here:
+Out, by a copy (`out`), where P is the producer's stream and S the side stream:
 
-1. Out: the side stream waits for an event recorded on the producer's stream after the kernel was launched. The source
-   stays referenced until the worker has waited for the copy's own event, and no longer.
-2. In: the destination is allocated on the consumer's stream; the side stream waits for what that stream has queued
-   (the block may be a recycled one); the stream that uses it waits for the copy's event, at each use. The current
-   stream is asked for at each use, per device, never remembered.
-3. The allocator is told of the side stream (`record_stream`) only where a copy is abandoned before anybody has waited
-   for it: a block it was told of is not reused before everything queued on that stream by the time it is freed has
-   run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
-4. Host memory is retained until the copy from or to it is over, whoever has let go of it before.
+1. The hook records an event on P, behind the kernel that it has just launched, and S waits for it. Without that wait S
+   would copy what the kernel has not written yet.
+2. S copies to host memory and records a second event. The hook returns; P goes on.
+3. The source stays referenced by `Departure`. Were it let go of here, P could reuse its block while S still reads it.
+4. A worker calls the `Departure`, which waits for the second event and lets go of the source, then writes.
+   If the write is cancelled instead, nobody waits: then the allocator is told of S (`record_stream`). It is told only
+   then, because a block it was told of is not reused before everything queued on S by the time it is freed has run,
+   and a program that launches ahead of the device would soon have a step's worth of such blocks.
+
+In, by a copy (`into`), where C is the consumer's stream:
+
+1. The target is allocated on C, so it may be a block that kernels queued on C still read; S waits for C.
+2. S copies from host memory and records an event.
+3. At each use the stream that is current then, and not one remembered, waits for the event (`use`); if it is not C,
+   the allocator is told of it. From the first use on, whatever frees the block does so behind the copy. A target that
+   nobody has used is freed with S told, as above.
+
+Host memory is retained until the copy from or to it is over, whatever has let go of it before.
+
+By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A worker
+waits for an event on P behind the kernel, or on C behind what still uses the block, then transfers. The store holds the
+memory until the transfer has ended; after that the bytes are there for every stream.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
 rest of the engine therefore runs one path.
@@ -80,41 +93,45 @@ def capturing(tensor: Tensor) -> bool:
 
 
 class Departure:
-    """A copy out of a device under way. Called, on any thread, it waits until the bytes are in host memory."""
+    """A wait for a device: for a copy out of `source`, or for the kernels that use memory a store moves itself (None).
 
-    __slots__ = ("_copied", "_side", "_source")
+    Called, on any thread, it waits until `stream` has passed `event`.
+    """
 
-    def __init__(self, source: Tensor, side: Any, copied: Any) -> None:
-        self._source: Tensor | None = source
-        self._side = side
-        self._copied = copied
+    __slots__ = ("_event", "_source", "_stream")
+
+    def __init__(self, source: Tensor | None, stream: Any, event: Any) -> None:
+        self._source = source
+        self._stream = stream
+        self._event = event
 
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
-        with torch.cuda.device(self._side.device):
-            self._copied.synchronize()
+        with torch.cuda.device(self._stream.device):
+            self._event.synchronize()
         self._source = None
 
     def __del__(self) -> None:
         if self._source is not None:  # never waited for: a cancelled write
-            self._source.record_stream(self._side)
+            self._source.record_stream(self._stream)
 
 
 class Arrival:
-    """A copy to a device under way, and who may use what it makes."""
+    """Device memory that was allocated on `consumer`, and the copy on `side` that fills it: None if a store does."""
 
     __slots__ = ("_consumer", "_copied", "_side", "_target")
 
-    def __init__(self, target: Tensor, side: Any, consumer: Any, copied: Any) -> None:
-        self._target: Tensor | None = target
-        self._side = side
+    def __init__(self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None) -> None:
+        self._target = target
         self._consumer = consumer
+        self._side = side
         self._copied = copied
 
     def wait(self, tensor: Tensor) -> None:
         """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_event(self._copied)
+        if self._copied is not None:
+            current.wait_event(self._copied)
         if current != self._consumer:
             tensor.record_stream(current)  # allocated on another one
         self._target = None  # whatever frees the block now does so behind the copy
@@ -166,7 +183,7 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     side.wait_stream(consumer)
     copied = torch.cuda.Event()
-    arrival = Arrival(target, side, consumer, copied)
+    arrival = Arrival(target, consumer, side, copied)
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
@@ -174,8 +191,30 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     return target, arrival
 
 
+def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:
+    """Bytes `[begin, begin + nbytes)` of the storage of `source`, and what to call before touching them."""
+    raw = raw_bytes(source, begin, nbytes)
+    goes_early(raw, producer)
+    return Buffer(raw.data_ptr(), nbytes, raw), _after(producer)
+
+
+def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, Departure]:
+    """Memory of `device` to transfer into: its bytes (uint8 [nbytes]), what `use` takes for them once they are there,
+    the buffer, and what to call before the transfer."""
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    consumer = torch.cuda.current_stream(device)
+    return target, Arrival(None, consumer), Buffer(target.data_ptr(), nbytes, target), _after(consumer)
+
+
+def _after(stream: Any) -> Departure:
+    """A wait for what is queued on a stream by now."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return Departure(None, stream, event)
+
+
 def use(tensor: Tensor, ready: Any) -> None:
-    """Make the current stream wait until the bytes beneath `tensor` are there. `ready`: of `into`, or `gpudirect`."""
+    """Make the current stream wait until the bytes beneath `tensor` are there. `ready`: of `into`, or `borrow`."""
     if ready is not None:
         ready.wait(tensor)
 

@@ -27,18 +27,13 @@ _ALONE = 2
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # How many nodes Python looks at in one backward, in search of Functions written in C++: see `weights.Chains`.
 _LOOKS = 512
-# The globals of modules of ours that ask in the name of operators.
-_asks_for_operators: list[dict[str, Any]] = []
-
-
-def asks_for_operators(module_globals: dict[str, Any]) -> None:
-    """Note a module of ours that unpacks saved tensors to hand them to operators."""
-    _asks_for_operators.append(module_globals)
+# The package that unpacks saved tensors to hand them to operators.
+_RECIPES = "tba._derive"
 
 
 def is_for_operators(asker: FrameType) -> bool:
-    """Whether a module of ours asks, which hands what it gets to operators."""
-    return any(asker.f_globals is each for each in _asks_for_operators)
+    """Whether a recipe asks, which hands what it gets to operators."""
+    return asker.f_globals.get("__package__") == _RECIPES
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for

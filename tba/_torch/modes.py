@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -16,8 +16,8 @@ def quiet() -> Iterator[None]:
 
     Autocast and the default generator are not touched by the engine's operations anyway.
     """
-    with ExitStack() as stack:
-        if private.dispatch_mode_count() or private.function_mode_count():
-            stack.enter_context(private.DisableTorchFunction())
-            stack.enter_context(_disable_current_modes())
+    if not (private.dispatch_mode_count() or private.function_mode_count()):
+        yield
+        return
+    with private.DisableTorchFunction(), _disable_current_modes():
         yield
