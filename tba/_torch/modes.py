@@ -1,4 +1,4 @@
-"""Quiet: the engine's own tensor operations, hidden from the modes a user has switched on."""
+"""Modes: hides the engine's own tensor operations from the modes a user has switched on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from . import private
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No mode (FLOP counter, selective checkpointing, default device) sees or changes what is done inside.
+    """Hide the operations of a region from modes (FLOP counter, selective checkpointing, default device).
 
-    Autocast and the default generator are not touched by the engine's operations anyway.
+    The engine's operations are not subject to autocast, and draw no random numbers.
     """
     if not (private.dispatch_mode_count() or private.function_mode_count()):
         yield
