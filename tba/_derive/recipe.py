@@ -1,14 +1,15 @@
-"""Recipe: the operators to run, in which state, on which packed objects, to have one tensor again.
+"""Recipe: the operators to run, in which state, on which packed objects, to make one tensor again.
 
-Guarantees: `compute` runs each operator as it ran in forward: without autocast (its casts are operators of their own),
-under the recorded number of threads and use of oneDNN. It gives the recorded dtype, shape and
-strides, or raises; it leaves the state as it found it. What `settled` gives depends on its stored sources alone, so
-that what has come out right once comes out right again. A recipe never changes, holds no node of the graph and takes
-no lock.
+Guarantees:
 
-Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which nobody can ask for. All
-of it but the number of threads belongs to the process: where it differs, another thread may see the recorded one for a
-moment.
+1. `compute` runs each operator as it ran in forward: without autocast (its casts are operators of their own), with the
+   recorded number of threads and use of oneDNN. It gives the recorded dtype, shape and strides, or raises, and it
+   leaves the state as it found it.
+2. The result of a settled recipe depends on its sources alone, so a recipe that has come out right does so again.
+3. A recipe never changes, holds no node of the graph and takes no lock.
+
+Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which cannot be queried. The
+use of oneDNN belongs to the process: where it differs, another thread may see the recorded one for a moment.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from torch import Tensor
 from .._torch.private import enable_mkldnn, mkldnn_enabled
 from .operators import Operator, Output, Scalars
 
-# Packed objects are opaque here: this hook, which they were packed for, brings them back.
+# The unpack hook for which objects were packed. Packed objects are opaque here.
 Unpack = Callable[[Any], Tensor]
-# (packed object, its tensor) -> both where nobody can edit them unnoticed. Raises RuntimeError where that is too dear.
+# (packed object, its tensor) -> both, safe from unnoticed edits. Raises RuntimeError if that would cost too much.
 Hold = Callable[[Any, Tensor], tuple[Any, Tensor]]
 
 
@@ -61,14 +62,14 @@ class Recipe:
     """How to make one tensor again.
 
     Attributes:
-        step: the last operator, with those before it as its operands.
+        step: the last operator, with the operators before it as its operands.
         strides: of the tensor.
-        unpack: the hook that brings packed objects back.
+        unpack: the unpack hook of its packed objects.
         sources: the packed objects it asks for, each as often as it does.
-        depth: the most operators on a path to what is really kept, recipes underneath included.
-        amplifies: whether a small error of a source may be a large one of the tensor.
+        depth: the largest number of operators on a path to tensors that are kept, recipes underneath included.
+        amplifies: whether a small error of a source may become a large error of the tensor.
         signature: equal for two recipes that run the same operators for results of one dtype and shape.
-        state: of forward.
+        state: recorded in forward.
     """
 
     step: Step
@@ -81,22 +82,21 @@ class Recipe:
     state: State = field(default_factory=_state)
 
     def compute(self) -> Tensor:
-        """The tensor, without grad: dtype, shape, strides and device as they were; in memory of its own unless the
-        last operator is a view.
+        """Make the tensor, without grad, with dtype, shape, strides and device as they were.
 
-        To be asked of a `settled` recipe. Runs on the calling thread and current stream, and calls the unpack hook for
-        each source without any lock.
+        It has memory of its own unless the last operator is a view. To be called on a `settled` recipe. Runs on the
+        calling thread and the current stream, and calls the unpack hook for each source without any lock.
 
         Raises:
-            RuntimeError: what an unpack hook raises; or an operator gave another dtype or shape than in forward.
+            RuntimeError: an unpack hook raised it, or an operator gave another dtype or shape than in forward.
         """
         return self._made(None)[1]
 
     def settled(self, hold: Hold) -> tuple[Recipe, Tensor]:
-        """The recipe to use from now on, and what it gives.
+        """Return the recipe to use from now on, and its result.
 
-        It starts from what `hold` gives for each source, and has the scalars that autograd does not save, which are
-        found from what the operator saved besides. Raises what `compute` does, and RuntimeError where there are none.
+        Its sources are those that `hold` returns, and it has the scalars that autograd does not save, found from other
+        tensors that the operator saved. Raises as `compute` does, and RuntimeError where no scalars are found.
         """
         sources: list[Any] = []
 
@@ -117,7 +117,7 @@ class Recipe:
         return step, result
 
     def _run(self, step: Step, hold: Hold | None) -> tuple[Step, Tensor]:
-        """The step to use from now on, the one given without `hold`, and its result."""
+        """Run a step. Return the step to use from now on (without `hold`: this one) and its result."""
         operator, operands, found = step.operator, list(step.operands), []
         for place, operand in enumerate(step.operands):
             tensor = operand
@@ -136,7 +136,7 @@ class Recipe:
             scalars, result = operator.find(found, scalars)
         else:
             result = operator.run(found, scalars, step.output)
-        kept = tuple(operands[: len(operator.operands)])  # the extras have served to find scalars
+        kept = tuple(operands[: len(operator.operands)])  # without the extras, needed only to find scalars
         return step._replace(operands=kept, scalars=scalars), _as_recorded(result, step.output)
 
 
@@ -150,7 +150,7 @@ def _as_recorded(result: Tensor, output: Output) -> Tensor:
 
 
 def _there(operand: Tensor) -> Tensor:
-    """A kernel would read from nowhere what was emptied, such as a weight that was gathered for a while."""
+    """Return an operand. Raises RuntimeError if its memory was emptied (a gathered weight): a kernel would crash."""
     if operand.numel() and not operand.untyped_storage().nbytes():
         raise RuntimeError(
             f"the memory of {operand.dtype} {list(operand.shape)} has been emptied, and another saved tensor is to be "
@@ -161,7 +161,7 @@ def _there(operand: Tensor) -> Tensor:
 
 @contextmanager
 def _restored(state: State, device_type: str) -> Iterator[None]:
-    """The recorded state, without autocast and grad; touches only what differs."""
+    """Run a region in the recorded state, without autocast and grad. Sets only settings that differ."""
     now = _state()
     casting = torch.is_autocast_enabled(device_type)
     try:
