@@ -1,7 +1,7 @@
-"""SavedBy: records which torch function is running on a thread, so that a pack hook can tell what it is given.
+"""Calls: records which torch function is running on a thread, so that a pack hook can class the tensor it is given.
 
-Pack hooks run while an operator is dispatched and are not told which. A torch-function mode, active with lossy codecs,
-records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
+Pack hooks run while an operator is dispatched and are not told which. A torch-function mode (`SavedBy`), active with
+lossy codecs, records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
 
 Guarantees:
 
