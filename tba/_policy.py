@@ -1,20 +1,19 @@
-"""Policy: what to do with a saved tensor, as pure functions of recorded facts."""
+"""Policy: decides what to do with a saved tensor, as pure functions of recorded facts."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from itertools import product
 
-# A view of at least this share of its storage takes the whole storage with it: the other views of a fused projection
-# (q, k, v side by side) are then found there instead of being written again.
+# A view of at least this share of its storage moves together with the whole storage: the other views of a fused
+# projection (q, k, v side by side) are then found there instead of being written again.
 _WHOLE_SHARE = 0.5
-# Ranges begin at a multiple of what allocators align to, so that a view has a whole offset within them and comes back
-# to an address of the same alignment: matrix kernels are chosen by it (up to 256 bytes), and other kernels, other bits.
+# Ranges begin at a multiple of the allocators' alignment, so that a view has a whole offset in them and comes back to
+# an address of equal alignment: matrix kernels are chosen by it (up to 256 bytes), and another kernel gives other bits.
 _RANGE_ALIGNMENT = 512
 
 
-# Reasons for which a tensor is kept, as statistics name them.
+# Reasons for keeping a tensor in memory, as statistics name them.
 FITS = "fits in memory"
 NOT_WRITTEN = "write failed"
 IN_HOST = "already in host memory"
@@ -26,7 +25,7 @@ WHOLE = "compiled as one graph"
 
 
 class Decision(enum.Enum):
-    """What becomes of a tensor that is neither weight nor duplicate."""
+    """Decision on a tensor that is neither a weight nor saved already."""
 
     KEEP = enum.auto()  # stays in memory, never moves
     HOLD = enum.auto()  # stays while memory suffices, moves when it does not
@@ -34,34 +33,25 @@ class Decision(enum.Enum):
     SHRINK = enum.auto()  # stays in memory, in fewer bytes
 
 
-KEEP, HOLD, SEND, SHRINK = Decision  # read off the class, a member costs ten times as much
-
-
-def decide(tier: str, *, on_device: bool, used_at_once: bool, compresses: bool = False) -> tuple[Decision, str]:
-    """The decision for a tensor of at least the minimum size, and the reason for what stays.
-
-    `used_at_once`: packed inside a backward that frees its graph, i.e. recomputed by a checkpoint and needed next.
-    """
-    if used_at_once:
-        return KEEP, USED_AT_ONCE
-    stays = SHRINK if compresses else KEEP
-    if tier == "keep":
-        return stays, "tier keep"
-    if tier == "cpu" and not on_device:
-        return stays, IN_HOST
-    return (HOLD, FITS) if tier == "auto" else (SEND, "")
+KEEP, HOLD, SEND, SHRINK = Decision  # as names of the module: looking up `Decision.KEEP` takes ten times as long
 
 
 def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tuple[Decision, str]]:
-    """Every answer of `decide`, by (on_device, used_at_once): it is asked for every saved tensor."""
-    return {
-        (on_device, used_at_once): decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=compresses)
-        for on_device, used_at_once in product((False, True), repeat=2)
-    }
+    """Tabulate decisions on tensors of at least the minimum size, with reasons for those that stay.
+
+    The keys are (on_device, used_at_once). It is a table because a decision is looked up for every saved tensor. A
+    tensor is used at once if it is packed within a backward that frees its graph: a checkpoint has recomputed it.
+    """
+    stays = SHRINK if compresses else KEEP
+    by_tier = {"keep": (stays, "tier keep"), "auto": (HOLD, FITS)}
+    found = by_tier.get(tier, (SEND, ""))
+    on_host = (stays, IN_HOST) if tier == "cpu" else found
+    at_once = KEEP, USED_AT_ONCE
+    return {(False, False): on_host, (True, False): found, (False, True): at_once, (True, True): at_once}
 
 
 def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:
-    """Which bytes of a storage to move when a view spans `[begin, end)`: all, or little more than a small part."""
+    """Return the range of a storage to move with a view that spans `[begin, end)`: all of it, or hardly more."""
     if end - begin >= _WHOLE_SHARE * storage_bytes:
         return 0, storage_bytes
     return begin // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT, end

@@ -18,6 +18,7 @@ does so. On a CPU nothing waits, and `encode` does both.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +53,11 @@ class Properties:
     bits_per_element: float | None
     error_of_largest: float | None
     relative_error: float
+
+    @property
+    def kept_bits(self) -> float:
+        """Bits an element keeps, infinite for exact codecs: the more, the more savers of a tensor it serves."""
+        return math.inf if self.exact else self.bits_per_element or 0.0
 
 
 @dataclass(frozen=True, slots=True)

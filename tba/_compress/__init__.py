@@ -1,1 +1,1 @@
-"""Compression: who saves a tensor, which codec it gets, and linear layers that save a projection instead."""
+"""Compression: the class of a saved tensor, the codec it gets, and linear layers that save a projection instead."""

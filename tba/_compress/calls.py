@@ -1,14 +1,14 @@
-"""SavedBy: records which torch function is running on a thread, so that a pack hook can tell what it is given.
+"""Calls: records which torch function is running on a thread, so that a pack hook can class the tensor it is given.
 
-Pack hooks run while an operator is dispatched and are not told which. A torch-function mode, active with lossy codecs,
-records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
+Pack hooks run while an operator is dispatched and are not told which. A torch-function mode (`SavedBy`), active with
+lossy codecs, records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
 
 Guarantees:
 
 1. A call is recorded exactly as long as it runs, also if it raises; then the one before it is current again. Arguments
    are held no longer.
-2. Calls are recorded per thread. A tensor saved while none runs on its thread is UNKNOWN: by nodes of a backward,
-   custom Functions, compiled code, FlashAttention's own package.
+2. Calls are recorded per thread. A tensor saved while none runs on its thread is UNKNOWN, unless it holds integers: by
+   nodes of a backward, custom Functions, compiled code, FlashAttention's own package.
 3. A function without a rule hides the calls around it, so nothing is attributed to those. torch shows functions written
    in Python as one call, from `multi_head_attention_forward` to `Tensor.backward`, and hides the calls within, so
    checkpointed code that a backward runs again is UNKNOWN.
@@ -37,7 +37,7 @@ from io_backends import interrupts
 
 from .._torch.module_hooks import ModelHook
 from .._torch.weights import is_weight
-from .classes import RULES, Call, argument, kind_in, other
+from .classes import INTEGERS, RULES, Call, argument, kind_in, other
 
 # Replaces `linear(x, weight, bias)`; returns None to leave a call alone. The weight is a parameter or transposes one.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
@@ -147,10 +147,10 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def kind_of(tensor: Tensor) -> Saved:
     """Return the class of the tensor that autograd is saving on this thread, inside a pack hook.
 
-    UNKNOWN outside any recorded call, for weights, their views and casts, and for subclasses of Tensor.
+    UNKNOWN for floats outside any recorded call, for weights, their views and casts, and for subclasses of Tensor.
     """
     call, norms = _now.call, _now.norms
-    if type(tensor) is not Tensor or (call is None and not norms):
+    if type(tensor) is not Tensor or (call is None and not norms and tensor.dtype not in INTEGERS):
         return Saved.UNKNOWN
     kind = kind_in(tensor, call, norms[-1][1] if norms else None)
     return Saved.UNKNOWN if kind is not Saved.UNKNOWN and is_weight(tensor) else kind

@@ -38,7 +38,7 @@ Rule = Callable[[Tensor, tuple[Any, ...], Mapping[str, Any]], Saved]
 Call = tuple[Rule, tuple[Any, ...], Mapping[str, Any]]
 
 _FLOATS = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
-_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 def is_float(tensor: Tensor) -> bool:
@@ -51,11 +51,6 @@ def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name:
     return args[place] if len(args) > place else kwargs.get(name)
 
 
-def _index(tensor: Tensor, *_: Any) -> Saved:
-    """Rule of functions that save indices and nothing else that is known."""
-    return Saved.INDEX if tensor.dtype in _INTEGERS else Saved.UNKNOWN
-
-
 # -- products with a weight ------------------------------------------------------------------------------------------
 
 
@@ -63,8 +58,6 @@ def _factors(first: int, first_name: str, second: int, second_name: str) -> Rule
     """Make the rule of a product, bilinear in two arguments: if one is a weight, the other is LINEAR_INPUT."""
 
     def rule(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-        if not is_float(tensor):
-            return _index(tensor)
         one, two = argument(args, kwargs, first, first_name), argument(args, kwargs, second, second_name)
         if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or is_weight(one) == is_weight(two):
             return Saved.UNKNOWN
@@ -86,8 +79,6 @@ def _norm(statistics: Callable[[Tensor, Any], int]) -> Rule:
     """Make the rule of a norm. `statistics` counts its means, given the input and the argument after it."""
 
     def rule(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-        if not is_float(tensor):
-            return _index(tensor)
         x = argument(args, kwargs, 0, "input")
         if not isinstance(x, Tensor):
             return Saved.UNKNOWN
@@ -131,23 +122,27 @@ _PARTS_OF_NORMS = frozenset((_squared, _quotient, other))
 
 
 def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
-    """Return the class of a tensor that is being saved.
+    """Return the class of a tensor that is being saved. Integers are INDEX, whatever saves them.
 
     Args:
         tensor: being saved.
-        call: the running function; None in a custom Function, which counts as the whole of the norm it is in.
+        call: the running function; None where none is, and in a custom Function, which counts as the whole of the norm
+            it is in.
         norm_numel: elements of the input of the running norm, if that is written in Python.
     """
-    of_norms = call is None or call[0] in _PARTS_OF_NORMS
-    if norm_numel is None:
-        return Saved.UNKNOWN if call is None or of_norms else call[0](tensor, *call[1:])
-    if call is not None and not of_norms and call[0] is not _product_factor:
-        return call[0](tensor, *call[1:])
-    if not is_float(tensor):
-        return Saved.UNKNOWN
-    if tensor.numel() < norm_numel:
-        return Saved.NORM_STATISTICS
-    return Saved.NORM_INPUT if call is None or call[0] is _product_factor else call[0](tensor, *call[1:])
+    rule = None if call is None else call[0]
+    if is_float(tensor):
+        if norm_numel is None and (rule is None or rule in _PARTS_OF_NORMS):
+            return Saved.UNKNOWN
+        if norm_numel is not None and (rule is None or rule in _PARTS_OF_NORMS or rule is _product_factor):
+            if tensor.numel() < norm_numel:
+                return Saved.NORM_STATISTICS
+            if rule is None or rule is _product_factor:
+                return Saved.NORM_INPUT
+    elif rule not in (_dropout, _attention):
+        return Saved.INDEX if tensor.dtype in INTEGERS else Saved.UNKNOWN
+    assert call is not None
+    return call[0](tensor, *call[1:])
 
 
 # -- elementwise -----------------------------------------------------------------------------------------------------
@@ -155,16 +150,12 @@ def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
 
 def _activation(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     x = argument(args, kwargs, 0, "input")
-    if is_float(tensor) and isinstance(x, Tensor) and tensor.numel() == x.numel():
-        return Saved.ACTIVATION_INPUT
-    return _index(tensor)
+    return Saved.ACTIVATION_INPUT if isinstance(x, Tensor) and tensor.numel() == x.numel() else Saved.UNKNOWN
 
 
 def _product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     """Rule of elementwise products: factors that are not broadcast. Broadcast ones are small and stay exact."""
     one, two = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
-    if not is_float(tensor):
-        return _index(tensor)
     if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or not tensor.requires_grad:
         return Saved.UNKNOWN
     full = one.numel() if one.shape == two.shape else math.prod(torch.broadcast_shapes(one.shape, two.shape))
@@ -176,11 +167,11 @@ def _dropout(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     if tensor.dtype in (torch.bool, torch.uint8):
         return Saved.MASK
     drawn = not tensor.requires_grad and tensor is not argument(args, kwargs, 0, "input")
-    return Saved.MASK if is_float(tensor) and drawn else _index(tensor)
+    return Saved.MASK if is_float(tensor) and drawn else Saved.UNKNOWN
 
 
-def _probabilities(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
-    return Saved.PROBABILITIES if is_float(tensor) else _index(tensor)
+def _probabilities(*_: Any) -> Saved:
+    return Saved.PROBABILITIES
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -231,11 +222,6 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     ),
     _attention: ("scaled_dot_product_attention",),
     _probabilities: ("softmax", "log_softmax", "cross_entropy"),
-    _index: (
-        *("embedding", "embedding_bag", "nll_loss", "gather", "index_select", "scatter", "scatter_", "scatter_add"),
-        *("scatter_add_", "index_add", "index_add_", "index_copy", "take_along_dim", "__getitem__", "topk", "sort"),
-        *("max_pool1d", "max_pool2d", "max_pool3d"),
-    ),
 }
 # Where these names are looked up: torch passes the object found there to `__torch_function__`.
 _PLACES = (torch, Tensor, functional, torch.special)

@@ -93,9 +93,9 @@ class Compressor:
         return kind_of(tensor) if self._tells_savers_apart else Saved.UNKNOWN
 
     def also(self, record: Record, kind: Saved) -> bool:
-        """Note that one more operator saves a record's tensor. False if the record has lost too much for it already."""
+        """Note one more operator that saves a record's tensor. False if the record has already lost too much for it."""
         needed = self._preset[kind]
-        if record.codec is None or strictness(needed) <= strictness(record.codec):
+        if record.codec is None or needed.properties.kept_bits <= record.codec.properties.kept_bits:
             return True
         if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
             return False
@@ -103,11 +103,11 @@ class Compressor:
         return True
 
     def _is_waiting(self, record: Record) -> bool:
-        """Whether an encode of it has begun and is still to finish."""
+        """Whether an encode of the record has begun and is still to be finished."""
         return any(entry.record is record.ref for entry in self.waiting)
 
     def choose(self, record: Record, kind: Saved) -> None:
-        """Settle a new record's codec, for now."""
+        """Give a new record the codec of its class; `also` may change it."""
         record.use_codec(self._preset[kind])
 
     def encode(self, record: Record) -> bool:
@@ -162,13 +162,7 @@ class Compressor:
 def compressor(
     preset: str | Preset | None, rank: int | float | None, seed: int, counters: Counters
 ) -> Compressor | None:
-    """What the settings ask for; `rank` of the preset "compact"."""
+    """Make what the settings ask for; None without a preset. `rank` belongs to the preset "compact"."""
     if preset is None:
         return None
     return Compressor(preset if isinstance(preset, Preset) else named(preset, rank=rank), seed, counters)
-
-
-def strictness(codec: Codec) -> float:
-    """Bits an element keeps, infinite for exact ones: the more, the more savers it serves."""
-    properties = codec.properties
-    return float("inf") if properties.exact else properties.bits_per_element or 0.0

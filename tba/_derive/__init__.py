@@ -1,1 +1,1 @@
-"""Tensors in no bytes at all: made again from others that are kept anyway."""
+"""Derivation: saved tensors that take no bytes, because others that are kept anyway give them again."""

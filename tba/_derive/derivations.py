@@ -1,21 +1,22 @@
-"""Derivations: records whose bytes nobody keeps, because others that are kept anyway give them again (`search`).
+"""Derivations: records whose bytes are not kept, because tensors that are kept anyway give them again (`search`).
 
 Guarantees:
 
-1. A tensor is let go of only after it has been made again and compared with it, every time: edits that leave no trace
-   (`.data`, NumPy, a tensor nobody saved edited under `no_grad`) show in no other way. Where all that it starts from
-   is exact it must be bit-equal. Where a lossy codec has had some of it, it must be as near as that.
+1. The bytes of a tensor go only after it was made again and compared with the original, every time: edits that leave no
+   trace (`.data`, NumPy, a tensor that no node saved edited under `no_grad`) show in no other way. If all sources are
+   exact, the result must be bit-equal; if a lossy codec has packed some of them, it must be as near as those are.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
-3. What it starts from stays as it was when compared: records of activations, and private copies of all else (weights,
-   small tensors), or it is not used. But for an edit without a trace of an activation after it was saved.
-4. What is used where does not depend on timing: a comparison reads back what it needs and has been written. But for a
-   source that is edited in place while it is being written: it serves if the write has ended before.
-5. No derivation stands on a tensor that is known to have been edited between being saved and being used.
-6. Nothing waits for a device in forward, but for comparisons far behind: `settle` sees to those that have ended.
+3. Sources stay as they were when compared: they are records of activations, or private copies of anything else
+   (weights, small tensors). The exception is an edit without a trace to an activation after it was saved.
+4. The choice of sources does not depend on timing: a comparison reads back a source that has been written. The
+   exception is a source that is edited in place while it is being written: it serves if the write has ended before.
+5. No derivation uses a tensor that is known to have been edited between being saved and being used.
+6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are under way; else `settle` collects those
+   that have ended.
 
-What it costs forward: each derived tensor's operator once more, and a comparison.
+The cost in forward is each derived tensor's operator once more, and a comparison.
 
-Wants the engine's lock held, except `again`.
+All but `again` must be called with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -38,18 +39,16 @@ from .operators import bits_differ
 from .recipe import Hold, Recipe
 from .search import recipe, remember
 
-# How far off a recipe may be, relative to the tensor, that starts from 8 bits (which are off by less than a hundredth),
-# and from fewer (4 by about a tenth). One that is wrong is off by the tensor's own size.
+# The largest relative error of a recipe that starts from 8 bits (whose own error is below a hundredth), and from fewer
+# (4 bits: about a tenth). The error of a wrong recipe is about as large as the tensor.
 _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
-_LEAST_GAIN = 16  # times the bytes of private copies is what a derived tensor must have
-_MOST_WAITING = 8  # comparisons under way on a device: some layers' worth, and no more memory than their tensors
-
-Packed = tuple[Any, ...]
+_LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
+_MOST_WAITING = 8  # comparisons under way on a device: a few layers' worth, in no more memory than their tensors
 
 
 class _Comparison(NamedTuple):
-    """A recipe's result that is being compared with the tensor it is to replace."""
+    """A comparison of a recipe's result with the tensor it is to replace, under way on a device."""
 
     record: weakref.ref[Record]
     recipe: Recipe
@@ -59,7 +58,7 @@ class _Comparison(NamedTuple):
 
 
 class Derivations:
-    """What can be made again, and what has been found to come out wrong.
+    """Finds records that can be made again, and remembers recipes that came out wrong.
 
     Attributes:
         waiting: comparisons that a device has not finished, oldest first.
@@ -68,13 +67,13 @@ class Derivations:
     def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
         self.waiting: deque[_Comparison] = deque()
         self._unpack = unpack
-        self._wrong: dict[int, Hashable] = {}  # signature by place in the step: not to be tried again
-        self._first_number = 0  # of the step
-        self._comparing = 0  # the thread that does, or 0
-        self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last: what follows is often made of it
+        self._wrong: dict[int, Hashable] = {}  # by place in the step, the signature that is not tried again
+        self._first_number = 0  # of the step's records
+        self._comparing = 0  # the thread that is comparing, or 0
+        self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last result: the next often starts from it
 
     def look_for(self, record: Record) -> None:
-        """In pack: note how a new record could be made again, and the record itself for others that follow from it."""
+        """In pack: note how a new record could be made again, and the record as a source for later ones."""
         root = record.root()
         if root is None:
             return
@@ -83,11 +82,12 @@ class Derivations:
             record.plan(recipe(root, self._unpack, self._about))
             view = View.of(root)
             begin, end = span(root, view)
-            if record.begin <= begin and end <= record.end:  # of a large tensor it may have a part
-                remember(root, self._unpack, _weakly(record, view))
+            if record.begin <= begin and end <= record.end:  # a record may have only a part of a large tensor
+                reference = record.ref
+                remember(root, self._unpack, lambda: None if (found := reference()) is None else (found, view))
 
     def replaces(self, record: Record) -> bool | None:
-        """Whether a finished, pending record needs no bytes; it then has let go of them. None: `settle` will tell."""
+        """Let a finished, pending record's bytes go if its recipe gives them. None if `settle` will tell whether."""
         found, alias = record.recipe, record.alias
         if not isinstance(found, Recipe) or alias is None:
             return False
@@ -121,7 +121,7 @@ class Derivations:
         return True
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
-        """What a device has compared by now, or all: (a pending record, whether it has let go of its bytes)."""
+        """Finish the comparisons that a device has made by now, or all: (pending record, whether its bytes went)."""
         settled: list[tuple[Record, bool]] = []
         while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
@@ -134,7 +134,7 @@ class Derivations:
         return settled
 
     def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
-        """After a comparison: let go of the record's bytes unless they differ."""
+        """After a comparison: let the record's bytes go unless they differ. Whether they went."""
         alias = record.alias
         assert alias is not None
         if differs:
@@ -144,16 +144,16 @@ class Derivations:
             return False
         for packed in found.sources:
             if isinstance(packed[0], Record):
-                packed[0].add_saver()  # this asks for it too
+                packed[0].add_saver()  # the recipe will ask for it too
         if record.stream is not None:
             streams.goes_early(alias, record.stream)
         record.derive(found)
         return True
 
     def peek(self, record: Record, view: View) -> Tensor | None:
-        """In unpack: what a comparison on this thread wants and is in memory, with nothing counted or moved.
+        """In unpack: return a tensor that a comparison on this thread asks for, with nothing counted or moved.
 
-        None where no comparison is under way, or the bytes have to be read in the usual way.
+        None if no comparison is under way, or if the bytes are not in memory and have to be read as usual.
         """
         if self._comparing != threading.get_ident():
             self._made = None
@@ -170,23 +170,23 @@ class Derivations:
         return tensor
 
     def end_step(self, next_number: int) -> None:
-        """Places count from here."""
+        """End a step: the places of the next one count from `next_number`."""
         self._first_number = next_number
         self._made = None
 
-    def _about(self, packed: Packed, upstream: bool) -> tuple[int, Hashable] | None:
+    def _about(self, packed: tuple[Any, Any], upstream: bool) -> int | None:
         first, second = packed
         if isinstance(first, Record):
             if upstream and (first.counter is None or first.counter._version != first.saved_version):
                 return None
-            return 0 if first.recipe is None else first.recipe.depth, (second.dtype, second.size)
+            return 0 if first.recipe is None else first.recipe.depth
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
-        return None if upstream and first._version != second else (0, (first.dtype, first.shape))
+        return None if upstream and first._version != second else 0
 
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
-    """A saved tensor of a derived record; `alone` if whoever asks may overwrite it. Raises what its sources raise."""
+    """Make a saved tensor of a derived record again; `alone`: in memory of its own. Raises what its sources raise."""
     stream, decoded = streams.current(record.device), record.decoded
     if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
         whole = decoded[0].clone() if alone else decoded[0]
@@ -200,24 +200,14 @@ def again(record: Record, view: View, *, alone: bool) -> Tensor:
 
 
 def _own(made: Tensor) -> torch.UntypedStorage:
-    """Its bytes in a storage of their own, from the first on; a view of an operand shares that one's memory."""
+    """Return the bytes as a storage of their own, by a copy if the tensor is a view of an operand."""
     if made._base is not None or made.storage_offset() or made.untyped_storage().nbytes() != made.nbytes:
         made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device).copy_(made)
     return made.untyped_storage()
 
 
-def _weakly(record: Record, view: View) -> Callable[[], Packed | None]:
-    reference = record.ref
-
-    def packed() -> Packed | None:
-        found = reference()
-        return None if found is None else (found, view)
-
-    return packed
-
-
-def _off(packed: Packed) -> float:
-    """How far off what follows from a packed object may be; 0 for exact ones."""
+def _off(packed: tuple[Any, Any]) -> float:
+    """Return the largest relative error of recipes that start from a packed object; 0 for exact ones."""
     record = packed[0]
     if not isinstance(record, Record):
         return 0.0
@@ -228,29 +218,29 @@ def _off(packed: Packed) -> float:
         codec = record.codec
     if codec is None or codec.properties.exact:
         return 0.0
-    return _NEAR if (codec.properties.bits_per_element or 0) >= 8 else _NEAR_OF_FEW_BITS
+    return _NEAR if codec.properties.kept_bits >= 8 else _NEAR_OF_FEW_BITS
 
 
 def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
-    """Whether the one is not good enough for the other; a tensor where a device finds out."""
+    """Whether `made` cannot replace `wanted`; a tensor where a device computes that."""
     if not off:
         return bits_differ(made, wanted)
     if made.shape != wanted.shape or made.dtype != wanted.dtype:
         return True
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
-    # Not `>`: a number that is none is not near.
+    # Not `>`, which is false for NaN: NaN is not near.
     far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
     return far if far.is_cuda else bool(far)
 
 
 def _holding(most_bytes: int) -> Hold:
-    """Keeps a recipe's sources as they are: by private copies of those that programs edit through `.data`.
+    """Return a `Hold` that keeps a recipe's sources unchanged, by private copies of those edited through `.data`.
 
-    Those are leaves: weights, whether trained or not, what is detached from them, a model's buffers, inputs.
+    Programs so edit leaves: weights, whether trained or not, tensors detached from them, a model's buffers, inputs.
     """
     left_bytes = most_bytes
 
-    def hold(packed: Packed, operand: Tensor) -> tuple[Packed, Tensor]:
+    def hold(packed: Any, operand: Tensor) -> tuple[Any, Tensor]:
         nonlocal left_bytes
         if isinstance(packed[0], Record) and not packed[0].leaf:
             return packed, operand

@@ -1,40 +1,40 @@
-"""Limits: how many bytes may be in flight, held back, read ahead and kept in memory, as pure functions."""
+"""Limits: bytes that may be in flight, held back, read ahead and kept in memory, as pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# How much goes out, or comes back, at once where memory has room for it.
+# Bytes written, or read, at once if memory has room for them.
 _WRITE_BURST_BYTES = 8 << 20
 _READ_BURST_BYTES = 4 << 20
-# A host with so many cores has some to spare for moving bytes while it computes.
+# A host with at least this many cores has some to spare for moving bytes while it computes.
 _MANY_CORES = 8
 _LEAST_WINDOW_BYTES = 24 << 20  # by default, on a host
 
 
 def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> int:
-    """How much may be held in memory, given what is held and what is still free, leaving `reserve_bytes` free."""
+    """Bytes that may be held in memory, given those held and those still free, so that `reserve_bytes` stay free."""
     return max(0, held_bytes + free_bytes - reserve_bytes)
 
 
 def write_burst_bytes(budget_bytes: int, staging_bytes: int) -> int:
-    """How far below a budget to go at once, by writing: a worker that is woken for each tensor costs more than it.
+    """Bytes to write at once when a budget is exceeded: waking a worker for each tensor costs more than its write.
 
-    Half of what may be in flight at most: else the step would wait for room, with time enough until the next burst.
+    At most half of the bytes that may be in flight, as with more the step would wait for room.
     """
     return min(_WRITE_BURST_BYTES, budget_bytes // 2, staging_bytes // 2)
 
 
 def read_burst_bytes(budget_bytes: int) -> int:
-    """How much of a budget is to be free before it is filled by reading. Less than for writes: backward may wait."""
+    """Bytes of a budget that must be free before more is read. Fewer than for writes, because backward may wait."""
     return min(_READ_BURST_BYTES, budget_bytes // 4)
 
 
 def io_threads(asked: int | None, *, on_device: bool, cores: int) -> int:
-    """Workers per storage path: as many as asked for. Else two, which keep a drive busy.
+    """Workers per storage path: as many as asked for, by default two, which keep a drive busy.
 
-    But one where the tensors are on a host of few cores: whatever runs beside the step there takes a core from it, and
-    two workers also wait for one another.
+    One by default if the tensors are on a host of few cores: there a worker takes a core from the step, and two workers
+    also wait for one another.
     """
     if asked is not None:
         return asked
@@ -42,18 +42,22 @@ def io_threads(asked: int | None, *, on_device: bool, cores: int) -> int:
 
 
 def read_ahead_bytes(window_bytes: int, largest_bytes: int) -> int:
-    """How much of the window to fill by reading: two of the largest tensors, at least half of it.
+    """Bytes of the window to fill by reading: two of the largest tensors, at least half of the window.
 
-    What was held back at the turn to backward is used up first. Later, when gradients have grown, memory is scarcer.
+    Tensors held back at the turn to backward are used first. Later, when gradients have grown, memory is scarcer.
     """
     return min(window_bytes, max(window_bytes // 2, 2 * largest_bytes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds the engine: bytes in flight to the tier, of the window, and to leave free; seconds to wait.
+    """Limits of the engine.
 
-    The window is what is held back from writing and read ahead: at least and at most so much (`window_bytes`).
+    Attributes:
+        staging_bytes: most bytes in flight to the tier.
+        least_window_bytes, window_bytes: least and most bytes held back from writing or read ahead (the window).
+        reserve_bytes: to leave free.
+        timeout_s: longest wait for a transfer.
     """
 
     staging_bytes: int
@@ -64,10 +68,10 @@ class Limits:
 
 
 def window_bytes(limits: Limits, largest_bytes: int) -> int:
-    """How much to hold back from writing and read ahead where the largest tensor has so many bytes.
+    """Bytes to hold back from writing and to read ahead, given the size of the largest tensor.
 
     Three of the largest: one in use, one arriving, one to come. Measured on 2 cores: with 24 MiB a step with tensors of
-    8 MiB takes no longer than with 40 MiB, and 16 MiB less memory; one with tensors of 16 MiB begins to wait.
+    8 MiB takes no longer than with 40 MiB, and 16 MiB less memory; a step with tensors of 16 MiB begins to wait.
     """
     return min(limits.window_bytes, max(limits.least_window_bytes, 3 * largest_bytes))
 
@@ -79,9 +83,12 @@ def limits(
     total_bytes: int,
     device_bytes: int | None = None,
 ) -> Limits:
-    """The limits where a setting is None its default, for a machine (or cgroup) with this much memory.
+    """Make the limits from settings (None: the default) and the memory of the machine or cgroup.
 
-    `device_bytes`: memory of the device that computes; None where the host does.
+    Args:
+        staging_bytes, window_bytes, timeout_s: settings.
+        total_bytes: memory of the machine or cgroup.
+        device_bytes: memory of the device that computes; None if the host does.
     """
     default = default_window_bytes(total_bytes, device_bytes)
     staging_bytes = default if staging_bytes is None else staging_bytes
@@ -101,11 +108,10 @@ def limits(
 
 
 def default_window_bytes(total_bytes: int, device_bytes: int | None = None) -> int:
-    """Default of the most that is held back from writing and read ahead. A few of the largest tensors of a layer,
-    bounded by memory.
+    """Default of the most bytes to hold back from writing and to read ahead: a few of the largest tensors of a layer.
 
-    On a host, at 2 GB/s, this is some 20 ms of transfer: far above a transfer's latency, far below a step. A device
-    has larger tensors and is done with them sooner: as many milliseconds at 50 GB/s.
+    On a host, at 2 GB/s, this is about 20 ms of transfer: far above a transfer's latency, far below a step. A device
+    has larger tensors and uses them up sooner: there it is as many milliseconds at 50 GB/s.
     """
     if device_bytes is None:
         return max(4 << 20, min(40 << 20, total_bytes // 16))

@@ -1,20 +1,33 @@
-"""Handoff: a tensor's bytes from its device to host memory and back, ordered against the streams that use it.
+"""Streams: a tensor's bytes from its device to host memory and back, ordered against the streams that use them.
 
-The hazard. A copy on a side stream runs beside the compute streams. Without order it reads a tensor before its kernel
-has written it, or fills memory that an earlier kernel still reads; and the caching allocator, which knows only the
-stream a block was allocated on, may hand out the block while the copy is under way.
+The hazard. A copy on a side stream, or a worker's transfer, runs beside the compute streams. Without order it reads a
+tensor before its kernel has written it, or fills memory that an earlier kernel still reads; and the caching allocator,
+which knows only the stream a block was allocated on, may hand out the block while the copy is under way.
 
-The order kept here:
+Out, by a copy (`out`), where P is the producer's stream and S the side stream:
 
-1. Out: the side stream waits for an event recorded on the producer's stream after the kernel was launched. The source
-   stays referenced until the worker has waited for the copy's own event, and no longer.
-2. In: the destination is allocated on the consumer's stream; the side stream waits for what that stream has queued
-   (the block may be a recycled one); the stream that uses it waits for the copy's event, at each use. The current
-   stream is asked for at each use, per device, never remembered.
-3. The allocator is told of the side stream (`record_stream`) only where a copy is abandoned before anybody has waited
-   for it: a block it was told of is not reused before everything queued on that stream by the time it is freed has
-   run, and a program that launches ahead of the device would soon have a step's worth of such blocks.
-4. Host memory is retained until the copy from or to it is over, whoever has let go of it before.
+1. The hook records an event on P, behind the kernel that it has just launched, and S waits for it. Without that wait S
+   would copy what the kernel has not written yet.
+2. S copies to host memory and records a second event. The hook returns; P goes on.
+3. The source stays referenced by `Departure`. Were it let go of here, P could reuse its block while S still reads it.
+4. A worker calls the `Departure`, which waits for the second event and lets go of the source, then writes.
+   If the write is cancelled instead, nobody waits: then the allocator is told of S (`record_stream`). It is told only
+   then, because a block it was told of is not reused before everything queued on S by the time it is freed has run,
+   and a program that launches ahead of the device would soon have a step's worth of such blocks.
+
+In, by a copy (`into`), where C is the consumer's stream:
+
+1. The target is allocated on C, so it may be a block that kernels queued on C still read; S waits for C.
+2. S copies from host memory and records an event.
+3. At each use the stream that is current then, and not one remembered, waits for the event (`use`); if it is not C,
+   the allocator is told of it. From the first use on, whatever frees the block does so behind the copy. A target that
+   nobody has used is freed with S told, as above.
+
+Host memory is retained until the copy from or to it is over, whatever has let go of it before.
+
+By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A worker
+waits for an event on P behind the kernel, or on C behind what still uses the block, then transfers. The store holds the
+memory until the transfer has ended; after that the bytes are there for every stream.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
 rest of the engine therefore runs one path.
@@ -35,92 +48,96 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 
 def producer_stream(tensor: Tensor) -> Any:
-    """The stream that the operator saving `tensor` runs on; None on a CPU."""
-    # Not by `current`: a device makes a new string of its type each time it is asked for it.
+    """Return the stream of the operator that is saving `tensor`; None on a CPU."""
+    # Not by `current`: `device.type` makes a new string each time.
     return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
 def current(device: torch.device) -> Any:
-    """The stream that kernels launched here and now run on; None on a CPU."""
+    """Return the stream on which kernels launched now would run; None on a CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 @contextmanager
 def on(producer: Any) -> Iterator[None]:
-    """Run on the stream that made a tensor: queued behind its kernel, and what goes is free again behind what runs.
+    """Run a region on the stream that made a tensor, queued behind its kernel, and outside inference mode.
 
-    Outside of inference mode, whose tensors have no version. On a side stream the original would stay until the device
-    is done with it there: a program that launches ahead of the device would then hold a step's worth of originals,
-    which is what compression is to avoid.
+    Memory freed in the region is free again behind the region's own kernels. On a side stream the original would stay
+    until the device is done with it there: a program that launches ahead of the device would then hold a step's worth
+    of originals, which compression is to avoid. Tensors of inference mode would have no version.
     """
     with torch.inference_mode(False), nullcontext() if producer is None else torch.cuda.stream(producer):
         yield
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:
-    """An operator on another stream than `producer` saves `tensor` too: its memory must outlive that one's kernel."""
+    """Tell the allocator of an operator on another stream than `producer` that saves `tensor` too."""
     current = torch.cuda.current_stream(tensor.device)
     if current != producer:
         tensor.record_stream(current)
 
 
 def goes_early(tensor: Tensor, producer: Any) -> None:
-    """Its memory goes earlier than the graph would let it go: kernels queued on `producer` may still read it.
+    """Tell the allocator that kernels on `producer` may still read memory that goes earlier than the graph frees it.
 
-    Costs nothing where the memory was allocated on that stream.
+    Costs nothing if the memory was allocated on that stream.
     """
-    # Other allocators object where it is the stream of the allocation.
+    # Other allocators raise if it is the stream of the allocation.
     if tensor.is_cuda and torch.cuda.get_allocator_backend() == "native":
         tensor.record_stream(producer)
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether the device is recording a CUDA graph, in which no event may be waited for and no file touched."""
+    """Whether the device is capturing a CUDA graph, during which the host may neither wait for events nor copy."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 class Departure:
-    """A copy out of a device under way. Called, on any thread, it waits until the bytes are in host memory."""
+    """A wait for a device: for a copy out of `source`, or for the kernels that use memory a store moves itself (None).
 
-    __slots__ = ("_copied", "_side", "_source")
+    Called, on any thread, it waits until `stream` has passed `event`.
+    """
 
-    def __init__(self, source: Tensor, side: Any, copied: Any) -> None:
-        self._source: Tensor | None = source
-        self._side = side
-        self._copied = copied
+    __slots__ = ("_event", "_source", "_stream")
+
+    def __init__(self, source: Tensor | None, stream: Any, event: Any) -> None:
+        self._source = source
+        self._stream = stream
+        self._event = event
 
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
-        with torch.cuda.device(self._side.device):
-            self._copied.synchronize()
+        with torch.cuda.device(self._stream.device):
+            self._event.synchronize()
         self._source = None
 
     def __del__(self) -> None:
-        if self._source is not None:  # never waited for: a cancelled write
-            self._source.record_stream(self._side)
+        if self._source is not None:  # nobody waited: the write was cancelled
+            self._source.record_stream(self._stream)
 
 
 class Arrival:
-    """A copy to a device under way, and who may use what it makes."""
+    """Device memory that was allocated on `consumer`, and the copy on `side` that fills it: None if a store does."""
 
     __slots__ = ("_consumer", "_copied", "_side", "_target")
 
-    def __init__(self, target: Tensor, side: Any, consumer: Any, copied: Any) -> None:
-        self._target: Tensor | None = target
-        self._side = side
+    def __init__(self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None) -> None:
+        self._target = target
         self._consumer = consumer
+        self._side = side
         self._copied = copied
 
     def wait(self, tensor: Tensor) -> None:
         """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_event(self._copied)
+        if self._copied is not None:
+            current.wait_event(self._copied)
         if current != self._consumer:
             tensor.record_stream(current)  # allocated on another one
-        self._target = None  # whatever frees the block now does so behind the copy
+        self._target = None  # from here on the block is freed behind the copy
 
     def __del__(self) -> None:
-        if self._target is not None:  # never used
+        if self._target is not None:  # nobody used it
             self._target.record_stream(self._side)
 
 
@@ -129,8 +146,8 @@ def out(
 ) -> tuple[Buffer, Callable[[], None] | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    `memory` is where a device's bytes go; a CPU's stay where they are. Returns the host bytes and what to call, on any
-    thread, before touching them (None: they are there). Raises StoreFull where `memory` has no room.
+    A device's bytes go to `memory`; a CPU's stay where they are. Returns the host bytes and the wait to call, on any
+    thread, before touching them (None: they are there). Raises StoreFull if `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
@@ -155,9 +172,9 @@ def out(
 
 
 def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
-    """Start moving host bytes, which lie in `memory`, to `device`: the tensor over them, and what `use` waits for.
+    """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
 
-    `memory` is None for a CPU: its bytes are there, as are those that the store has put into device memory itself.
+    `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
     """
     if memory is None or host.is_cuda:
         return host, None
@@ -166,7 +183,7 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
     side.wait_stream(consumer)
     copied = torch.cuda.Event()
-    arrival = Arrival(target, side, consumer, copied)
+    arrival = Arrival(target, consumer, side, copied)
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
@@ -174,14 +191,38 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     return target, arrival
 
 
+def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:
+    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also the wait to call before a write."""
+    raw = raw_bytes(source, begin, nbytes)
+    goes_early(raw, producer)
+    return Buffer(raw.data_ptr(), nbytes, raw), _after(producer)
+
+
+def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, Departure]:
+    """Allocate memory of `device` for a store to read into.
+
+    Returns its bytes (uint8 [nbytes]), what `use` takes for them, the buffer, and the wait to call before the read.
+    """
+    target = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    consumer = torch.cuda.current_stream(device)
+    return target, Arrival(None, consumer), Buffer(target.data_ptr(), nbytes, target), _after(consumer)
+
+
+def _after(stream: Any) -> Departure:
+    """Make a wait for all that is queued on a stream by now."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return Departure(None, stream, event)
+
+
 def use(tensor: Tensor, ready: Any) -> None:
-    """Make the current stream wait until the bytes beneath `tensor` are there. `ready`: of `into`, or `gpudirect`."""
+    """Make the current stream wait until the bytes of `tensor` are there. `ready` is from `into` or `borrow`."""
     if ready is not None:
         ready.wait(tensor)
 
 
 def fetch(flag: Tensor) -> tuple[Tensor, Any]:
-    """Start copying a small tensor of a device to host memory: where it will be, and the event that tells when."""
+    """Start copying a small tensor of a device to host memory. Returns the copy and the event that tells when it is."""
     host = torch.empty_like(flag, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     there = torch.cuda.Event()
@@ -190,15 +231,15 @@ def fetch(flag: Tensor) -> tuple[Tensor, Any]:
 
 
 def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
-    """Bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes], sharing its memory."""
+    """Make a tensor over bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes]."""
     raw = torch.empty(0, dtype=torch.uint8, device=source.device)
     return raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
 
 
 def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """The tensor over a lease of host memory, which lives as long as it or a view of it; a tensor as it is.
+    """Make a tensor over a lease of host memory and keep the lease for as long as it lives; return a tensor as it is.
 
-    Of `dtype`, if whole elements of it fill the lease, else of bytes.
+    It is of `dtype` if whole elements fill the lease, else of bytes.
     """
     if isinstance(leased, Tensor):
         return leased
@@ -206,7 +247,7 @@ def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def finish() -> None:
-    """Wait for every copy under way: host memory may be given back to the system afterwards."""
+    """Wait for every copy under way, so that host memory may be given back to the system."""
     for stream in list(_streams.values()):
         stream.synchronize()
 

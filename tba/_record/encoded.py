@@ -1,4 +1,4 @@
-"""Encoded: a record's bytes as a codec has packed them, and how they are unpacked again."""
+"""Encoded: how a codec has packed a record's bytes, and how to unpack them again."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from compact import Codec, Packed
 
 
 class Encoded(NamedTuple):
-    """How a record's bytes are packed: by which codec, and all of `Packed` but the bytes.
+    """How a codec has packed a record's bytes: everything but the bytes themselves.
 
-    `sizes` are those of its buffers, which lie one behind another; `begin` and `end` are the range of the original.
+    Attributes:
+        codec: has packed them.
+        packed: the packed form, without its buffers.
+        sizes: bytes of each buffer; the buffers lie one behind another.
+        begin, end: range of the original in its storage, in bytes.
     """
 
     codec: Codec
@@ -23,14 +27,12 @@ class Encoded(NamedTuple):
     begin: int
     end: int
 
+    def payload(self, storage: torch.UntypedStorage) -> Tensor:
+        """Return the packed bytes, uint8 [nbytes], which lie at the beginning of `storage`."""
+        payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return payload.set_(storage, 0, (sum(self.sizes),), (1,))
 
-def payload_of(encoded: Encoded, storage: torch.UntypedStorage) -> Tensor:
-    """The packed bytes, uint8 [nbytes], at the beginning of a storage."""
-    payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return payload.set_(storage, 0, (sum(encoded.sizes),), (1,))
-
-
-def unpacked(encoded: Encoded, payload: Tensor) -> torch.UntypedStorage:
-    """The original bytes from `encoded.begin` on, exact or nearly."""
-    buffers = tuple(payload.split(encoded.sizes))
-    return encoded.codec.decode(replace(encoded.packed, buffers=buffers)).untyped_storage()
+    def unpack(self, payload: Tensor) -> torch.UntypedStorage:
+        """Return the bytes from `begin` on, equal to the original ones or near them, as the codec states."""
+        buffers = tuple(payload.split(self.sizes))
+        return self.codec.decode(replace(self.packed, buffers=buffers)).untyped_storage()

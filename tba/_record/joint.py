@@ -1,14 +1,14 @@
-"""Joint: one record for tensors over one storage that a call of compiled code saves, though none is a view of another.
+"""Joint: finds one record for tensors over one storage that a call of compiled code saves, though none is a view.
 
-Query, key and value of a fused projection come out of compiled code as tensors of their own, each with a version
-counter of its own. Elsewhere such tensors are told apart, as one counts edits that the other does not.
+Compiled code returns query, key and value of a fused projection as tensors that share a storage, but each has a version
+counter of its own. Otherwise such tensors get records of their own, as one does not count the edits of another.
 
 Guarantees:
 
-1. What compiled code saves joins a record that the same call has made just before. It saves in one go, when its forward
-   has returned, so no code runs in between that could edit one of them, and its backward asks for all of them at once,
-   so what PyTorch raises for one of them it raises for the node.
-2. An edit through any tensor that joined is an edit (`Record.versions`), and nothing joins later: another call that
+1. A tensor that compiled code saves joins only a record that this call has just made. The call saves all its tensors
+   together, when its forward has returned, so no other code can edit one of them in between; and its backward asks for
+   all of them together, so an error for one of them is one for the node, as in plain PyTorch.
+2. An edit through any joined tensor counts as an edit (`Record.versions`), and nothing joins later: another call that
    saves one of them finds the record by its first tensor, or makes its own.
 
 Assumption: nothing within compiled code's forward records a graph.
@@ -34,10 +34,14 @@ def joined(
     begin: int,
     end: int,
 ) -> Record | None:
-    """The record of bytes `[begin, end)` that the call of compiled code which saves now has made; None if none does.
+    """Find the record of bytes `[begin, end)` that the running call of compiled code has made; None if there is none.
 
-    `pending`: what operators of this thread that may still be running have saved, latest first, each with autograd's
-    sequence number at that time; it is `sequence_nr` now.
+    Args:
+        pending: records of operators of this thread that may still be running, latest first, each with autograd's
+            sequence number when it was saved.
+        sequence_nr: autograd's sequence number now.
+        storage: of the tensor that is being saved.
+        begin, end: range of the tensor in its storage, in bytes.
     """
     if compiled_graph(sys._getframe(1)) is None:
         return None

@@ -1,7 +1,7 @@
-"""Known: the records of one storage, so that a further save of its bytes joins one of them.
+"""Known: the records of one storage, in which a save of bytes that a record has already finds that record.
 
-A loop over the slices of one storage makes thousands of records of it, so a save finds the one that has its bytes by
-bisection. Identity is the tensor whose version counter a record shares, its version, and the engine that asks.
+A loop over the slices of one storage makes thousands of records, so the search is a bisection. Records are told apart
+by the tensor whose version counter they share, its version, and the engine that has made them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LEAST_SWEEP = 64
 
 
 class Known:
-    """Ranges of a storage that records have, none within another: sorted by where they begin, they end in order too.
+    """Ranges of a storage that records have, none within another: sorted by their begins, their ends are in order too.
 
-    Records are held weakly. What has died is dropped when a search meets it, and all of it once in a while.
+    Records are held weakly. A dead one is dropped when a search meets it, and all of them once in a while.
     """
 
     __slots__ = ("_count", "_ranges", "_sweep_at")
@@ -36,7 +36,7 @@ class Known:
         self._sweep_at = _LEAST_SWEEP
 
     def find(self, root: Tensor, begin: int, end: int, owner: deque[Remains]) -> Record | None:
-        """A record of `owner` that has bytes `[begin, end)` of `root`, as they are now; None if there is none."""
+        """Find a record of `owner` that has bytes `[begin, end)` of `root` as they are now; None if there is none."""
         ranges = self._ranges.get((id(root), root._version, id(owner)))
         if ranges is None:
             return None
@@ -53,7 +53,7 @@ class Known:
         return None
 
     def add(self, record: Record) -> None:
-        """Note a new record. It takes the place of those within its range, and of those that could not be joined."""
+        """Add a new record. It replaces records within its range, and records that could not be joined."""
         begin, end = record.begin, record.end
         ranges = self._ranges.setdefault((id(record.root()), record.saved_version, id(record.remains)), [])
         first = stop = bisect_left(ranges, (begin,))
@@ -67,8 +67,8 @@ class Known:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Drop what has died: a storage may outlive any number of records and versions."""
-        everything = list(self._ranges.items())  # another engine, with a lock of its own, may add to it
+        """Drop dead records: a storage may outlive any number of records and versions."""
+        everything = list(self._ranges.items())  # a copy: another engine, with a lock of its own, may add records
         alive = {key: [entry for entry in ranges if entry[2]() is not None] for key, ranges in everything}
         self._ranges = {key: ranges for key, ranges in alive.items() if ranges}
         self._count = sum(map(len, self._ranges.values()))

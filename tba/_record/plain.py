@@ -1,4 +1,4 @@
-"""Plain tensors: strided, over a storage of their own kind, in host or CUDA memory. All others are kept, by reason."""
+"""Plain: tensors that can be moved (strided, with a storage, in host or CUDA memory), and why another one cannot."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, strided
 
 
 def why_not_plain(tensor: Tensor) -> str:
-    """What a tensor is instead of a plain one, as statistics name it: its class, its layout, its device."""
+    """Name what keeps a tensor from being plain, for statistics: its class, its layout or its device."""
     if type(tensor) is not Tensor:
         return type(tensor).__name__
     if tensor.is_nested or tensor.is_quantized:
@@ -17,8 +17,8 @@ def why_not_plain(tensor: Tensor) -> str:
 
 
 def shown_bytes(tensor: Tensor) -> int:
-    """Bytes of the elements that a tensor shows; 0 where it has no count of them."""
+    """Count the bytes of a tensor's elements; 0 for an opaque tensor that does not tell."""
     try:
         return tensor.numel() * tensor.itemsize
-    except RuntimeError:  # an opaque tensor may have none
+    except RuntimeError:  # opaque
         return 0

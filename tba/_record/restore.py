@@ -1,8 +1,9 @@
-"""Restore: the tensor that autograd gets back, rebuilt over wherever a record's bytes are in memory.
+"""Restore: rebuilds a saved tensor for autograd over a record's bytes, wherever in memory they are.
 
-Guarantee: bit for bit what was saved, but for records that a lossy codec has packed; those come back alike each time.
+Guarantee: it is bit for bit as it was saved, unless a lossy codec has packed the record; then it comes back with equal
+bits each time.
 
-Wants the engine's lock held, except `restore_in_child`.
+All but `restore_in_child` must be called with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from torch import Tensor, UntypedStorage
 
 from .._errors import ClosedError, TransferError
 from .._memory import streams
-from .encoded import Encoded, payload_of, unpacked
+from .encoded import Encoded
 from .record import DERIVED, IN_MEMORY, RESTORED, Record
 from .view import View, counted, is_edited
 
 
 def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
-    """One saved tensor of a record that is in memory or restored; `alone` if it may share no version counter.
+    """Rebuild one saved tensor of a record in memory; `alone`: without sharing its version counter.
 
     Raises TransferError for an emptied storage.
     """
@@ -48,14 +49,14 @@ def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
 
 
 def restore_in_child(record: Record, view: View) -> Tensor:
-    """A saved tensor in a forked child, which has the memory and nothing else. Raises ClosedError."""
+    """Rebuild a saved tensor in a forked child, which has the parent's memory but not its store. Raises ClosedError."""
     if record.state is DERIVED and record.recipe is not None:
         return view.over(record.recipe.compute().clone().untyped_storage(), 0)
     restored = record.state is RESTORED and record.restored is not None
     if restored or (record.state in IN_MEMORY and record.alias is not None):
         storage, begin = _storage(record), record.begin if restored else 0
         if record.encoded is not None:
-            storage, begin = unpacked(record.encoded, payload_of(record.encoded, storage)), record.encoded.begin
+            storage, begin = record.encoded.unpack(record.encoded.payload(storage)), record.encoded.begin
         return view.over(storage, begin)
     raise ClosedError(
         f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
@@ -64,15 +65,15 @@ def restore_in_child(record: Record, view: View) -> Tensor:
 
 
 def _decoded(record: Record, encoded: Encoded) -> Tensor:
-    """The bytes of an encoded record, unpacked once for all that saved it and are asked for on the same stream."""
+    """Unpack an encoded record, once for all of its tensors that are asked for on one stream."""
     stream, decoded = streams.current(record.device), record.decoded
     if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
         whole = decoded[0]
     else:
-        payload = payload_of(encoded, _storage(record))
+        payload = encoded.payload(_storage(record))
         if record.ready is not None:
             streams.use(payload, record.ready)
-        whole = counted(unpacked(encoded, payload))
+        whole = counted(encoded.unpack(payload))
     record.keep_decoded(whole if record.asks < record.saves else None, stream)
     return whole
 

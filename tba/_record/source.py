@@ -1,8 +1,8 @@
-"""Source: which bytes of which storage a record is of, and whether anybody has edited them since pack.
+"""Source: the range of a storage that a record has, and whether it was edited since pack.
 
-Identity is the storage *object* (a mark on it lists its records weakly), the tensor whose version counter is shared
-(`root`: the base of a view where the two still share memory, else the tensor), and the version. A detached alias with a
-root of its own may have been edited through `.data` without a trace, so it counts as another tensor.
+A source is identified by the storage *object* (a mark on it lists its records weakly), by the tensor whose version
+counter is shared (`root`: the base of a view if the two still share memory, else the tensor), and by the version. A
+detached alias may have been edited through `.data` without a trace, so it counts as another tensor.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ class Source:
     """A range `[begin, end)` of a storage at one version.
 
     Attributes:
-        alias: detached tensor over the whole storage while the bytes are in memory; afterwards, until the copy is
+        alias: detached tensor over the whole storage while the bytes are in memory; after that, until the copy is
             confirmed, a tensor without bytes that still shares the version counter.
-        version: of that alias; another value later means it was edited in place.
-        saved_version: of the tensor at pack, which is what a later save is recognised by.
-        counter: without bytes, with the version counter of the tensor, for as long as the record lives; None if nobody
-            needs it.
+        version: of the alias at pack; another value later means that it was edited in place.
+        saved_version: of the tensor at pack, by which a later save recognises it.
+        counter: tensor without bytes that shares the version counter for as long as the record lives; None if it is
+            not needed.
         joined: version counters of tensors without a common base that compiled code saved with it (`joint`), and
-            their versions at pack: an edit through any of them is an edit.
-        leaf: whether no operator of the graph made it: a program may edit it through `.data` at any time.
-        own: whether the alias shows memory that is the engine's own by now, so that nobody else can edit it.
-        address, storage_bytes: of the storage at pack; another value later means it was resized or replaced.
+            their versions at pack: an edit through any of them counts.
+        leaf: whether no operator of the graph made it, so that a program may edit it through `.data` at any time.
+        own: whether the alias now shows memory of the engine's own, which nobody else can edit.
+        address, storage_bytes: of the storage at pack; another value later means that it was resized or replaced.
     """
 
     __slots__ = (
@@ -56,19 +56,19 @@ class Source:
         self.own = False
 
     def is_of(self, root: Tensor) -> bool:
-        """Whether a save of `root`, at the version this was saved at, finds these bytes."""
+        """Whether a save of `root`, at the version at which this was saved, is a save of these bytes."""
         return self.root() is root and all(counter._version == version for counter, version in self.joined)
 
     def join(self, tensor: Tensor) -> None:
-        """Take in one more tensor that shows some of these bytes, with a version counter of its own."""
+        """Add a tensor that shows some of these bytes and has a version counter of its own."""
         self.joined.append((_counter_of(tensor), tensor._version))
 
     def keep_counter(self, root: Tensor) -> None:
-        """Keep the version counter, so that `counter` tells of edits wherever the bytes are."""
+        """Keep the version counter, so that `counter` tells of edits even after the bytes have left memory."""
         self.counter = _counter_of(root)
 
     def versions(self) -> tuple[int, int]:
-        """The version found and the one expected: of a tensor that was edited in this memory, if any was."""
+        """Return the version found and the one expected, of a tensor that was edited if there is one."""
         assert self.alias is not None
         found, expected = self.alias._version, self.version
         if self.joined and found == expected and not self.own:
@@ -78,7 +78,7 @@ class Source:
         return found, expected
 
     def is_edited(self) -> bool:
-        """Whether the memory its alias shows was edited since pack, through any of the tensors that were saved."""
+        """Whether the alias's memory was edited since pack, through any of the saved tensors."""
         found, expected = self.versions()
         return found != expected
 
@@ -89,14 +89,14 @@ class Source:
         return storage.data_ptr() != self.address or storage.nbytes() != self.storage_bytes
 
     def _drop_alias(self) -> None:
-        """Let the memory go, keep the version counter: `.data` swaps the storage of our own alias only."""
+        """Let the memory go but keep the version counter: `.data` replaces the storage of the alias only."""
         alias = self.alias
         assert alias is not None
         alias.data = empty(alias.dtype, alias.device)
 
 
 def _counter_of(tensor: Tensor) -> Tensor:
-    """A tensor without bytes that shares a version counter."""
+    """Make a tensor without bytes that shares a tensor's version counter."""
     counter = tensor.detach()
     counter.data = empty(tensor.dtype, tensor.device)
     return counter

@@ -1,10 +1,10 @@
-"""User code: what a program's own code gets of saved tensors, in memory that nobody else looks at.
+"""User code: gives a program's own code saved tensors in memory that nothing else uses.
 
-PyTorch's operators only read what they saved; a custom Function may edit it, keep it, or return it as a gradient. In
-plain PyTorch it is told of an edit by the version counter, and a gradient that somebody else has too is copied by what
-accumulates it, which counts the references to the tensor; a view that was made for unpack has neither.
+PyTorch's operators only read the tensors they saved; a custom Function may edit one, keep it, or return it as a
+gradient. In plain PyTorch the version counter tells of an edit, and a gradient that is referenced elsewhere is copied
+when it is accumulated. A view that was made in unpack has neither that counter nor those references.
 
-Wants the engine's lock held, except `goes_to_code` and `kept_for_code`.
+All but `goes_to_code` and `kept_for_code` must be called with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -21,34 +21,29 @@ from .record import RESTORED, Record
 from .restore import restore
 from .view import View, apart
 
-# A storage's wrapper, which is looked at, and one tensor refer to it.
+# References to a storage that one tensor uses: the tensor's, and that of the wrapper through which they are counted.
 _ALONE = 2
-# Where PyTorch's engine of autograd is called from: operators ask from there, Python code from a frame of its own.
+# Calls PyTorch's autograd engine: for an operator the innermost Python frame is this one, for Python code its own.
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-# How many nodes Python looks at in one backward, in search of Functions written in C++: see `weights.Chains`.
+# How many nodes Python looks at in one backward in search of Functions written in C++: see `weights.Chains`.
 _LOOKS = 512
-# The globals of modules of ours that ask in the name of operators.
-_asks_for_operators: list[dict[str, Any]] = []
-
-
-def asks_for_operators(module_globals: dict[str, Any]) -> None:
-    """Note a module of ours that unpacks saved tensors to hand them to operators."""
-    _asks_for_operators.append(module_globals)
+# The package that unpacks saved tensors to pass them to operators.
+_RECIPES = "tba._derive"
 
 
 def is_for_operators(asker: FrameType) -> bool:
-    """Whether a module of ours asks, which hands what it gets to operators."""
-    return any(asker.f_globals is each for each in _asks_for_operators)
+    """Whether a recipe asks, which passes the tensors to operators."""
+    return asker.f_globals.get("__package__") == _RECIPES
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
-    """What pack gives for a tensor that stays, where it is not the very one that was saved: an alias, its version."""
+    """(alias, its version): returned by pack for a tensor that stays, if it is not the saved tensor itself."""
 
     __slots__ = ()
 
 
 class _Looks(threading.local):
-    """Per thread: the backward (graph task) under way, and how many of its nodes may still be looked at."""
+    """State of a thread: the backward (graph task) under way, and how many of its nodes may still be looked at."""
 
     def __init__(self) -> None:
         self.task = -1
@@ -59,12 +54,12 @@ _looks = _Looks()
 
 
 def goes_to_code(task: int, asker: FrameType | None) -> bool:
-    """Whether a program's own code asks, in backward (graph task `task`) or outside of it (-1).
+    """Whether a program's own code asks for a tensor, in backward (graph task `task`) or outside it (-1).
 
-    That is a custom Function's backward, compiled code's among them, or somebody who looks at `y.grad_fn._saved_self`.
-    `asker` is the innermost Python frame outside of the hook: the node itself would tell as well, but to look at each
-    makes a graph of 100,000 nodes crash when it is freed (`weights.Chains`). So Functions written in C++, which have
-    no frame, are found among the first nodes of a backward only.
+    That is the backward of a custom Function, of compiled code too, or code that reads `y.grad_fn._saved_self`.
+    `asker` is the innermost Python frame outside the hook. The node would tell as well, but looking at every node makes
+    a graph of 100,000 of them crash when it is freed (`nodes`). So Functions written in C++, which have no frame, are
+    found only among the first `_LOOKS` nodes of a backward.
     """
     if task == -1:
         return True
@@ -79,29 +74,30 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
 
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
-    """The same in memory of its own, and whether that is what the record had, which must let go of it then."""
+    """Rebuild a tensor in memory of its own; also whether that memory was the record's, which must let go of it."""
     only_once = task != -1 and not graph_is_kept()
     if only_once and record.joined and record.saves == len(record.joined) + 1 and record.encoded is None:
         return _lend(record, view)
     if record.encoded is not None:
-        record.keep_decoded(None)  # made for this one alone
+        record.keep_decoded(None)  # unpack anew, for this caller
         tensor = restore(record, view)
         record.keep_decoded(None)
         return tensor, False
-    record.keep_view(None)  # so that it does not count as another owner of the memory
+    record.keep_view(None)  # else it would count as another owner of the memory
     tensor = restore(record, view, alone=True)
     restored = record.state is RESTORED
-    # What can be read again goes to who comes last, all else to the only one who saved it, if nobody asks again.
+    # Hand restored memory over to its last saver, as it can be read again; hand over an alias only to its sole saver,
+    # and only when the graph is being freed.
     may_go = record.asks >= record.saves if restored else only_once and record.saves == 1
-    if may_go and _owners(tensor) <= _ALONE + 1:  # what the record looks at it with
+    if may_go and _owners(tensor) <= _ALONE + 1:  # the record's own tensor
         return tensor, restored
     return apart(tensor), False
 
 
 def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
-    """As `look_for_code`, to the one node that saved all of a record, which asks for each of its tensors in turn.
+    """As `look_for_code`, for the one node that saved all tensors of a record and asks for each in turn.
 
-    They share memory as they did when it saved them: a copy for each would be as many times what it spans.
+    They share memory as they did when they were saved: a copy for each would take the spanned memory once a tensor.
     """
     record.keep_view(None)
     tensor = restore(record, view, alone=True)
@@ -113,7 +109,7 @@ def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
 
 
 def kept_for_code(packed: tuple[Any, ...], *, shared: bool) -> Tensor:
-    """A tensor that was kept, for a program's own code; `shared` if others may be derived from it."""
+    """Return a tensor that was kept for a program's own code; `shared`: others may be derived from it."""
     tensor: Tensor = packed[0]
     if type(packed) is Detached:
         return _owned(tensor, shared=shared)
@@ -123,11 +119,11 @@ def kept_for_code(packed: tuple[Any, ...], *, shared: bool) -> Tensor:
 
 
 def _guard(leaf: Tensor) -> None:
-    """See to it that the node which runs now returns no gradient in the memory of `leaf`, such as a weight.
+    """Keep the running node from returning a gradient in the memory of `leaf`, such as a weight.
 
-    In plain PyTorch a Function may return what it saved, and whoever accumulates that copies it, as the program has it
-    too. Of what an unpack hook gave, PyTorch makes a tensor of its own, nobody else's, and takes it for `.grad` as it
-    is. The weight's memory would be the gradient's.
+    In plain PyTorch a Function may return a tensor it saved: it is copied when accumulated, as the program refers to it
+    too. PyTorch assumes that a tensor returned by an unpack hook is unshared, and would store it as `.grad` without a
+    copy. The gradient would then be in the weight's memory.
     """
 
     def copied(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:

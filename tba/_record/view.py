@@ -1,4 +1,4 @@
-"""View: how one saved tensor looks at its storage, and tensors that look at memory of the engine's the same way."""
+"""View: the layout of one saved tensor in its storage, and tensors with that layout over memory of the engine's."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 @cache
 def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """One for all: nobody can write to a tensor without elements."""
-    with torch.inference_mode(False):  # the first to ask may be in it, and its tensors cannot be used outside
+    """Return a tensor without elements. One serves all callers, as nobody can write to it."""
+    with torch.inference_mode(False):  # tensors made in inference mode cannot be used outside it
         return torch.empty(0, dtype=dtype, device=device)
 
 
 class View(NamedTuple):
-    """How one saved tensor looks at its storage. `offset`, `size` and `stride` in elements of `dtype`."""
+    """Layout of one saved tensor in its storage. `offset`, `size` and `stride` are in elements of `dtype`."""
 
     dtype: torch.dtype
     offset: int
@@ -33,30 +33,30 @@ class View(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> View:
         dtype = tensor.dtype
-        conj = dtype in _COMPLEX and tensor.is_conj()  # a look-up costs less than asking the dtype
-        # Not by View(...), which is a Python function: one is made for every saved tensor.
+        conj = dtype in _COMPLEX and tensor.is_conj()  # the look-up costs less than asking each tensor
+        # Not by View(...), which is a Python function and would be called for every saved tensor.
         return tuple.__new__(
             View, (dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), conj, tensor.is_neg())
         )
 
     def on(self, whole: Tensor) -> Tensor:
-        """The same over the storage of `whole`, which lies as the original did. Shares its version counter."""
+        """Make a tensor with this layout over the storage of `whole`, a copy of the original. Shares its counter."""
         if whole.is_neg() or whole.is_conj():
             return self._with_counter_of(whole, 0)
         return self.on_plain(whole)
 
     def on_plain(self, whole: Tensor, begin_bytes: int = 0) -> Tensor:
-        """The same where `whole` is neither conjugated nor negated, and may begin within the original: a view of it."""
+        """As `on`, by a view: `whole` is neither conjugated nor negated, and begins at byte `begin_bytes`."""
         if self.dtype is not whole.dtype:
             return self._with_counter_of(whole, begin_bytes)
         offset = self.offset
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
-        tensor = whole.as_strided(self.size, self.stride, offset)  # half the price of `over`
+        tensor = whole.as_strided(self.size, self.stride, offset)  # takes half as long as `over`
         return self._turned(tensor) if self.conj or self.neg else tensor
 
     def over(self, storage: torch.UntypedStorage, begin_bytes: int) -> Tensor:
-        """A new tensor that looks the same way at `storage`, whose first byte is byte `begin_bytes` of the original."""
+        """Make a new tensor with this layout over `storage`, whose first byte is byte `begin_bytes` of the original."""
         offset = self.offset
         if begin_bytes:
             offset -= begin_bytes // self.dtype.itemsize
@@ -78,22 +78,22 @@ class View(NamedTuple):
 
 
 def counted(storage: torch.UntypedStorage) -> Tensor:
-    """The bytes of a storage, uint8 [nbytes], whose version counter stands at 0: see `is_edited`."""
+    """Make a tensor over the bytes of a storage, uint8 [nbytes], whose version counter is at 0: see `is_edited`."""
     flat = empty(torch.uint8, storage.device).new_empty(0)
     flat.set_(storage)
-    return flat.data  # setting it has been counted
+    return flat.data  # `set_` has been counted as an edit
 
 
 def is_edited(tensor: Tensor) -> bool:
-    """Whether memory the engine has filled was edited, through any view of this tensor of it.
+    """Whether memory that the engine has filled was edited through any view of this tensor.
 
-    Hooks that look at their node's tensors, and code that recomputes, get them as operators do, which only read.
+    Hooks that look at their node's tensors, and code that recomputes, get memory that operators share, and may edit it.
     """
     return not tensor.is_inference() and tensor._version != 0
 
 
 def span(tensor: Tensor, view: View) -> tuple[int, int]:
-    """The bytes of its storage that a non-empty strided tensor, which looks so, touches: [first, behind the last)."""
+    """Return the range of bytes `[begin, end)` that a non-empty strided tensor with this view spans in its storage."""
     itemsize = view.dtype.itemsize
     begin = view.offset * itemsize
     if tensor.is_contiguous():
@@ -103,15 +103,15 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
 
 
 def is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether a view over `storage` still shares memory with its base, seen as plainly.
+    """Whether a tensor over `storage` still shares memory with its base, a strided tensor.
 
-    Not where one of them was given other memory (`x.data = ...`), nor where the base is sparse or nested.
+    It does not if one of them was given other memory (`x.data = ...`), or if the base is sparse or nested.
     """
     return base.layout is torch.strided and not base.is_nested and base.untyped_storage() is storage
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """The same as a strided, non-empty tensor in memory of its own, offset and all: a copy of the bytes it spans."""
+    """Copy a strided, non-empty tensor to memory of its own, with its offset: the copy has the bytes it spans."""
     view = View.of(tensor)
     begin, end = span(tensor, view)
     ours = torch.empty(end, dtype=torch.uint8, device=tensor.device)

@@ -1,8 +1,8 @@
-"""Foreign hooks: another pair of saved-tensor hooks that acts inside of the context, where ours then gets nothing.
+"""Foreign: finds another pair of saved-tensor hooks inside the context, which keeps tensors from ours.
 
-PyTorch asks the innermost pair alone. So once nothing has come from a forward, each module of the model looks in the
-next one, as it begins, at who is innermost. Afterwards the modules are as they were. Not sooner: hooks that come and go
-have compiled modules compiled again.
+PyTorch calls the innermost pair only. If a forward has saved nothing through ours, a hook on each module of the model
+looks for the owner of the innermost pair during the next forward, and is removed after it. The first forward goes
+without, because hooks that come and go have compiled modules compiled again.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from .module_hooks import ModelHook
 
 
 class Foreign:
-    """Looks out for foreign hooks in one forward, from `watch` to `end`, once something makes it `suspect` them."""
+    """Looks for foreign hooks in one forward, from `watch` to `end`, if an earlier one makes it `suspect` them."""
 
     def __init__(self, pack: Pack) -> None:
         self._name: str | None = None
         self._pack = pack
-        self._suspects: bool | None = None  # None: not asked yet
+        self._suspects: bool | None = None  # None before the first forward has ended
         self._handles: list[RemovableHandle] = []
 
     def suspect(self, nothing_came: bool) -> None:
-        """The first forward has ended, and perhaps nothing came from it."""
+        """Note that a forward has ended, and whether our hooks got nothing from it. Only the first call counts."""
         if self._suspects is None:
             self._suspects = nothing_came
 
     def watch(self, model: nn.Module | None) -> None:
-        """A forward begins: have the modules of `model` look if foreign hooks are suspected, once."""
+        """Put hooks on the modules of `model` at the beginning of a forward, once, if foreign hooks are suspected."""
         if self._suspects and model is not None:
             self._suspects = False
             hook = ModelHook(self._look)
             self._handles = [module.register_forward_pre_hook(hook) for module in model.modules() if _takes_one(module)]
 
     def end(self) -> str | None:
-        """Take the hooks off the modules again. Who has pushed the pair that was seen, once; None if there was none."""
+        """Remove the hooks from the modules. Return the owner of the foreign pair once; None if none was found."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.remove()

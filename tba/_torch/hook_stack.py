@@ -1,9 +1,10 @@
-"""Hook stack: this thread's stack of saved-tensor hooks, as far as its pairs are ours.
+"""Hook stack: the pairs of saved-tensor hooks that tba has pushed on this thread.
 
-Only the innermost pair of the stack applies, and the stack belongs to one thread.
+PyTorch keeps a stack of pairs for each thread and calls the innermost pair only.
 
-A pair that a model's forward has pushed is taken off when the forward ends, except by KeyboardInterrupt: a module's
-closing hooks do not run then. So before anything is pushed, pairs whose forward is no longer on the Python stack go.
+A pair that a model's forward has pushed is popped when the forward ends, except by KeyboardInterrupt: torch does not
+call a module's closing hooks then. So before anything is pushed, pairs are popped whose forward is no longer on the
+Python stack.
 """
 
 from __future__ import annotations
@@ -25,11 +26,16 @@ Unpack = Callable[[Any], Tensor]
 
 
 class Pair:
-    """One pair of ours on this thread's stack.
+    """A pair of hooks of tba's on this thread's stack.
 
     Args:
-        forward: the model whose forward has pushed it, held weakly; None for a `with` statement.
-        on_dead: called where that forward has ended without taking the pair off.
+        forward: the model whose forward pushes it, held weakly; None for a `with` statement.
+        on_dead: called when the forward turns out to have ended without popping the pair.
+
+    Attributes:
+        pushed: whether the hooks are on the stack.
+        armed: whether interrupts are held back for it.
+        unwatch: ends what follows the model's forward while the pair is entered.
     """
 
     def __init__(
@@ -43,16 +49,16 @@ class Pair:
         self.unpack = unpack
         self.on_dead = on_dead
         self._forward = forward
-        # Which of the calls of this model on the stack it belongs to, from the outermost; 0 where there is none.
+        # The number of this model's calls on the Python stack when it was made; 0 for a `with` statement.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
-        self._refused = False  # told that hooks are disabled
-        self._below: object = None  # what was innermost at the entry
-        self.armed = False  # whether interrupts are held back for it
-        self.unwatch: Callable[[], None] = _nothing  # ends what looks on while it is on
+        self._refused = False  # has warned that hooks are disabled
+        self._below: object = None  # the innermost pair at the entry
+        self.armed = False
+        self.unwatch: Callable[[], None] = lambda: None
 
     def enter(self, *, push: bool) -> None:
-        """Begin to be one of this thread's pairs, without its hooks for now unless `push`."""
+        """Become one of this thread's pairs; its hooks stay off for now unless `push`."""
         clear_dead(self._forward)
         self._below = private.top_hooks(True)
         if push:
@@ -60,7 +66,7 @@ class Pair:
         _ours.pairs.append(self)
 
     def push(self) -> None:
-        """Make its hooks innermost. Warns where `disable_saved_tensors_hooks` of torch rules, and does nothing."""
+        """Make its hooks the innermost. Inside torch's `disable_saved_tensors_hooks` it only warns."""
         try:
             private.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
@@ -70,10 +76,10 @@ class Pair:
         self.pushed = True
 
     def push_late(self) -> bool:
-        """Push its hooks after all, if that leaves the stack as if they had been pushed at the entry.
+        """Push its hooks after all, if the stack is then as if they had been pushed at the entry.
 
-        Not above hooks that others have pushed since, as they take off what is topmost; not in a node's backward, whose
-        stack is another one; not where hooks are lifted.
+        It does not push above hooks of others that came later, because those would pop ours; nor in a node's backward,
+        which has a stack of its own; nor where hooks are lifted.
         """
         if not (
             self._refused
@@ -85,13 +91,13 @@ class Pair:
         return self.pushed
 
     def lift(self) -> None:
-        """Take its hooks off for now, if they are innermost."""
+        """Pop its hooks for now, if they are the innermost."""
         if self._is_innermost() and not _ours.lifted and private.current_graph_task_id() == -1:
             private.pop_hooks()
             self.pushed = False
 
     def pop(self) -> None:
-        """Take it off, from beneath what others have pushed and left."""
+        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there."""
         _ours.pairs.remove(self)
         self.unwatch()
         if not self.pushed:
@@ -110,38 +116,34 @@ class Pair:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)
 
     def is_dead(self, entering: weakref.ref[nn.Module] | None) -> bool:
-        """Whether its forward has ended; another of the same model is just beginning where that is `entering`."""
+        """Whether its forward has ended. If its model is `entering`, another forward of it has just begun."""
         if self._forward is None or not self._depth:
             return False
         return self._depth > _depth(self._forward) - (entering is not None and entering() is self._forward())
 
 
-def _nothing() -> None:
-    """What ends where nothing has begun."""
-
-
 class _Ours(threading.local):
-    """Per thread: the pairs of ours on the stack, from the outermost."""
+    """State of a thread: the pairs that were entered, from the outermost."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
-        self.lifted = 0  # regions of `lifted` that run
+        self.lifted = 0  # regions of `lifted` under way
 
 
 _ours = _Ours()
 
 
 def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
-    """Take the innermost pairs off whose forward has ended in a KeyboardInterrupt."""
+    """Pop the innermost pairs whose forward has ended in a KeyboardInterrupt."""
     while _ours.pairs and (pair := _ours.pairs[-1]).is_dead(entering):
         if pair.pushed and not pair._is_innermost():
-            return  # somebody else's pair is innermost
+            return  # another pair is the innermost
         pair.pop()
         pair.on_dead(pair)
 
 
 def _depth(model: weakref.ref[nn.Module]) -> int:
-    """How many calls of a model are on this thread's Python stack."""
+    """Count the calls of a model on this thread's Python stack."""
     depth, frame = 0, sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is model():
@@ -155,10 +157,10 @@ _CALL = nn.Module._call_impl.__code__
 
 @contextmanager
 def lifted(pack: Pack) -> Iterator[None]:
-    """No pair of ours is active inside: lifts every pair at the top of the stack whose pack is `pack`.
+    """Pop every pair at the top of the stack whose pack is `pack`, for a region.
 
-    Pairs of others are left alone; where one of them is innermost, ours does not act anyway. `torch.func` transforms,
-    which refuse any active hooks, work inside where ours are the only ones.
+    Other pairs stay; if one of them is the innermost, ours does not act anyway. `torch.func` transforms, which refuse
+    any active hooks, work in the region if ours are the only ones.
     """
     removed = []
     while (top := private.top_hooks(True)) is not None and top[0] == pack:
@@ -174,7 +176,7 @@ def lifted(pack: Pack) -> Iterator[None]:
 
 
 def owner_of_innermost(but: Pack) -> str | None:
-    """Who has pushed the innermost pair, as `module.Class`; None where there is none, it is ours or checkpointing's."""
+    """Name the owner of the innermost pair as `module.Class`; None without a pair, for `but`, and for checkpointing."""
     top = private.top_hooks(True)
     if top is None or top[0] == but:
         return None
@@ -186,7 +188,7 @@ def owner_of_innermost(but: Pack) -> str | None:
     return f"{module}.{name.partition('.<locals>')[0].removesuffix('.__init__')}"
 
 
-# Of the errors of torch: the mark of those with which it refuses hooks that are active.
+# What the errors contain with which torch refuses active hooks.
 _REFUSED = "saved tensor hooks"
 _HINT = (
     "tba: the hooks that torch refuses here are those of an offload_context or attach; call this inside "
@@ -195,7 +197,7 @@ _HINT = (
 
 
 def hint(error: BaseException | None) -> None:
-    """Add to an error with which torch refuses active hooks, as `torch.func.grad` does, how to lift ours."""
+    """Add a note on how to lift our hooks to an error with which torch refuses them, as `torch.func.grad` does."""
     refused = isinstance(error, RuntimeError) and _REFUSED in str(error)
     if refused and _HINT not in getattr(error, "__notes__", ()):
         error.add_note(_HINT)  # type: ignore[union-attr]

@@ -1,9 +1,9 @@
-"""Quiet: the engine's own tensor operations, hidden from the modes a user has switched on."""
+"""Modes: hides the engine's own tensor operations from the modes a user has switched on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -12,12 +12,12 @@ from . import private
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No mode (FLOP counter, selective checkpointing, default device) sees or changes what is done inside.
+    """Hide the operations of a region from modes (FLOP counter, selective checkpointing, default device).
 
-    Autocast and the default generator are not touched by the engine's operations anyway.
+    The engine's operations are not subject to autocast, and draw no random numbers.
     """
-    with ExitStack() as stack:
-        if private.dispatch_mode_count() or private.function_mode_count():
-            stack.enter_context(private.DisableTorchFunction())
-            stack.enter_context(_disable_current_modes())
+    if not (private.dispatch_mode_count() or private.function_mode_count()):
+        yield
+        return
+    with private.DisableTorchFunction(), _disable_current_modes():
         yield

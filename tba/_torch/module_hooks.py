@@ -1,4 +1,4 @@
-"""Module hooks: what follows a model's forward, and is not inherited by copies of the model."""
+"""Module hooks: follow a model's forward, and are not inherited by copies of the model."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .private import untraced
 
 
 class ModelHook:
-    """A module hook that copies of the module do not inherit: copied or pickled it becomes one that does nothing.
+    """A module hook that becomes one that does nothing when the module is copied or pickled.
 
-    What stands in a pickle needs no tba to be loaded: `sys.audit`, which takes any arguments and returns None.
+    The pickle holds `sys.audit`, which takes any arguments and returns None, so loading it does not need tba.
     """
 
     def __init__(self, action: Callable[..., None]) -> None:
@@ -33,11 +33,11 @@ class ModelHook:
 
 
 def not_attached(*_: Any) -> None:
-    """What stands in a copy of the model, in this process, where the original has a hook of ours."""
+    """Do nothing: takes the place of our hook in a copy of the model within this process."""
 
 
 def before_forward(model: nn.Module, action: Callable[[tuple[Any, ...], dict[str, Any]], None]) -> Callable[[], None]:
-    """Call `action(args, kwargs)` before the model's forward. Returns what ends that."""
+    """Call `action(args, kwargs)` before the model's forward. Returns a function that removes the hook."""
     hook = ModelHook(lambda _, args, kwargs: action(args, kwargs))
     return model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove
 
@@ -47,7 +47,7 @@ def tie(
 ) -> Callable[[], None]:
     """Call `enter(args, kwargs)` before the model's forward and `leave` after it, also when it raises.
 
-    Returns what unties them.
+    Returns a function that removes both hooks.
     """
     remove_first = before_forward(model, enter)
     last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)

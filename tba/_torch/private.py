@@ -1,6 +1,6 @@
-"""The private functions of torch the engine stands on, in one place and checked at import.
+"""Private functions of torch that the engine needs, in one place and checked at import.
 
-Each is used for what no public function tells; a torch that lacks one is refused with its name instead of failing
+Each is used because no public function tells as much. A torch that lacks one is refused by its name, instead of failing
 somewhere inside a hook.
 """
 
@@ -53,17 +53,17 @@ transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
 # Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
 mkldnn_enabled: Callable[[], bool] = _find("_get_mkldnn_enabled")
 enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
-# Whether a node shows what a pack hook made of a tensor without calling the unpack hook: what derivations stand on.
+# Whether a node shows what a pack hook returned without calling the unpack hook. Derivations need it.
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
 )
-# Decorates what torch.compile is not to trace. `torch.compiler.disable` would import the compiler to do so.
+# Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def compiled_graph(frame: FrameType | None) -> int | None:
-    """The number of the compiled graph whose node has called the pack hook that runs in `frame`; None if another has.
+    """Return the number of the compiled graph whose node calls the pack hook that runs in `frame`; None for others.
 
     Each compiled graph is a Function of its own, which torch numbers.
     """
@@ -75,9 +75,9 @@ def compiled_graph(frame: FrameType | None) -> int | None:
 
 
 def is_operator(kind: type) -> bool:
-    """Whether this type of node is PyTorch's own: of one operator, and there to stay.
+    """Whether this type of node is PyTorch's own, made for one operator, and lives as long as the process.
 
-    Each custom Function has a type of its own, which goes with it, so nothing may be remembered by that; those written
-    in C++ share one type.
+    Each custom Function has a type of its own, which dies with it, so that nothing may be remembered by it; custom
+    Functions written in C++ share one type.
     """
     return not issubclass(kind, BackwardCFunction) and kind.__name__ != "CppFunction"

@@ -1,12 +1,12 @@
-"""Weights: recognising parameters and buffers in every guise autograd hands them over in.
+"""Weights: recognises parameters and buffers in all forms in which autograd saves them.
 
-A weight stays: it is in memory anyway, and moving it would only cost. Recognised without a model: an `nn.Parameter`;
-any view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); any chain of view and cast nodes that
-ends in the AccumulateGrad of one (the cast copies that autocast makes). With a model, besides, every view of its
-parameters' and buffers' storages, found by a mark on the storage object.
+A weight stays where it is: it is in memory anyway, so moving it frees nothing. Recognised without a model are an
+`nn.Parameter`; a view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); and a chain of view and
+cast nodes that ends in the AccumulateGrad of one (the cast copies that autocast makes). With a model every view of its
+parameters' and buffers' storages is recognised too, by a mark on the storage object.
 
-Not recognised: casts that autograd does not link to a parameter (a frozen weight under autocast, casts inside
-compiled code); these count as activations.
+Casts that autograd does not link to a parameter (a frozen weight under autocast, casts inside compiled code) are not
+recognised and count as activations.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.nn.parameter import is_lazy
 from .nodes import maker
 from .private import is_operator
 
-# The attribute an untyped storage carries for the engine. Storage objects live exactly as long as the memory they
-# name, so a mark can never be taken for that of another tensor at a reused address.
+# The attribute of an untyped storage that the engine sets: WEIGHT or the records of the storage. A storage object lives
+# exactly as long as its memory, so a mark can never be mistaken for that of another tensor at a reused address.
 MARK: Final = "_tba_mark"
 
 
@@ -31,7 +31,7 @@ class _Weight:
 
 WEIGHT: Final = _Weight()
 
-# A graph of some 100,000 nodes that Python has seen ends the process when it is freed; see `Chains`.
+# Freeing a graph of some 100,000 nodes with Python objects overflows the stack; see `Chains`.
 _LOOKS_PER_STEP: Final = 1024
 _LOOKS_PER_KIND: Final = 64
 _MAX_KINDS: Final = 4096
@@ -52,7 +52,7 @@ _passes: dict[type, bool] = {}  # per type of node: names are compared once, not
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is an `nn.Parameter`, or of a class made from it."""
     kind = type(tensor)
-    # To ask with `isinstance` calls Python code, which takes as long as half of the hook.
+    # `isinstance` calls Python code of the class Parameter, which takes half as long as the whole hook.
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
@@ -89,25 +89,25 @@ def is_weight(tensor: Any) -> bool:
 
 
 class Chains:
-    """Asks `leads_to_parameter` of saved tensors, and looks at few nodes of autograd for it.
+    """Finds casts of weights among saved tensors by `leads_to_parameter`, and looks at few nodes to do so.
 
     A node that Python has looked at keeps a Python object until it is freed, and PyTorch frees a chain of such nodes
-    recursively: a graph of some 100,000 of them overflows the stack. So tensors of one dtype and shape are looked at
-    until `_LOOKS_PER_KIND` of them have turned out to be activations and none a weight, and no more than
-    `_LOOKS_PER_STEP` activations are looked at in a step. Past that a cast of a weight counts as an activation, which
-    costs its transfer and changes no gradient.
+    recursively (`nodes`): a graph of some 100,000 of them overflows the stack. To seal them all would take as long as
+    the hooks. So tensors of one dtype and shape are looked at until `_LOOKS_PER_KIND` of them have turned out to be
+    activations and none a weight, and at most `_LOOKS_PER_STEP` activations are looked at in a step. Beyond that a cast
+    of a weight counts as an activation, which costs its transfer and changes no gradient.
     """
 
     def __init__(self) -> None:
-        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # below 0: one has been a weight
+        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # -1 once one was a weight
         self._left = _LOOKS_PER_STEP
 
     def end_step(self) -> None:
-        """A training step is over; the next one has a graph of its own."""
+        """End a training step: the next one has a graph of its own."""
         self._left = _LOOKS_PER_STEP
 
     def lead_to_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone, as far as that may be looked at."""
+        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone; False if no more looks are left."""
         if tensor.is_leaf:
             return False
         kind = tensor.dtype, tensor.shape
@@ -126,7 +126,7 @@ class Chains:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark the storages of the model's parameters and buffers. Cheap enough to repeat every step (storages change)."""
+    """Mark the storages of the model's parameters and buffers. Repeated every step, because storages are replaced."""
     for tensors in (model.parameters(), model.buffers()):
         for tensor in tensors:
             if is_lazy(tensor):  # it has no memory yet, and another storage once it has

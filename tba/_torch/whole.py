@@ -1,9 +1,9 @@
-"""Whole: compiled graphs that save nearly all that a step saves, so that moving it out saves no memory.
+"""Whole: keeps the saved tensors of compiled graphs that are nearly the whole step, as moving them saves no memory.
 
-A compiled backward asks for everything its graph has saved when it begins. A graph compiled from the whole model has
-all of it back at once, in as much memory as plain PyTorch takes, and every byte was written for nothing. So what such a
-graph saves stays, from the second step on, and the user is told. Of a model compiled block by block, one block comes
-back at a time: it moves.
+A compiled backward asks for everything its graph has saved when it begins. If the graph is that of the whole model,
+all of it comes back at once and takes as much memory as in plain PyTorch, so every byte was written for nothing. From
+the second step on the tensors of such a graph stay in memory, and the user is told. If a model is compiled block by
+block, one block comes back at a time, and its tensors move.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ import threading
 from .private import compiled_graph
 from .user_frames import warn
 
-# A compiled graph that saves at least this share of a step's bytes is the whole model. Moved, so much of the peak would
-# stay as it is, and what remains is no more than buffers take.
+# A compiled graph that saves at least this share of a step's bytes counts as the whole model: moving its tensors could
+# lower the peak by the remaining share at most, which is no more than the buffers take.
 _WHOLE_STEP_SHARE = 0.8
 
 
 class _Run(threading.local):
-    """Per thread: what the node that saves now has saved so far."""
+    """State of a thread: the node that is saving, and how much it has saved so far."""
 
     def __init__(self) -> None:
         self.sequence_nr = -1
         self.nbytes = 0
-        self.looked = False  # whether the graph has been looked for
+        self.looked = False  # whether `graph` has been looked up
         self.graph: int | None = None
 
 
 class Whole:
-    """Learns which compiled graphs are worth no moving. The engine's lock guards it."""
+    """Learns which compiled graphs are not worth moving. The engine's lock guards it."""
 
     def __init__(self, tier: str) -> None:
         self._tier = tier
         self._run = _Run()
         self._graphs: set[int] = set()
-        # Of this step's compiled graphs, the one that has saved most: how much, and its number.
+        # The compiled graph that has saved most in this step: how much, and its number.
         self._largest: tuple[int, int] | None = None
         self._told = False
 
     def keeps(self, sequence_nr: int, nbytes: int) -> bool:
-        """Count a tensor that a node saves at this sequence number of autograd's; whether it stays, as its graph does.
+        """Count a tensor that a node saves at this sequence number of autograd. Whether it stays, as its graph does.
 
-        To be called from within the pack hook, whose caller tells the graph.
+        To be called within the pack hook, because the graph is found from the caller of the hook.
         """
         run = self._run
         if run.sequence_nr != sequence_nr:
@@ -61,7 +61,7 @@ class Whole:
         return run.graph in self._graphs
 
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
-        """A step is over that saved so much worth moving; whether any of it moves."""
+        """End a step that saved `step_bytes` worth moving; `moves`: whether any of them move."""
         largest, self._largest = self._largest, None
         if largest is None:
             return

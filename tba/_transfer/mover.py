@@ -41,8 +41,8 @@ from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
 from .. import _policy
 from .._errors import ClosedError, StalledError, TransferError
-from .._memory import gpudirect, streams
 from .._memory import limits as _limits
+from .._memory import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
@@ -247,7 +247,7 @@ class Mover:
         try:
             ready = before = None
             if record.stream is not None and self._direct(record.nbytes):
-                view, ready, buffer, before = gpudirect.borrow(record.nbytes, record.device)
+                view, ready, buffer, before = streams.borrow(record.nbytes, record.device)
             else:
                 memory = self.memory.of(record.device, self.store.alignment)
                 skew = location.skew if there is None else there.address % memory.alignment
@@ -339,7 +339,7 @@ class Mover:
         if stream is None:
             return streams.out(alias, begin, nbytes, stream, None)
         if self._direct(nbytes):
-            return gpudirect.lend(alias, begin, nbytes, stream)
+            return streams.lend(alias, begin, nbytes, stream)
         assert self.store is not None
         return streams.out(alias, begin, nbytes, stream, self.memory.of(record.device, self.store.alignment))
 

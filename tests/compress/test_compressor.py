@@ -7,7 +7,7 @@ from collections import deque
 import torch
 
 from compact import PRESETS, Saved, key
-from tba._compress.compressor import Compressor, _Waiting, strictness
+from tba._compress.compressor import Compressor, _Waiting
 from tba._record.record import Record, Remains
 from tba._stats import Counters
 
@@ -20,7 +20,7 @@ def record_of(tensor: torch.Tensor) -> Record:
 
 
 def test_the_strictest_saver_decides_until_the_codec_has_begun() -> None:
-    assert strictness(PRESET[LOSSY]) < strictness(PRESET[EXACT])
+    assert PRESET[LOSSY].properties.kept_bits < PRESET[EXACT].properties.kept_bits
     compressor = Compressor(PRESET, 0, Counters())
     record = record_of(torch.randn(64, 64))
     compressor.choose(record, LOSSY)

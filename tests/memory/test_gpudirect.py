@@ -14,7 +14,7 @@ from io_backends import Buffer, BufferPool, PosixStore, Ticket
 from support.engine import activation, chain
 from support.exactness import assert_bit_equal
 from tba import OffloadConfig, Offloader
-from tba._memory import gpudirect, streams
+from tba._memory import streams
 
 LARGE = 4096  # elements; half of them are below the threshold
 LENGTH = 4
@@ -62,7 +62,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "producer_stream", lambda tensor: "stream")
     monkeypatch.setattr(streams, "also_used", lambda tensor, stream: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
-    monkeypatch.setattr(gpudirect, "Reached", Reached)
+    monkeypatch.setattr(streams, "_after", Reached)
     monkeypatch.setattr(Reached, "waits", 0)
     out = streams.out
     monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_: out(source, begin, nbytes, None, None))
@@ -114,8 +114,8 @@ def test_memory_read_into_is_known_to_be_of_the_stream_it_was_asked_for_on(monke
     current, told = ["a"], list[str]()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(stream))
-    monkeypatch.setattr(gpudirect, "Reached", Reached)
-    target, ready, buffer, _ = gpudirect.borrow(16, torch.device("cpu"))
+    monkeypatch.setattr(streams, "_after", Reached)
+    target, ready, buffer, _ = streams.borrow(16, torch.device("cpu"))
     assert buffer.address == target.data_ptr()
     for current[0] in ("b", "a"):  # the read may end, and be noticed, while another stream is current
         streams.use(target, ready)

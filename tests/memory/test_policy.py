@@ -14,7 +14,7 @@ from tba._memory.limits import (
     window_bytes,
     write_burst_bytes,
 )
-from tba._policy import FITS, Decision, decide, range_to_store
+from tba._policy import FITS, Decision, decisions, range_to_store
 
 MIB = 1 << 20
 
@@ -36,11 +36,11 @@ MIB = 1 << 20
         ("cpu", True, True, Decision.KEEP, "recomputed"),
     ],
 )
-def test_decide(tier: str, on_device: bool, used_at_once: bool, decision: Decision, reason: str) -> None:
-    assert decide(tier, on_device=on_device, used_at_once=used_at_once) == (decision, reason)
+def test_decisions(tier: str, on_device: bool, used_at_once: bool, decision: Decision, reason: str) -> None:
+    assert decisions(tier, compresses=False)[on_device, used_at_once] == (decision, reason)
     if decision is Decision.KEEP and reason != "recomputed":
         decision = Decision.SHRINK
-    found = decide(tier, on_device=on_device, used_at_once=used_at_once, compresses=True)
+    found = decisions(tier, compresses=True)[on_device, used_at_once]
     assert found == (decision, reason), "what is needed next stays as it is, all else that stays is compressed"
 
 

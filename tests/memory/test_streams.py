@@ -1,4 +1,4 @@
-"""Handoff: the order it promises, on a simulated device that runs queued work in any order streams and events allow."""
+"""Streams: the order they promise, on a simulated device that runs queued work in any order that order allows."""
 
 from __future__ import annotations
 

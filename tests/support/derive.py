@@ -144,9 +144,9 @@ def mkldnn(enabled: bool) -> Iterator[None]:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def about(packed: Packed, upstream: bool) -> tuple[int, None]:
+def about(packed: Packed, upstream: bool) -> int:
     made = packed[0].recipe
-    return 0 if made is None else made.depth, None
+    return 0 if made is None else made.depth
 
 
 def operands(dtype: torch.dtype = torch.float32, *, layout: str = "odd", seed: int = 0) -> tuple[Tensor, Tensor]:
