@@ -38,7 +38,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.nodes import maker
 from .operators import OPERATORS, RESULTS, Output, signed
-from .recipe import Operand, Recipe, Step, Unpack
+from .recipe import Expression, Operand, Recipe, Unpack
 
 __all__ = ["MAX_OPERATORS", "Recipe", "recipe", "remember"]
 
@@ -77,11 +77,11 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
     if number in RESULTS.get(name, ()):
         return None
     finder = _Finder(unpack, about)
-    step = finder.step(node, number, 0, 0)
-    if step is None:
+    expression = finder.expression(node, number, 0, 0)
+    if expression is None:
         return None
-    signature = (*finder.names, step.output)
-    return Recipe(step, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.amplifies, signature)
+    signature = (*finder.names, expression.output)
+    return Recipe(expression, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.amplifies, signature)
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
@@ -106,8 +106,8 @@ class _Finder:
         self.depth = 0
         self.amplifies = False
 
-    def step(self, node: Any, number: int, used: int, moves: int) -> Step | None:
-        """Return the step that makes output `number` of `node`; None if an operand is not to be had.
+    def expression(self, node: Any, number: int, used: int, moves: int) -> Expression | None:
+        """Return the expression for output `number` of `node`; None if an operand is not to be had.
 
         `used` operators and `moves` lie on the path from the tensor to this output.
         """
@@ -150,7 +150,7 @@ class _Finder:
         scalars = tuple(signed(getattr(node, f"_saved_{scalar}", _UNKNOWN)) for scalar in operator.scalars)
         if _UNKNOWN in scalars:
             return None
-        return Step(operator, tuple(operands), scalars, output)
+        return Expression(operator, tuple(operands), scalars, output)
 
     def _saved(self, node: Any, name: str, used: int, *, made_by: Any = None, upstream: bool = False) -> Any:
         """Return what `node` saved under `name`, made by another node: an `Operand`, a Python number, or None."""
@@ -173,7 +173,9 @@ class _Finder:
         self.sources.append(packed)
         return Operand(packed)
 
-    def _upstream(self, edge: tuple[Any, int], used: int, moves: int, device: torch.device) -> Operand | Step | None:
+    def _upstream(
+        self, edge: tuple[Any, int], used: int, moves: int, device: torch.device
+    ) -> Operand | Expression | None:
         """Return an operand that its user did not save: saved by its maker, noted by `remember`, or derived in turn."""
         node, number = edge
         if node is None:
@@ -194,7 +196,7 @@ class _Finder:
             found = self._source(packed, used, upstream=True)
             if found is not None:
                 return found
-        return self.step(node, number, used, moves)
+        return self.expression(node, number, used, moves)
 
 
 _names: dict[type, str] = {}  # per type of node: asking the node takes longer
