@@ -1,4 +1,4 @@
-"""Look: who is given memory of its own, and how."""
+"""User code: which askers are given memory of their own, and how it looks."""
 
 from __future__ import annotations
 
