@@ -131,17 +131,15 @@ def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
         norm_numel: elements of the input of the running norm, if that is written in Python.
     """
     rule = None if call is None else call[0]
-    if is_float(tensor):
-        if norm_numel is None and (rule is None or rule in _PARTS_OF_NORMS):
-            return Saved.UNKNOWN
-        if norm_numel is not None and (rule is None or rule in _PARTS_OF_NORMS or rule is _product_factor):
-            if tensor.numel() < norm_numel:
-                return Saved.NORM_STATISTICS
-            if rule is None or rule is _product_factor:
-                return Saved.NORM_INPUT
-    elif rule not in (_dropout, _attention):
+    if not is_float(tensor) and rule not in (_dropout, _attention):  # these save masks and a random state
         return Saved.INDEX if tensor.dtype in INTEGERS else Saved.UNKNOWN
-    assert call is not None
+    if norm_numel is None:
+        return Saved.UNKNOWN if call is None or rule in _PARTS_OF_NORMS else call[0](tensor, *call[1:])
+    if call is None or rule in _PARTS_OF_NORMS or rule is _product_factor:
+        if tensor.numel() < norm_numel:
+            return Saved.NORM_STATISTICS
+        if call is None or rule is _product_factor:
+            return Saved.NORM_INPUT
     return call[0](tensor, *call[1:])
 
 

@@ -19,6 +19,7 @@ Assumption: callers hold the engine's lock.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -58,7 +59,7 @@ class Compressor:
         self._counters = counters
         self._tells_savers_apart = any(not preset[kind].properties.exact for kind in Saved)
         self._linear: ProjectedLinear | None = None
-        self.waiting: list[_Waiting] = []
+        self.waiting: deque[_Waiting] = deque()
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
         """Make the torch-function mode to enter with the hooks; None if the preset needs none.
@@ -130,13 +131,11 @@ class Compressor:
 
     def settle(self, *, wait: bool) -> list[Record]:
         """Finish the encodes whose flags have arrived, or all if `wait`. Return the records that may go on."""
-        done, waiting, self.waiting = [], self.waiting, []
-        for entry in waiting:
+        done: list[Record] = []
+        while self.waiting and (wait or self.waiting[0].there.query()):
+            entry = self.waiting.popleft()
             record = entry.record()
             if record is None:
-                continue
-            if not wait and not entry.there.query():
-                self.waiting.append(entry)
                 continue
             entry.there.synchronize()
             if record.alias is not None and not record.is_edited():

@@ -91,12 +91,10 @@ class Derivations:
         found, alias = record.recipe, record.alias
         if not isinstance(found, Recipe) or alias is None:
             return False
-        if record.is_edited() or not record.is_whole():
-            record.plan(None)
-            return False
         off = max(map(_off, found.sources), default=0.0)
         place, signature = record.number - self._first_number, (found.signature, off)
-        if self._wrong.get(place) == signature or (off and (record.codec is None or record.codec.properties.exact)):
+        too_far = off and (record.codec is None or record.codec.properties.exact)
+        if too_far or self._wrong.get(place) == signature or record.is_edited() or not record.is_whole():
             record.plan(None)
             return False
         known = None if off and found.amplifies else (place, signature)
@@ -109,16 +107,15 @@ class Derivations:
                     self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
-            record.plan(None)
-            return False
+            known, differs = None, True
         except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
             differs = True
         finally:
             self._comparing = 0
-        if not self._end(record, settled if not differs else found, known, differs=differs):
-            return False
+        if differs:
+            return self._end(record, found, known, differs=True)
         self._made = record.ref, made
-        return True
+        return self._end(record, settled, known, differs=False)
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
         """Finish the comparisons that a device has made by now, or all: (pending record, whether its bytes went)."""

@@ -37,8 +37,8 @@ class Operand(NamedTuple):
     packed: Any
 
 
-class Step(NamedTuple):
-    """An operator to run. An operand is `Operand`, `Step`, a Python number, or None where the operator had none."""
+class Expression(NamedTuple):
+    """An operator on operands: each an `Operand`, an `Expression`, a Python number, or None where there was none."""
 
     operator: Operator
     operands: tuple[Any, ...]
@@ -62,7 +62,7 @@ class Recipe:
     """How to make one tensor again.
 
     Attributes:
-        step: the last operator, with the operators before it as its operands.
+        expression: what to compute.
         strides: of the tensor.
         unpack: the unpack hook of its packed objects.
         sources: the packed objects it asks for, each as often as it does.
@@ -72,7 +72,7 @@ class Recipe:
         state: recorded in forward.
     """
 
-    step: Step
+    expression: Expression
     strides: tuple[int, ...]
     unpack: Unpack
     sources: tuple[Any, ...]
@@ -105,23 +105,23 @@ class Recipe:
             sources.append(packed)
             return packed, operand
 
-        step, result = self._made(held)
-        return replace(self, step=step, sources=tuple(sources)), result
+        expression, result = self._made(held)
+        return replace(self, expression=expression, sources=tuple(sources)), result
 
-    def _made(self, hold: Hold | None) -> tuple[Step, Tensor]:
-        with _restored(self.state, self.step.output.device.type):
-            step, result = self._run(self.step, hold)
+    def _made(self, hold: Hold | None) -> tuple[Expression, Tensor]:
+        with _restored(self.state, self.expression.output.device.type):
+            expression, result = self._run(self.expression, hold)
             if result.stride() != self.strides:
                 exact = torch.empty_strided(result.shape, self.strides, dtype=result.dtype, device=result.device)
                 result = exact.copy_(result)
-        return step, result
+        return expression, result
 
-    def _run(self, step: Step, hold: Hold | None) -> tuple[Step, Tensor]:
-        """Run a step. Return the step to use from now on (without `hold`: this one) and its result."""
-        operator, operands, found = step.operator, list(step.operands), []
-        for place, operand in enumerate(step.operands):
+    def _run(self, expression: Expression, hold: Hold | None) -> tuple[Expression, Tensor]:
+        """Run an expression. Return the expression to use from now on (without `hold`: this one) and its result."""
+        operator, operands, found = expression.operator, list(expression.operands), []
+        for place, operand in enumerate(expression.operands):
             tensor = operand
-            if type(operand) is Step:
+            if type(operand) is Expression:
                 operands[place], tensor = self._run(operand, hold)
             elif type(operand) is Operand:
                 tensor = _there(self.unpack(operand.packed).detach())
@@ -129,15 +129,15 @@ class Recipe:
                     packed, tensor = hold(operand.packed, tensor)
                     operands[place] = Operand(packed)
             found.append(tensor)
-        if hold is None:
-            return step, _as_recorded(operator.run(found, step.scalars, step.output), step.output)
-        scalars = step.scalars
-        if operator.find is not None:
+        scalars, output = expression.scalars, expression.output
+        if hold is not None and operator.find is not None:
             scalars, result = operator.find(found, scalars)
         else:
-            result = operator.run(found, scalars, step.output)
-        kept = tuple(operands[: len(operator.operands)])  # without the extras, needed only to find scalars
-        return step._replace(operands=kept, scalars=scalars), _as_recorded(result, step.output)
+            result = operator.run(found, scalars, output)
+        if hold is not None:
+            kept = tuple(operands[: len(operator.operands)])  # without the extras, needed only to find scalars
+            expression = expression._replace(operands=kept, scalars=scalars)
+        return expression, _as_recorded(result, output)
 
 
 def _as_recorded(result: Tensor, output: Output) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 from .._torch import private
 from .._torch.nodes import maker
 from .operators import OPERATORS, RESULTS, Output, signed
-from .recipe import Operand, Recipe, Step, Unpack
+from .recipe import Expression, Operand, Recipe, Unpack
 
 __all__ = ["MAX_OPERATORS", "Recipe", "recipe", "remember"]
 
@@ -77,18 +77,11 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
     if number in RESULTS.get(name, ()):
         return None
     finder = _Finder(unpack, about)
-    step = finder.step(node, number, MAX_OPERATORS, _MAX_MOVES)
-    if step is None:
+    expression = finder.expression(node, number, 0, 0)
+    if expression is None:
         return None
-    return Recipe(
-        step,
-        tensor.stride(),
-        unpack,
-        tuple(finder.sources),
-        finder.depth,
-        finder.amplifies,
-        signature=(*finder.names, step.output),
-    )
+    signature = (*finder.names, expression.output)
+    return Recipe(expression, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.amplifies, signature)
 
 
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
@@ -113,23 +106,23 @@ class _Finder:
         self.depth = 0
         self.amplifies = False
 
-    def step(self, node: Any, number: int, operators_left: int, moves_left: int) -> Step | None:
-        """Return the step that makes output `number` of `node`; None if an operand is not to be had."""
+    def expression(self, node: Any, number: int, used: int, moves: int) -> Expression | None:
+        """Return the expression for output `number` of `node`; None if an operand is not to be had.
+
+        `used` operators and `moves` lie on the path from the tensor to this output.
+        """
         name = _name(node)
         operator = OPERATORS.get(name)
         if operator is None:
             return None
-        if operator.moves:
-            moves_left -= 1
-        else:
-            operators_left -= 1
+        moves += operator.moves
+        used += not operator.moves
         outputs = node._input_metadata
-        if min(operators_left, moves_left) < 0 or number >= len(outputs):
+        if used > MAX_OPERATORS or moves > _MAX_MOVES or number >= len(outputs):
             return None
         output = _output(outputs[number], number)
         if output.dtype not in _REAL:
             return None
-        used = MAX_OPERATORS - operators_left
         self.depth = max(self.depth, used)
         self.amplifies |= operator.amplifies
         self.names.append(name)
@@ -138,14 +131,14 @@ class _Finder:
             return None
         operands: list[Any] = []
         for saved_as, edge in zip(operator.operands, edges, strict=True):
-            found: Any = None if saved_as is None else self._saved(node, saved_as, used, maker=edge[0])
+            found: Any = None if saved_as is None else self._saved(node, saved_as, used, made_by=edge[0])
             if found is None:
                 if saved_as in operator.optional:  # there was none, unless another hook has it
                     raw = getattr(node, f"_raw_saved_{saved_as}", None)
                     if raw is None or raw.data is not None:
                         return None
                 else:
-                    found = self._upstream(edge, operators_left, moves_left, output.device)
+                    found = self._upstream(edge, used, moves, output.device)
                     if found is None:
                         return None
             operands.append(found)
@@ -157,10 +150,10 @@ class _Finder:
         scalars = tuple(signed(getattr(node, f"_saved_{scalar}", _UNKNOWN)) for scalar in operator.scalars)
         if _UNKNOWN in scalars:
             return None
-        return Step(operator, tuple(operands), scalars, output)
+        return Expression(operator, tuple(operands), scalars, output)
 
-    def _saved(self, node: Any, name: str, used: int, *, maker: Any = None, upstream: bool = False) -> Any:
-        """Return what `node` saved under `name`, made by the node `maker`: an `Operand`, a Python number, or None."""
+    def _saved(self, node: Any, name: str, used: int, *, made_by: Any = None, upstream: bool = False) -> Any:
+        """Return what `node` saved under `name`, made by another node: an `Operand`, a Python number, or None."""
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None or raw.data is None:
             return None
@@ -169,9 +162,8 @@ class _Finder:
         if hook is not None:
             return self._source(packed, used, upstream=upstream) if hook == self._unpack else None
         # Numbers are saved without a hook; so are tensors saved outside any hook, which may still be edited.
-        if maker is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu and not packed._version:
-            return packed.item()
-        return None
+        is_number = made_by is None and isinstance(packed, Tensor) and not packed.dim() and packed.is_cpu
+        return packed.item() if is_number and not packed._version else None
 
     def _source(self, packed: Any, used: int, *, upstream: bool) -> Operand | None:
         depth = 0 if self._about is None else self._about(packed, upstream)
@@ -182,8 +174,8 @@ class _Finder:
         return Operand(packed)
 
     def _upstream(
-        self, edge: tuple[Any, int], operators_left: int, moves_left: int, device: torch.device
-    ) -> Operand | Step | None:
+        self, edge: tuple[Any, int], used: int, moves: int, device: torch.device
+    ) -> Operand | Expression | None:
         """Return an operand that its user did not save: saved by its maker, noted by `remember`, or derived in turn."""
         node, number = edge
         if node is None:
@@ -193,10 +185,9 @@ class _Finder:
             return None
         if outputs[number].device != device:
             return None
-        used = MAX_OPERATORS - operators_left
         saved_as = RESULTS.get(_name(node), {}).get(number)
         if saved_as is not None:
-            found: Operand | None = self._saved(node, saved_as, used, maker=node, upstream=True)
+            found: Operand | None = self._saved(node, saved_as, used, made_by=node, upstream=True)
             if found is not None:
                 return found
         note = node.metadata.get(_NOTE, {}).get(number)
@@ -205,7 +196,7 @@ class _Finder:
             found = self._source(packed, used, upstream=True)
             if found is not None:
                 return found
-        return self.step(node, number, operators_left, moves_left)
+        return self.expression(node, number, used, moves)
 
 
 _names: dict[type, str] = {}  # per type of node: asking the node takes longer

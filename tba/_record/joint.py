@@ -49,18 +49,8 @@ def joined(
         if number != sequence_nr:
             break
         record = reference()
-        if record is not None and record.state is PENDING and _shows(record, storage, begin, end):
+        if record is None or record.state is not PENDING or record.alias is None or record.encoded is not None:
+            continue
+        if record.begin <= begin and end <= record.end and is_over(record.alias, storage) and not record.is_edited():
             return record
     return None
-
-
-def _shows(record: Record, storage: UntypedStorage, begin: int, end: int) -> bool:
-    alias = record.alias
-    return (
-        alias is not None
-        and record.encoded is None
-        and record.begin <= begin
-        and end <= record.end
-        and is_over(alias, storage)
-        and not record.is_edited()
-    )

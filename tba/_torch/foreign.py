@@ -34,7 +34,8 @@ class Foreign:
         if self._suspects and model is not None:
             self._suspects = False
             hook = ModelHook(self._look)
-            self._handles = [module.register_forward_pre_hook(hook) for module in model.modules() if _takes_one(module)]
+            modules = (module for module in model.modules() if not isinstance(module, ScriptModule))
+            self._handles = [module.register_forward_pre_hook(hook) for module in modules]
 
     def end(self) -> str | None:
         """Remove the hooks from the modules. Return the owner of the foreign pair once; None if none was found."""
@@ -47,7 +48,3 @@ class Foreign:
     def _look(self, *_: object) -> None:
         if self._name is None:
             self._name = owner_of_innermost(self._pack)
-
-
-def _takes_one(module: nn.Module) -> bool:
-    return not isinstance(module, ScriptModule)

@@ -25,11 +25,7 @@ from .private import is_operator
 MARK: Final = "_tba_mark"
 
 
-class _Weight:
-    __slots__ = ()
-
-
-WEIGHT: Final = _Weight()
+WEIGHT: Final = object()
 
 # Freeing a graph of some 100,000 nodes with Python objects overflows the stack; see `Chains`.
 _LOOKS_PER_STEP: Final = 1024
