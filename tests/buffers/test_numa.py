@@ -74,6 +74,6 @@ def test_an_arena_takes_its_pages_there_and_works_all_the_same_where_it_cannot()
     probe = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
     can = numa.bind(address_of(probe), probe.nbytes, 0)
     for asked, found in ((0, 0 if can else None), (1023, None), (None, None)):
-        view, buffer = HostArena(1 << 20, node=asked).lease(1000)
+        view, buffer = HostArena(1 << 20, register=lambda *_: None, unregister=lambda _: None, node=asked).lease(1000)
         view[:] = b"\x05" * 1000
         assert preferred_node(buffer.address) == found
