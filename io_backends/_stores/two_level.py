@@ -132,11 +132,10 @@ class TwoLevelStore(Store):
         with self._locked():
             self._upper[stored] = None
         try:
-            self._workers.submit(ticket, urgent=False)
+            return self._workers.submit(ticket, urgent=False)
         except StoreError:
             self.discard(ticket)
             raise
-        return ticket
 
     def submit_read(self, location: Stored, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         with self._locked():

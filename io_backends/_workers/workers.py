@@ -121,8 +121,8 @@ class Workers(fork.ForkAware):
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket, *, urgent: bool) -> None:
-        """Queue a ticket. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
+    def submit(self, ticket: Ticket, *, urgent: bool) -> Ticket:
+        """Queue a ticket; returns it. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
         if not self._open:
             self._begin()
         ticket.watch = self
@@ -130,6 +130,7 @@ class Workers(fork.ForkAware):
         self._tokens.put(True)
         if self._stopping and not self._running:
             self._fail_queued()
+        return ticket
 
     def refuse(self) -> None:
         """Raise StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
