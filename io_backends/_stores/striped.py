@@ -38,7 +38,7 @@ from .._buffer import Buffer
 from .._errors import StoreClosed, StoreError
 from .._store import Store
 from .._ticket import QUEUED, Before, OnDone, Ticket
-from .._workers import fork
+from .._workers.fork import ForkAware
 from .lanes import Ended, Lane, choose
 
 
@@ -75,7 +75,7 @@ class _Write(Ticket):
             self.inner.check(since_s)
 
 
-class StripedStore(Store, fork.ForkAware):
+class StripedStore(Store, ForkAware):
     """Several stores as one `Store`.
 
     Args:
@@ -92,7 +92,7 @@ class StripedStore(Store, fork.ForkAware):
         self._lock = threading.Lock()  # of the lanes
         self._failing: dict[int, object] = {}  # stores that were warned of and have not worked since
         self._closed = False
-        fork.register(self)
+        self.heed_forks()
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = _Write(buffer, None, _nothing, on_done)
