@@ -32,11 +32,13 @@ from ._stores.posix import PosixStore
 from ._stores.striped import StripedLocation, StripedStore
 from ._stores.two_level import TwoLevelStore
 from ._ticket import Ticket, TicketState
+from ._workers.fork import ForkAware
 
 __all__ = [
     "Buffer",
     "BufferPool",
     "Corrupted",
+    "ForkAware",
     "HostArena",
     "HostStore",
     "KvikioStore",

@@ -69,14 +69,14 @@ def on_device(owner: object) -> bool:
 class Location(NamedTuple):
     """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
 
-    `sums` has the checksums of its chunks, in order; empty without checksums.
+    `checksum` is that of its bytes; None without checksums.
     """
 
     offset: int
     length: int
     nbytes: int
     skew: int
-    sums: tuple[int, ...] = ()
+    checksum: int | None = None
 
 
 def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:

@@ -27,7 +27,6 @@ from ._torch.hook_stack import Pair, clear_dead, hint, lifted
 from ._torch.module_hooks import before_forward, tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
-from ._transfer.fork import dies_in_child
 
 
 class _PerThread(threading.local):
@@ -62,7 +61,7 @@ class Offloader:
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         made = partial(build.open_store, self.config, self._directories)
         self._saver = Saver(self.config, weak_model, made if store is None else lambda _: store)
-        dies_in_child(self._saver)
+        self._saver.heed_forks()
         self._saved_by = self._saver.mode()
         self._per_thread = _PerThread()
         self._foreign = Foreign(self._saver.pack)

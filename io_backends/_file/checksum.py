@@ -11,11 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .._buffer import Buffer
 from .syscalls import memory_at
-
-# Small enough that an error says where to look, large enough that `xxhash` lets other threads run meanwhile.
-CHUNK_BYTES = 4 << 20
 
 Digest = Callable[[int, int], int]  # of (address, nbytes)
 
@@ -28,13 +24,3 @@ def digest() -> Digest:
         raise ImportError("checksum=True needs the package xxhash: pip install xxhash") from error
 
     return lambda address, nbytes: xxh3_64_intdigest(memory_at(address, nbytes))
-
-
-def chunks(nbytes: int) -> list[tuple[int, int]]:
-    """The ranges of a buffer, each as begin and end, that have a checksum of their own."""
-    return [(begin, min(begin + CHUNK_BYTES, nbytes)) for begin in range(0, nbytes, CHUNK_BYTES)]
-
-
-def sums(digest: Digest, buffer: Buffer) -> tuple[int, ...]:
-    """The checksums of a buffer's memory, one for each of its `chunks`."""
-    return tuple(digest(buffer.address + begin, end - begin) for begin, end in chunks(buffer.nbytes))

@@ -22,24 +22,10 @@ import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from . import numa
-from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of, map_memory
-
-
-class _Pinned(Mapping):
-    """A mapping that is unpinned just before it goes."""
-
-    _unpin: Callable[[], None] | None = None
-    _pid = 0
-
-    def pinned(self, unpin: Callable[[], None]) -> None:
-        self._unpin, self._pid = unpin, os.getpid()
-
-    def __del__(self) -> None:
-        if self._unpin is not None and self._pid == os.getpid():
-            with suppress(Exception):  # the device may have ended before this, and its pinned memory with it
-                self._unpin()
+from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of
 
 
 class HostArena(BufferPool):
@@ -49,7 +35,7 @@ class HostArena(BufferPool):
         budget_bytes: what may be mapped and pinned together, rounded down to whole pages.
         alignment: bytes; a page or a multiple of it where leases are read into from a file.
         segment_bytes: how much is mapped and pinned at once, where a lease does not need more.
-        register: pins `nbytes` at `address` (CUDA: cudaHostRegister); raises where it cannot. None: pageable memory.
+        register: pins `nbytes` at `address` (CUDA: cudaHostRegister); raises where it cannot.
         unregister: undoes it for what began at `address`.
         node: the memory node to take pages from (see `device_node`), or None for where the program runs.
     """
@@ -62,12 +48,10 @@ class HostArena(BufferPool):
         *,
         alignment: int = mmap.PAGESIZE,
         segment_bytes: int = SEGMENT_BYTES,
-        register: Callable[[int, int], None] | None = None,
-        unregister: Callable[[int], None] | None = None,
+        register: Callable[[int, int], None],
+        unregister: Callable[[int], None],
         node: int | None = None,
     ) -> None:
-        if (register is None) != (unregister is None):
-            raise ValueError("pinning needs both `register` and `unregister`, or neither")
         super().__init__(alignment, segment_bytes, budget_bytes=budget_bytes)
         self._register = register
         self._unregister = unregister
@@ -77,21 +61,19 @@ class HostArena(BufferPool):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the segments that are pinned."""
-        return sum(segment.memory.nbytes for segment in self._segments if _is_pinned(segment.memory))
+        return sum(segment.memory.nbytes for segment in self._segments if segment.mapping.before_unmap is not None)
 
-    def _map(self, nbytes: int) -> memoryview:
-        mapping, memory = map_memory(nbytes, _Pinned)
+    def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
+        mapping, memory = super()._map(nbytes)
         address = address_of(memory)
         if self._node is not None:
             numa.bind(address, nbytes, self._node)
-        if self._register is not None and self._unregister is not None:
-            unregister = self._unregister
-            try:
-                self._register(address, nbytes)
-                mapping.pinned(lambda: unregister(address))
-            except Exception as error:
-                self._warn(nbytes, error)
-        return memory
+        try:
+            self._register(address, nbytes)
+            mapping.before_unmap = partial(_unpin, self._unregister, address, os.getpid())
+        except Exception as error:
+            self._warn(nbytes, error)
+        return mapping, memory
 
     def _warn(self, nbytes: int, error: Exception) -> None:
         if not self._warned:
@@ -105,5 +87,7 @@ class HostArena(BufferPool):
             )
 
 
-def _is_pinned(memory: memoryview) -> bool:
-    return isinstance(memory.obj, _Pinned) and memory.obj._unpin is not None
+def _unpin(unregister: Callable[[int], None], address: int, pid: int) -> None:
+    if pid == os.getpid():
+        with suppress(Exception):  # the device may have ended before this, and its pinned memory with it
+            unregister(address)

@@ -1,8 +1,8 @@
 """NUMA: which memory node is next to a device, and how to put memory there.
 
 Pinned memory on the far node costs a device most of its copy bandwidth where the link is faster than the one between
-the sockets. `choose_node` decides, from what the kernel says in sysfs (Documentation/ABI/stable/sysfs-devices-node,
-Documentation/ABI/testing/sysfs-bus-pci); `bind` asks mbind(2). Where nothing is known nothing is done.
+the sockets. `device_node` reads what the kernel says in sysfs (Documentation/ABI/testing/sysfs-bus-pci); `bind` asks
+mbind(2), which refuses a node without memory. Where nothing is known nothing is done.
 """
 
 from __future__ import annotations
@@ -21,29 +21,6 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def parse_list(text: str) -> set[int]:
-    """The numbers of a kernel list such as `0-3,8`. Raises ValueError where it is none."""
-    numbers: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), int(last or first) + 1))
-    return numbers
-
-
-def choose_node(device_text: str, with_memory_text: str) -> int | None:
-    """The node to bind to, or None where there is nothing to choose.
-
-    Args:
-        device_text: a PCI device's `numa_node`, `-1` where the firmware does not say.
-        with_memory_text: the nodes with memory (`/sys/devices/system/node/has_memory`).
-    """
-    try:
-        node, nodes = int(device_text), parse_list(with_memory_text)
-    except ValueError:
-        return None
-    return node if node in nodes and len(nodes) > 1 else None
-
-
 def pci_address(domain: int, bus: int, device: int) -> str:
     """A device's name in sysfs, from the numbers CUDA gives (`pci_domain_id`, `pci_bus_id`, `pci_device_id`)."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
@@ -52,10 +29,10 @@ def pci_address(domain: int, bus: int, device: int) -> str:
 def device_node(address: str, sysfs: Path = Path("/sys")) -> int | None:
     """The memory node next to the PCI device `address` (`0000:17:00.0`), or None where that cannot be known."""
     try:
-        device_text = (sysfs / "bus/pci/devices" / address.lower() / "numa_node").read_text()
-        return choose_node(device_text, (sysfs / "devices/system/node/has_memory").read_text())
-    except OSError:
+        node = int((sysfs / "bus/pci/devices" / address.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
         return None
+    return node if node >= 0 else None  # -1: the firmware does not say
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:

@@ -48,7 +48,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import TypeVar
 
 from .._buffer import Buffer
 from .._errors import StoreClosed, StoreFull
@@ -62,17 +61,20 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Mapping(mmap.mmap):
-    """Private anonymous memory, unmapped when the last view of it dies."""
+    """Private anonymous memory, unmapped when the last view of it dies, after a call of `before_unmap`."""
+
+    before_unmap: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_unmap is not None:
+            self.before_unmap()
 
 
-_M = TypeVar("_M", bound=Mapping)
-
-
-def map_memory(nbytes: int, kind: type[_M]) -> tuple[_M, memoryview]:
+def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
     """A mapping, and the `nbytes` of it that begin with a huge page. Raises OSError when the system has no room."""
     # NORESERVE: address space only; what is never touched is never charged.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    mapping = kind(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
+    mapping = Mapping(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -87,7 +89,8 @@ def address_of(memory: memoryview) -> int:
 
 
 class _Segment:
-    def __init__(self, memory: memoryview, alignment: int) -> None:
+    def __init__(self, mapping: Mapping, memory: memoryview, alignment: int) -> None:
+        self.mapping = mapping
         self.memory = memory
         self.address = address_of(memory)
         self.extents = Extents(alignment, memory.nbytes)
@@ -96,13 +99,11 @@ class _Segment:
 
     def let_go(self, most: int) -> int:
         """Give up to `most` pages back to the system that no lease covers; how many it were."""
-        mapping = self.memory.obj
-        assert isinstance(mapping, Mapping)
-        begin = self.address - address_of(memoryview(mapping))
+        begin = self.address - address_of(memoryview(self.mapping))
         pages = self.pages.idle(self.extents.free_ranges(0, self.memory.nbytes), most)
         for offset in pages:
             with suppress(OSError):  # locked memory stays (mlockall)
-                mapping.madvise(mmap.MADV_DONTNEED, begin + offset, self.pages.page_bytes)
+                self.mapping.madvise(mmap.MADV_DONTNEED, begin + offset, self.pages.page_bytes)
             self.pages.gone(offset)
         return len(pages)
 
@@ -178,7 +179,7 @@ class BufferPool:
                 self._reclaim()
             segment, offset = (None, 0) if self._goes_alone(length) else self._place(length)
             if segment is None:
-                memory = self._map(align_up(length, mmap.PAGESIZE))
+                _, memory = self._map(align_up(length, mmap.PAGESIZE))
                 address = address_of(memory)
             else:
                 memory, address = segment.memory, segment.address
@@ -241,9 +242,9 @@ class BufferPool:
             if ready():
                 self._retained.pop(number, None)  # unless another thread was faster
 
-    def _map(self, nbytes: int) -> memoryview:
+    def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
         """Memory for a segment of `nbytes`, a whole number of pages."""
-        return map_memory(nbytes, Mapping)[1]
+        return map_memory(nbytes)
 
     def _reclaim(self) -> None:
         while self._ended:
@@ -261,13 +262,13 @@ class BufferPool:
         if found is not None:
             return found
         try:
-            memory = self._map(self._room_for(align_up(length, mmap.PAGESIZE)))
+            mapping, memory = self._map(self._room_for(align_up(length, mmap.PAGESIZE)))
         except StoreFull:
             found = self._find(length, self._segments)  # ... unless there is no room elsewhere
             if found is None:
                 raise
             return found
-        segment = _Segment(memory, self.alignment)
+        segment = _Segment(mapping, memory, self.alignment)
         self._segments.append(segment)
         offset = segment.extents.allocate(length)
         assert offset is not None

@@ -107,14 +107,10 @@ class FileStore(Store, Generic[File]):
         return file
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
-        ticket = Ticket(buffer, None, self._write, on_done, before)
-        self._workers.submit(ticket, urgent=False)
-        return ticket
+        return self._workers.submit(Ticket(buffer, None, self._write, on_done, before), urgent=False)
 
     def submit_read(self, location: Location, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
-        ticket = Ticket(buffer, location, self._read, on_done, before)
-        self._workers.submit(ticket, urgent=True)
-        return ticket
+        return self._workers.submit(Ticket(buffer, location, self._read, on_done, before), urgent=True)
 
     def discard(self, ticket: Ticket) -> None:
         ticket.cancel()

@@ -48,16 +48,13 @@ class HostStore(Store):
         ticket = Ticket(buffer, None, self._store if reserved else self._refuse, on_done, before)
         vars(ticket)["held_bytes"] = buffer.nbytes * reserved  # of the budget, until it is discarded
         try:
-            self._workers.submit(ticket, urgent=False)
+            return self._workers.submit(ticket, urgent=False)
         except StoreError:
             self.discard(ticket)
             raise
-        return ticket
 
     def submit_read(self, location: Buffer, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
-        ticket = Ticket(buffer, location, _fetch, on_done, before)
-        self._workers.submit(ticket, urgent=True)
-        return ticket
+        return self._workers.submit(Ticket(buffer, location, _fetch, on_done, before), urgent=True)
 
     def discard(self, ticket: Ticket) -> None:
         # No lock: a finaliser may call this while its own thread holds it.

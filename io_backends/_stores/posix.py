@@ -122,7 +122,7 @@ class PosixStore(FileStore[ScratchFile]):
         if not location.length:
             return
         if self._digest is not None:
-            ticket.location = location._replace(sums=checksums.sums(self._digest, buffer))
+            ticket.location = location._replace(checksum=self._digest(buffer.address, buffer.nbytes))
         pieces, edges = self._vector(file, buffer, location)
         for inside, outside, nbytes in edges:
             ctypes.memmove(inside, outside, nbytes)
@@ -162,14 +162,13 @@ class PosixStore(FileStore[ScratchFile]):
         return layout.vector(buffer.address, location.skew, location.nbytes, block, self._memory.of(2 * block))
 
     def _compare(self, digest: checksums.Digest, buffer: Buffer, location: Location) -> None:
-        found = checksums.sums(digest, buffer)
-        for (begin, end), now, then in zip(checksums.chunks(buffer.nbytes), found, location.sums, strict=True):
-            if now != then:
-                raise Corrupted(
-                    f"bytes {begin} to {end} of {location.nbytes}, read at offset {location.offset} of a file in "
-                    f"{str(self.directory)!r}, have checksum {now:016x}; they were written with {then:016x}: do not "
-                    "use them, and check memory and disk"
-                )
+        found = digest(buffer.address, buffer.nbytes)
+        if found != location.checksum:
+            raise Corrupted(
+                f"{location.nbytes} bytes, read at offset {location.offset} of a file in {str(self.directory)!r}, have "
+                f"checksum {found:016x}; they were written with {location.checksum:016x}: do not use them, and check "
+                "memory and disk"
+            )
 
     # -- the file ------------------------------------------------------------------------------------------------
 

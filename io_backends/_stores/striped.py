@@ -38,7 +38,7 @@ from .._buffer import Buffer
 from .._errors import StoreClosed, StoreError
 from .._store import Store
 from .._ticket import QUEUED, Before, OnDone, Ticket
-from .._workers import fork
+from .._workers.fork import ForkAware
 from .lanes import Ended, Lane, choose
 
 
@@ -75,29 +75,7 @@ class _Write(Ticket):
             self.inner.check(since_s)
 
 
-class _Lanes(fork.ForkAware):
-    """The lanes of a striped store, and the lock they need."""
-
-    def __init__(self, count: int) -> None:
-        self.all = [Lane() for _ in range(count)]
-        self._lock = threading.Lock()
-        fork.register(self)
-
-    def begin(self, nbytes: int, tried: tuple[int, ...]) -> int | None:
-        """Choose one for a write that begins now."""
-        now_s = time.perf_counter()
-        with self._lock:
-            index = choose(self.all, nbytes, now_s, tried)
-            if index is not None:
-                self.all[index].begin(nbytes, now_s)
-        return index
-
-    def forget(self) -> None:
-        """In a forked child: another thread may have held the lock."""
-        self._lock = threading.Lock()
-
-
-class StripedStore(Store):
+class StripedStore(Store, ForkAware):
     """Several stores as one `Store`.
 
     Args:
@@ -110,9 +88,11 @@ class StripedStore(Store):
         if not stores:
             raise ValueError("a striped store needs at least one store, got none")
         self.stores = tuple(stores)
-        self._lanes = _Lanes(len(stores))
+        self._lanes = [Lane() for _ in stores]
+        self._lock = threading.Lock()  # of the lanes
         self._failing: dict[int, object] = {}  # stores that were warned of and have not worked since
         self._closed = False
+        self.heed_forks()
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = _Write(buffer, None, _nothing, on_done)
@@ -158,6 +138,10 @@ class StripedStore(Store):
         for store in self.stores:
             store.abandon()
 
+    def forget(self) -> None:
+        """In a forked child: another thread may have held the lock."""
+        self._lock = threading.Lock()
+
     # -- attempts ------------------------------------------------------------------------------------------------
 
     def _send(self, ticket: _Write, tried: tuple[int, ...], before: Callable[[], None] | None) -> bool:
@@ -165,7 +149,7 @@ class StripedStore(Store):
         buffer, nbytes = ticket.buffer, ticket.nbytes
         assert buffer is not None
         while True:
-            index = None if self._closed else self._lanes.begin(nbytes, tried)
+            index = None if self._closed else self._begin_in_lane(nbytes, tried)
             if index is None:
                 return False
             tried = (*tried, index)
@@ -177,8 +161,17 @@ class StripedStore(Store):
                 self._degraded(index, error, nbytes)
                 ticket.first_error = ticket.first_error or _bare(error)
                 continue
-            ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes.all[index], index, inner
+            ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes[index], index, inner
             return True
+
+    def _begin_in_lane(self, nbytes: int, tried: tuple[int, ...]) -> int | None:
+        """Choose a store for a write that begins now."""
+        now_s = time.perf_counter()
+        with self._lock:
+            index = choose(self._lanes, nbytes, now_s, tried)
+            if index is not None:
+                self._lanes[index].begin(nbytes, now_s)
+        return index
 
     def _ended(self, ticket: _Write, index: int, tried: tuple[int, ...], inner: Ticket) -> None:
         """On a store's worker: an attempt is over."""
@@ -187,7 +180,7 @@ class StripedStore(Store):
         if inner.error is None:
             buffer = ticket.buffer
             assert buffer is not None
-            self._lanes.all[index].ended.append(Ended(inner.ended_s, ticket.nbytes, moved=True, failed=False))
+            self._lanes[index].ended.append(Ended(inner.ended_s, ticket.nbytes, moved=True, failed=False))
             self._failing.pop(index, None)
             ticket.location = StripedLocation(index, inner.location, ticket.nbytes, buffer.address % self.alignment)
             ticket.moved_bytes, ticket.started_s, ticket.ended_s = inner.moved_bytes, inner.started_s, inner.ended_s
@@ -208,7 +201,7 @@ class StripedStore(Store):
         assert isinstance(error, StoreError)
         ticket.first_error = ticket.first_error or error
         if ticket.own_fault:
-            self._lanes.all[index].ended.append(Ended(time.perf_counter(), ticket.nbytes, moved=False, failed=False))
+            self._lanes[index].ended.append(Ended(time.perf_counter(), ticket.nbytes, moved=False, failed=False))
             return False
         self._degraded(index, error, ticket.nbytes)
         return not ticket.discarded and self._send(ticket, tried, None)
@@ -216,7 +209,7 @@ class StripedStore(Store):
     def _degraded(self, index: int, error: StoreError, nbytes: int) -> None:
         """Let a store that has failed rest, and warn of it once."""
         closed = isinstance(error, StoreClosed)
-        self._lanes.all[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
+        self._lanes[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
         mine = object()
         if not closed and self._failing.setdefault(index, mine) is mine:
             with suppress(Exception):  # a warning made an error must not end a transfer

@@ -132,11 +132,10 @@ class TwoLevelStore(Store):
         with self._locked():
             self._upper[stored] = None
         try:
-            self._workers.submit(ticket, urgent=False)
+            return self._workers.submit(ticket, urgent=False)
         except StoreError:
             self.discard(ticket)
             raise
-        return ticket
 
     def submit_read(self, location: Stored, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         with self._locked():
@@ -212,15 +211,25 @@ class TwoLevelStore(Store):
         ticket.moved_bytes = stored.nbytes
 
     def _store_in_file(self, stored: Stored, buffer: Buffer) -> None:
-        ticket = self._file.write(buffer)
+        """Write to the file; what has been discarded by then leaves it at once. Raises, with nothing left there."""
         try:
+            ticket = self._file.write(buffer)
+            with self._locked():
+                stored.file = ticket
+                if stored.discarded:
+                    ticket.cancel()
             self._await(ticket)
         except BaseException:
-            self._file.discard(ticket)
+            with self._locked():
+                self._leave_file(stored)
             raise
         with self._locked():
-            self._upper.pop(stored, None)
-            stored.file, stored.skew, stored.place = ticket, _skew(ticket), Place.FILE
+            stored.skew = getattr(ticket.location, "skew", 0)
+            if stored.host is not None:
+                self._leave_host(stored, Place.FILE)
+            else:
+                self._upper.pop(stored, None)
+                stored.place = Place.FILE
             if stored.discarded:
                 self._leave_file(stored)
 
@@ -248,27 +257,15 @@ class TwoLevelStore(Store):
             stored = coldest(self._upper)
             if stored is None:
                 return
-            assert stored.host is not None
-            stored.place = Place.SPILLING
-        failure: BaseException | None = None
+            buffer, stored.place = stored.host, Place.SPILLING
+        assert buffer is not None
         try:
-            ticket = self._file.write(stored.host)
+            self._store_in_file(stored, buffer)
+        except BaseException as failure:
             with self._locked():
-                stored.file = ticket
                 if stored.discarded:
-                    ticket.cancel()
-            self._await(ticket)
-        except BaseException as error:
-            failure = error
-        with self._locked():
-            if stored.discarded or failure is not None:
-                self._leave_file(stored)
-            if stored.discarded:
-                self._leave_host(stored, Place.GONE)
-            elif failure is None:
-                stored.skew = _skew(ticket)
-                self._leave_host(stored, Place.FILE)
-            else:
+                    self._leave_host(stored, Place.GONE)
+                    return
                 stored.place = Place.HOST
                 self._changed.notify_all()
                 raise StoreFull(
@@ -347,8 +344,3 @@ class _Unheld(Workers):
     @contextmanager
     def held(self) -> Iterator[None]:
         yield
-
-
-def _skew(ticket: Ticket) -> int:
-    skew: int = getattr(ticket.location, "skew", 0)
-    return skew

@@ -6,8 +6,7 @@ import ctypes
 import mmap
 import random
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from .._buffer import Buffer
@@ -44,7 +43,7 @@ class Memory:
 
 
 class Gate:
-    """A `before` that waits; `begun` counts those that do."""
+    """A `before` that waits until the `with` statement is left; `begun` counts those that do."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -54,14 +53,11 @@ class Gate:
         self.begun.release()
         assert self.open.wait(WAIT_S), "a gate was never opened"
 
+    def __enter__(self) -> Gate:
+        return self
 
-@contextmanager
-def gated() -> Iterator[Gate]:
-    gate = Gate()
-    try:
-        yield gate
-    finally:
-        gate.open.set()  # also when a check fails: the store has to be closed yet
+    def __exit__(self, *_: object) -> None:
+        self.open.set()  # also when a check fails: the store has to be closed yet
 
 
 def written_to(store: Store, memory: Memory) -> Ticket:
@@ -82,9 +78,18 @@ def submit(store: Store, location: Any, buffer: Buffer, *, reading: bool, **call
     return store.read(location, buffer, **callbacks) if reading else store.write(buffer, **callbacks)
 
 
-def error_of(ticket: Ticket) -> BaseException | None:
+def error_of(ticket: Ticket) -> StoreError | None:
     try:
         assert ticket.wait(WAIT_S), f"a transfer did not end within {WAIT_S:g} s"
     except StoreError as error:
         return error
+    return None
+
+
+def refusal(use: Callable[[], object], kind: type[Exception]) -> str | None:
+    """What `use` says as it raises an error of this `kind`; None where it raises none."""
+    try:
+        use()
+    except kind as error:
+        return str(error)
     return None

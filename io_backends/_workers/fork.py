@@ -24,6 +24,11 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 class ForkAware(abc.ABC):
     """An object with threads, or with locks that a forked child must not wait for."""
 
+    def heed_forks(self) -> None:
+        """Be held at every fork from now on, for as long as it lives."""
+        with _known_lock:
+            _known.add(self)
+
     def held(self) -> AbstractContextManager[None]:
         """Nothing runs inside."""
         return nullcontext()
@@ -43,12 +48,6 @@ _EXIT_S = 5.0  # a transfer takes milliseconds, and a device that hangs must not
 _held = ExitStack()  # of the fork under way
 
 
-def register(one: ForkAware) -> None:
-    """Hold it at every fork from now on, for as long as it lives."""
-    with _known_lock:
-        _known.add(one)
-
-
 def _all_known() -> list[ForkAware]:
     with _known_lock:
         return list(_known)
@@ -56,8 +55,8 @@ def _all_known() -> list[ForkAware]:
 
 def _before() -> None:
     _forking.acquire()
-    for workers in _all_known():
-        _held.enter_context(workers.held())
+    for one in _all_known():
+        _held.enter_context(one.held())
 
 
 def _after_in_parent() -> None:
@@ -69,15 +68,16 @@ def _after_in_child() -> None:
     global _known_lock
     _known_lock = threading.Lock()  # another thread may have held it
     _held.pop_all()  # those locks belong to threads that do not exist here
-    for workers in _all_known():
-        workers.forget()
+    for one in _all_known():
+        one.forget()
     _forking.release()
 
 
 def _at_exit() -> None:
     deadline_s = time.monotonic() + _EXIT_S
-    for workers in _all_known():
-        workers.freeze(deadline_s)
+    with ExitStack() as stack:  # all of them, also where one fails
+        for one in _all_known():
+            stack.callback(one.freeze, deadline_s)
 
 
 atexit.register(_at_exit)

@@ -42,7 +42,7 @@ from typing import Protocol
 
 from .._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
 from .._ticket import Ticket, let_go
-from . import fork
+from .fork import ForkAware
 
 # How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
 _PERIOD_S = 0.25
@@ -76,7 +76,7 @@ class _Slot:
         self.thread: threading.Thread | None = None
 
 
-class Workers(fork.ForkAware):
+class Workers(ForkAware):
     """`count` threads, started with the first ticket.
 
     `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first
@@ -117,12 +117,12 @@ class Workers(fork.ForkAware):
         self._stopping = self._forked = self._frozen = False
         self._running = 0
         self._cause: BaseException | None = None  # of a loop's unexpected end
-        fork.register(self)
+        self.heed_forks()
 
     # -- for stores ----------------------------------------------------------------------------------------------
 
-    def submit(self, ticket: Ticket, *, urgent: bool) -> None:
-        """Queue a ticket. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
+    def submit(self, ticket: Ticket, *, urgent: bool) -> Ticket:
+        """Queue a ticket; returns it. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
         if not self._open:
             self._begin()
         ticket.watch = self
@@ -130,6 +130,7 @@ class Workers(fork.ForkAware):
         self._tokens.put(True)
         if self._stopping and not self._running:
             self._fail_queued()
+        return ticket
 
     def refuse(self) -> None:
         """Raise StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from io_backends import Store, interrupts
+from io_backends import ForkAware, Store, interrupts
 
 from .._compress.calls import SavedBy
 from .._compress.compressor import compressor
@@ -52,7 +52,7 @@ from .steps import Steps
 from .write_behind import WriteBehind
 
 
-class Saver:
+class Saver(ForkAware):
     """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for."""
 
     def __init__(
@@ -386,7 +386,7 @@ class Saver:
         self.counters.live_records = len(self.read_ahead.records)
         self.counters.resident_bytes = self.read_ahead.nbytes
 
-    def die(self) -> None:
-        """Stop acting, in a forked child."""
+    def forget(self) -> None:
+        """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

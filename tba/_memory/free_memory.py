@@ -75,17 +75,7 @@ def total_bytes() -> int:
 
 
 def device_free_bytes(device: torch.device) -> int:
-    """Bytes that tensors on `device` may still take: free on the device, and held unused by PyTorch's allocator.
-
-    On a CPU that is `free_bytes()`.
-
-    Raises:
-        ValueError: neither a CPU nor a CUDA device.
-    """
-    if device.type == "cpu":
-        return free_bytes()
-    if device.type != "cuda":
-        raise ValueError(f"free memory is known for cpu and cuda devices, not for {str(device)!r}")
+    """Bytes that tensors on a CUDA device may still take: free there, and held unused by PyTorch's allocator."""
     driver_free, driver_total = torch.cuda.mem_get_info(device)
     unused = driver_free + torch.cuda.memory_reserved(device)
     allowed = int(driver_total * torch.cuda.get_per_process_memory_fraction(device))
@@ -93,8 +83,8 @@ def device_free_bytes(device: torch.device) -> int:
 
 
 def device_total_bytes(device: torch.device) -> int:
-    """Bytes of memory that `device` has in all. On a CPU that is `total_bytes()`."""
-    return total_bytes() if device.type == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+    """Bytes of memory that a CUDA device has in all."""
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 def least_device_bytes(model: nn.Module | None) -> int | None:

@@ -19,22 +19,21 @@ of its own, so a clock set back neither renews the allowance nor takes it away.
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import re
 import sqlite3
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+from io_backends import ForkAware
+
 from .._errors import ClosedError
 from .._torch.user_frames import warn
-from .fork import dies_in_child
 from .scratch_paths import make_private
 
 SYNC_S = 5.0
@@ -43,7 +42,7 @@ _PATIENCE_S = 0.05
 _PATIENCE_AT_CLOSE_S = 1.0
 
 
-class Allowance:
+class Allowance(ForkAware):
     """Count of the bytes that may still be written today. Thread-safe.
 
     Args:
@@ -61,8 +60,7 @@ class Allowance:
         # Bytes by day: taken by this process, the part of them that is in the file, and the file's count as last read.
         self._taken, self._added, self._in_file = Counter[str](), Counter[str](), Counter[str]()
         self._said: set[str] = set()
-        _allowances.add(self)
-        dies_in_child(self)
+        self.heed_forks()
 
     def take(self, nbytes: int) -> bool:
         """Count `nbytes` about to be written, unless the day's limit would be passed.
@@ -115,7 +113,11 @@ class Allowance:
             if self._taken != self._added:
                 self._sync(_PATIENCE_AT_CLOSE_S)
 
-    def die(self) -> None:
+    def freeze(self, deadline_s: float) -> None:
+        """At the interpreter's exit: add this process's bytes to the file."""
+        self.close()
+
+    def forget(self) -> None:
         """Forget the parent's bytes in a forked child: the parent adds them to the file."""
         self._lock = threading.RLock()  # another thread may have held it
         self._taken.clear()
@@ -197,12 +199,3 @@ def _problem(path: Path) -> str | None:
     if reason := make_private(path.parent):
         return f"cannot be kept: the directory {reason}"
     return make_private(path, directory=False)
-
-
-_allowances: weakref.WeakSet[Allowance] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for allowance in list(_allowances):
-        allowance.close()

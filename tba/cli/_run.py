@@ -39,14 +39,11 @@ def replace_process(command: list[str], environment: Mapping[str, str]) -> NoRet
     """Become `command`, or exit with the status a shell gives for a program that cannot be started."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # Python ignores these signals from its start, and ignored signals stay ignored across exec.
-    ignored = [signal.SIGPIPE, signal.SIGXFSZ]
-    before = [(number, signal.signal(number, signal.SIG_DFL)) for number in ignored]
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them from its start, and exec keeps that
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(command[0], command, environment)
     except OSError as error:
-        for number, handler in before:
-            signal.signal(number, handler)
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         _give_up(
             f"cannot start {command[0]!r}: {error.strerror}; name a program that is on PATH, or its path",

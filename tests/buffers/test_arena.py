@@ -183,7 +183,7 @@ def test_the_budget_is_never_exceeded_and_idle_segments_make_way() -> None:
 
 
 def test_what_is_left_of_a_budget_is_used_to_the_page() -> None:
-    arena = HostArena(SEGMENT + 3 * PAGE + 17, segment_bytes=SEGMENT)
+    arena = Device().arena(SEGMENT + 3 * PAGE + 17)
     kept = [arena.lease(SEGMENT), arena.lease(3 * PAGE)]
     assert arena.mapped_bytes == SEGMENT + 3 * PAGE
     with pytest.raises(StoreFull):
@@ -194,10 +194,8 @@ def test_what_is_left_of_a_budget_is_used_to_the_page() -> None:
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="both `register` and `unregister`"):
-        HostArena(1 << 20, register=lambda *_: None)
     with pytest.raises(ValueError, match="at least one page"):
-        HostArena(100)
+        Device().arena(100)
 
 
 def test_many_threads() -> None:

@@ -14,39 +14,7 @@ from io_backends._memory.arena import HostArena
 from io_backends._memory.pool import address_of
 
 
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [
-        ("0\n", {0}),
-        ("0-1\n", {0, 1}),
-        ("0-2,8,16-17\n", {0, 1, 2, 8, 16, 17}),
-        ("\n", set()),
-    ],
-)
-def test_a_kernel_list(text: str, numbers: set[int]) -> None:
-    assert numa.parse_list(text) == numbers
-
-
-@pytest.mark.parametrize(
-    ("device_text", "with_memory_text", "node"),
-    [
-        ("0\n", "0-1\n", 0),
-        ("1\n", "0-1\n", 1),
-        ("8\n", "0,8\n", 8),
-        ("-1\n", "0-1\n", None),  # the firmware does not say
-        ("0\n", "0\n", None),  # nothing to choose
-        ("1\n", "0,2\n", None),  # a node of processors alone
-        ("\n", "0-1\n", None),
-        ("1\n", "none\n", None),
-    ],
-)
-def test_the_choice_of_a_node(device_text: str, with_memory_text: str, node: int | None) -> None:
-    assert numa.choose_node(device_text, with_memory_text) == node
-
-
-def tree(root: Path, nodes: str, devices: dict[str, str]) -> Path:
-    (root / "devices/system/node").mkdir(parents=True)
-    (root / "devices/system/node/has_memory").write_text(nodes)
+def tree(root: Path, devices: dict[str, str]) -> Path:
     for address, node in devices.items():
         (root / "bus/pci/devices" / address).mkdir(parents=True)
         (root / "bus/pci/devices" / address / "numa_node").write_text(node)
@@ -54,18 +22,17 @@ def tree(root: Path, nodes: str, devices: dict[str, str]) -> Path:
 
 
 def test_a_machine_of_two_sockets(tmp_path: Path) -> None:
-    sysfs = tree(tmp_path, "0-1\n", {"0000:17:00.0": "0\n", "0000:ca:00.0": "1\n", "0001:3b:00.0": "-1\n"})
+    sysfs = tree(tmp_path, {"0000:17:00.0": "0\n", "0000:ca:00.0": "1\n", "0001:3b:00.0": "-1\n"})
     assert numa.device_node(numa.pci_address(0, 0x17, 0), sysfs) == 0
     assert numa.device_node(numa.pci_address(0, 0xCA, 0), sysfs) == 1
     assert numa.device_node("0000:CA:00.0", sysfs) == 1  # as some tools print it
-    assert numa.device_node(numa.pci_address(1, 0x3B, 0), sysfs) is None
+    assert numa.device_node(numa.pci_address(1, 0x3B, 0), sysfs) is None  # the firmware does not say
     assert numa.device_node("0000:ff:00.0", sysfs) is None  # no such device
 
 
 def test_a_system_without_numa(tmp_path: Path) -> None:
     assert numa.device_node("0000:17:00.0", tmp_path) is None
-    sysfs = tree(tmp_path, "0\n", {"0000:17:00.0": "0\n"})
-    assert numa.device_node("0000:17:00.0", sysfs) is None
+    assert numa.device_node("0000:17:00.0", tree(tmp_path, {"0000:17:00.0": "\n"})) is None
 
 
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
@@ -107,6 +74,6 @@ def test_an_arena_takes_its_pages_there_and_works_all_the_same_where_it_cannot()
     probe = memoryview(mmap.mmap(-1, mmap.PAGESIZE))
     can = numa.bind(address_of(probe), probe.nbytes, 0)
     for asked, found in ((0, 0 if can else None), (1023, None), (None, None)):
-        view, buffer = HostArena(1 << 20, node=asked).lease(1000)
+        view, buffer = HostArena(1 << 20, register=lambda *_: None, unregister=lambda _: None, node=asked).lease(1000)
         view[:] = b"\x05" * 1000
         assert preferred_node(buffer.address) == found

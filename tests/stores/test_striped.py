@@ -97,7 +97,7 @@ def test_a_failed_store_is_left_alone_and_comes_back(store: Reporting, disks: li
     for _ in range(6):
         write(store, array)
     assert disks[0].calls == 1  # it rests
-    for lane in store._lanes.all:
+    for lane in store._lanes:
         lane.rests_until_s = 0.0
     assert disks[0].store.used_bytes == 0
     for ticket in [store.write(buffer_of(array)) for _ in range(40)]:  # at once, so that none is enough for all
@@ -242,8 +242,8 @@ def test_a_queued_write_is_cancelled_beneath_too(scratch: Path) -> None:
         store.discard(ticket)
     store.close()
     assert store.used_bytes == 0
-    store._lanes.all[0].catch_up()
-    assert store._lanes.all[0].in_flight_bytes == 0
+    store._lanes[0].catch_up()
+    assert store._lanes[0].in_flight_bytes == 0
 
 
 def test_a_second_attempt_is_not_cancelled(scratch: Path) -> None:

@@ -114,7 +114,7 @@ def test_many_threads_over_disks_that_come_and_go(store: Reporting, disks: list[
             turn += 1
             for index, disk in enumerate(disks):
                 disk.code = errno.EIO if turn % 3 == index else 0
-            for lane in store._lanes.all:
+            for lane in store._lanes:
                 lane.rests_until_s = 0.0
 
     def work(number: int) -> None:
@@ -145,7 +145,7 @@ def test_many_threads_over_disks_that_come_and_go(store: Reporting, disks: list[
     assert wrong == []
     store.close()
     assert store.used_bytes == 0
-    for lane in store._lanes.all:
+    for lane in store._lanes:
         lane.catch_up()
         assert lane.in_flight_bytes == 0
 
@@ -164,7 +164,7 @@ def test_a_fork_while_another_thread_chooses(scratch: Path) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
-        with store._lanes._lock:  # for the child as good as another thread's
+        with store._lock:  # for the child as good as another thread's
             assert in_child(child) == "closed"
     assert np.array_equal(read_back(store, write(store, array), padded=False), array)
     store.close()

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from io_backends import Buffer, BufferPool, PosixStore, Store, StoreError, Ticket
-from tba._errors import StalledError, StorageError
+from io_backends import Buffer, BufferPool, PosixStore, Store, StoreError, StoreStalled, Ticket
+from tba._errors import StorageError
 
 # Blocks in flight at once: enough for every worker, little against the memory of any machine that trains.
 _BATCH_BYTES = 64 << 20
@@ -71,26 +71,26 @@ def probe_disk(
         threads: workers of the store.
         most_bytes: written at most for each size.
         seconds: aimed at for each size and direction; a batch that has begun ends.
-        timeout_s: a block that takes longer has stalled.
+        timeout_s: a disk that moves nothing for so long has stalled.
         make: the store, replaced in tests.
     """
-    store = make(directory, threads=threads)
+    store = make(directory, threads=threads, timeout_s=timeout_s)
     alignment, speeds, error, end = 1, list[Speed](), None, store.close
     try:
         alignment = store.alignment
         for block_bytes in block_sizes:
             if block_bytes <= most_bytes:
-                speeds.append(_measure(store, block_bytes, most_bytes, seconds, timeout_s))
-    except (StoreError, StorageError, StalledError) as problem:
+                speeds.append(_measure(store, block_bytes, most_bytes, seconds))
+    except (StoreError, StorageError) as problem:
         error = str(problem)
-        if isinstance(problem, StalledError):
+        if isinstance(problem, StoreStalled):
             end = store.abandon  # closing would wait for what has stalled
     end()
     return DiskFacts(alignment=alignment, speeds=tuple(speeds), error=error)
 
 
-def _measure(store: Store, block_bytes: int, most_bytes: int, seconds: float, timeout_s: float) -> Speed:
-    """Write, read back and compare, batch by batch. Raises StoreError, StalledError, StorageError for wrong bytes."""
+def _measure(store: Store, block_bytes: int, most_bytes: int, seconds: float) -> Speed:
+    """Write, read back and compare, batch by batch. Raises StoreError, StorageError for wrong bytes."""
     most_blocks = most_bytes // block_bytes
     batch_blocks = min(max(1, _BATCH_BYTES // block_bytes), most_blocks)
     pool = BufferPool(max(store.alignment, 4096), segment_bytes=batch_blocks * block_bytes)
@@ -106,10 +106,10 @@ def _measure(store: Store, block_bytes: int, most_bytes: int, seconds: float, ti
         pattern[:: _STAMP_EVERY_BYTES // 8] = moved
         begun_s = time.perf_counter()
         tickets = [store.write(piece) for piece in _pieces(source, block_bytes, blocks)]
-        _wait(tickets, timeout_s)
+        _wait(tickets)
         written_s = time.perf_counter()
         pieces = zip(tickets, _pieces(target, block_bytes, blocks), strict=True)
-        _wait([store.read(ticket.location, piece) for ticket, piece in pieces], timeout_s)
+        _wait([store.read(ticket.location, piece) for ticket, piece in pieces])
         read_s += time.perf_counter() - written_s
         write_s += written_s - begun_s
         words = blocks * block_bytes // 8
@@ -125,8 +125,7 @@ def _pieces(whole: Buffer, block_bytes: int, count: int) -> Iterator[Buffer]:
     return (Buffer(whole.address + place * block_bytes, block_bytes, whole.owner, True) for place in range(count))
 
 
-def _wait(tickets: list[Ticket], timeout_s: float) -> None:
-    """Wait for every transfer. Raises the first error, or StalledError."""
+def _wait(tickets: list[Ticket]) -> None:
+    """Wait for every transfer. Raises the first error."""
     for ticket in tickets:
-        if not ticket.wait(timeout_s):
-            raise StalledError(f"a transfer of {ticket.nbytes} bytes has not ended after {timeout_s:g} s")
+        ticket.wait()
