@@ -39,7 +39,7 @@ def step(
     machine: Machine = MACHINE,
 ) -> None:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY
     from .step import STARTS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
@@ -47,7 +47,7 @@ def step(
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
     if quick:
-        result = run_step([TINY], device=device, rounds=2, threads=threads, floor=floor, settings=TINY_SETTINGS)
+        result = run_step([TINY], device=device, rounds=2, threads=threads, floor=floor)
     else:
         models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
         result = run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
@@ -81,7 +81,7 @@ def overlap(
     machine: Machine = MACHINE,
 ) -> None:
     """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
-    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, TINY
     from .overlap import parse_rate, run_overlap
 
     if model not in CPU_MODELS:
@@ -90,8 +90,8 @@ def overlap(
         rates = [parse_rate(text) for text in rate or []]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    size, rounds, settings = (TINY, 1, TINY_SETTINGS) if quick else (CPU_MODELS[model], rounds, {})
-    result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out, settings=settings)
+    size, rounds = (TINY, 1) if quick else (CPU_MODELS[model], rounds)
+    result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out)
     finish(result, json, save, machine)
 
 
@@ -107,11 +107,11 @@ def demo(
     machine: Machine = MACHINE,
 ) -> None:
     """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
-    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, TINY
     from .demo import run_demo
 
-    size, steps, settings = (TINY, min(steps, 3), TINY_SETTINGS) if quick else (CPU_MODELS["24x256"], steps, {})
-    result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out, settings=settings)
+    size, steps = (TINY, min(steps, 3)) if quick else (CPU_MODELS["24x256"], steps)
+    result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out)
     finish(result, json, save, machine)
 
 

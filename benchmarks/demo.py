@@ -36,20 +36,12 @@ _BYTES = (
 )
 
 
-def run_demo(
-    model: Model,
-    *,
-    seconds: float,
-    steps: int,
-    threads: int,
-    out: Path,
-    settings: Mapping[str, Any] | None = None,
-) -> Result:
+def run_demo(model: Model, *, seconds: float, steps: int, threads: int, out: Path) -> Result:
     """Train all arms in turns for at most `steps` steps or about `seconds`, and for one step at least."""
     specs = [
         _arm(AS_IS, model, "as-is", threads),
         _arm(PLAIN, model, "auto", threads),
-        _arm(OFFLOAD, model, "auto", threads, tier="nvme", settings=dict(settings or {})),
+        _arm(OFFLOAD, model, "auto", threads, tier="nvme"),
     ]
     until_s = time.monotonic() + seconds
     with progress(f"training {model.name}", steps) as bar:

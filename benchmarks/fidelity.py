@@ -24,14 +24,11 @@ from ._report.results import RESULTS, Grid, Result
 EXACT = "exact"
 RATES = (3e-4, 1e-3, 3e-3)
 ARMS: Mapping[str, Mapping[str, Any]] = {
-    EXACT: {"compress": "exact"},
-    "safe8": {"compress": "safe8"},
-    "balanced": {"compress": "balanced"},
-    "max": {"compress": "max"},
+    **{preset: {"settings": {"compress": preset}} for preset in (EXACT, "safe8", "balanced", "max")},
     "CompAct n/2": {"convert_rank": 1 / 2},
     "CompAct n/4": {"convert_rank": 1 / 4},
     "CompAct n/8": {"convert_rank": 1 / 8},
-    "fresh Gaussian n/4, Adam": {"compress": "compact", "compress_rank": 1 / 4},
+    "fresh Gaussian n/4, Adam": {"settings": {"compress": "compact", "rank": 1 / 4}},
 }
 # Some twenty minutes for 40 runs, two at a time.
 DEFAULT = FidelityOptions(layers=2, width=128, heads=4, sequence=128, batch=16, steps=300)

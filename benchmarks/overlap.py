@@ -37,20 +37,12 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def run_overlap(
-    model: Model,
-    *,
-    rates: Sequence[float],
-    rounds: int,
-    threads: int,
-    out: Path,
-    settings: Mapping[str, Any] | None = None,
-) -> Result:
+def run_overlap(model: Model, *, rates: Sequence[float], rounds: int, threads: int, out: Path) -> Result:
     """Trace `rounds` steps at each rate beside plain ones; without a rate, at the device's own."""
     specs = {"plain": _arm("plain", model, threads)}
     for rate in [None, *rates]:
         name = link_name(rate)
-        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate, settings=dict(settings or {}))
+        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     total = _WARM_UP_ROUNDS + rounds
     with progress(f"overlap {model.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes, sampled
 from .._processes.serve import Tell
-from .._workload.gpt import GPT, GPTConfig
+from .._workload.gpt import GPT
+from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
 from .._workload.tools import gradient_hash, make_optimizer, scratch_directory
 
@@ -43,12 +44,9 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Options):
+class TrainOptions(Options, Model):
     """Options of the arm that trains a GPT."""
 
-    layers: int
-    width: int
-    heads: int
     checkpoint: bool = False
     optimizer: str = "sgd"
     learning_rate: float = 0.01
@@ -81,8 +79,7 @@ class TrainArm:
 
     def make_model(self) -> Any:
         o = self.options
-        config = GPTConfig(layers=o.layers, width=o.width, heads=o.heads, sequence=o.sequence)
-        return GPT(config, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
+        return GPT(o, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)

@@ -197,9 +197,10 @@ def test_exact_trains_to_the_very_loss_of_plain_and_lossy_ones_do_not() -> None:
         return found
 
     plain = loss()
-    assert loss(compress="exact") == plain
+    assert loss(settings={"compress": "exact"}) == plain
     assert plain == loss()
-    others = [loss(compress="balanced"), loss(convert_rank=0.25), loss(compress="compact", compress_rank=0.25)]
+    others = [loss(convert_rank=0.25)]
+    others += [loss(settings=how) for how in ({"compress": "balanced"}, {"compress": "compact", "rank": 0.25})]
     assert len({plain, *others}) == 4
     assert loss(seed=1) != plain
 
