@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MIB = 1 << 20
@@ -24,20 +24,12 @@ class CannotMeasure(RuntimeError):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text: shown by rich on a terminal, filed as Markdown."""
+    """A table of text, which is Markdown in a file, and on a terminal as rich draws Markdown."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-
-    def rich(self) -> Table:
-        table = Table(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
     def markdown(self) -> str:
         lines = [f"### {self.title}", "", _row(self.columns), _row(["---"] + ["---:"] * (len(self.columns) - 1))]
@@ -106,8 +98,7 @@ def show(result: Result, *, as_json: bool) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in result.tables:
-        console.print(table.rich())
-        console.print()
+        console.print(Markdown(table.markdown()))
     for path in result.files:
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 
