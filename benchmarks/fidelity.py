@@ -93,7 +93,7 @@ def run_fidelity(
     ]
     with progress("fidelity", len(arms) * (len(rates) + seeds - 1)) as bar:
         answers = ask_all(specs, jobs=jobs, tell=lambda spec, note: bar.advance(f"{spec.name}: {note}"))
-    raw = {answer.spec.name: answer.body for answer in answers}
+    raw = {answer.spec.name: answer.about for answer in answers}
     found = summarise(raw)
     bars = make_bars(found)
     out.mkdir(parents=True, exist_ok=True)
