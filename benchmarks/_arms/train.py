@@ -20,7 +20,7 @@ from .._processes.serve import Tell
 from .._workload.gpt import GPT
 from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
-from .._workload.tools import gradient_hash, make_optimizer, scratch_directory
+from .._workload.tools import gradient_hash, make_state, scratch_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class TrainOptions(Options, Model):
     """Options of the arm that trains a GPT."""
 
     checkpoint: bool = False
-    optimizer: str = "sgd"
+    adamw: bool = False
+    """Train with AdamW instead of plain SGD, which has no state."""
     learning_rate: float = 0.01
     dtype: str = "float32"
 
@@ -82,7 +83,10 @@ class TrainArm:
         return GPT(o, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)
+        parameters, rate = list(self.model.parameters()), self.options.learning_rate
+        if self.options.adamw:
+            return make_state(torch.optim.AdamW(parameters, lr=0.0), parameters, rate)
+        return torch.optim.SGD(parameters, lr=rate)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
         """Arguments of the model, which returns the loss."""
@@ -122,7 +126,7 @@ class TrainArm:
             self.offload.flush()
         after = self._counters()
         answer["moved"] = {name: after[name] - before[name] for name in after}
-        answer["gradients_sha256"] = gradient_hash(self.model)
+        answer["gradients_sha256"] = gradient_hash(self.model.parameters())
         return answer
 
     def step(self, *batch: Tensor) -> Tensor:
