@@ -61,7 +61,7 @@ def make_arms(rank: int, threads: int, *, quick: bool = False) -> list[Spec]:
         common, settings = {"batch": 2, "sequence": 16, "model": _TINY_MODEL}, TINY_SETTINGS
 
     def arm(name: str, allocator: str, **options: Any) -> Spec:
-        return Spec(name=name, role="bert", options={**common, **options}, allocator=allocator, threads=threads)
+        return Spec(name=name, role="bert:BertArm", options={**common, **options}, allocator=allocator, threads=threads)
 
     return [
         arm(AS_IS, "as-is"),

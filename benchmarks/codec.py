@@ -42,9 +42,11 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False) -> Result:
     """
     tensor, layer, block = (_TINY_TENSOR, _TINY_LAYER, _TINY_BLOCK) if quick else (_TENSOR, _LAYER, _BLOCK)
     specs = [
-        _spec("codec", 1, {**tensor, "rounds": rounds}),
-        _spec("linear", threads, {**layer, "rounds": rounds, "threads": threads}),
-        _spec("block", threads, {**block, "presets": [PLAIN, *PRESETS], "threads": threads}),
+        _spec("codec", "codec_speed:measure_codecs", 1, {**tensor, "rounds": rounds}),
+        _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
+        _spec(
+            "block", "stored_bytes:measure_block", threads, {**block, "presets": [PLAIN, *PRESETS], "threads": threads}
+        ),
     ]
     answers: dict[str, dict[str, Any]] = {}
     allocators: dict[str, str] = {}
@@ -98,8 +100,8 @@ def make_bars(
     return bars
 
 
-def _spec(role: str, threads: int, options: Mapping[str, Any]) -> Spec:
-    return Spec(name=role, role=role, options=options, allocator="auto", threads=threads)
+def _spec(name: str, role: str, threads: int, options: Mapping[str, Any]) -> Spec:
+    return Spec(name=name, role=role, options=options, allocator="auto", threads=threads)
 
 
 def _speed_table(codecs: Sequence[Mapping[str, Any]], tensor: Mapping[str, int], rounds: int) -> Grid:

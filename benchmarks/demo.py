@@ -75,7 +75,7 @@ def run_demo(model: Model, *, seconds: float, steps: int, threads: int, out: Pat
 def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) -> Spec:
     training = {"adamw": True, "learning_rate": _LEARNING_RATE, "sample_interval_s": _SAMPLE_INTERVAL_S}
     merged = {**model.options(), **training, **options}
-    return Spec(name=name, role="train", options=merged, allocator=allocator, threads=threads)
+    return Spec(name=name, role="train:TrainArm", options=merged, allocator=allocator, threads=threads)
 
 
 def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:

@@ -88,7 +88,7 @@ def run_fidelity(
 
     options = {"rates": list(rates), "seeds": list(range(seeds))}
     specs = [
-        Spec(name=name, role="fidelity", options={**options, "run": {**asdict(base), **how}}, threads=1)
+        Spec(name=name, role="fidelity:train_arm", options={**options, "run": {**asdict(base), **how}}, threads=1)
         for name, how in arms.items()
     ]
     with progress("fidelity", len(arms) * (len(rates) + seeds - 1)) as bar:

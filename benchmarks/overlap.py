@@ -107,7 +107,7 @@ def needed_rate(row: Mapping[str, Any]) -> float:
 
 def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
     merged = {**model.options(), **options}
-    return Spec(name=name, role="timeline", options=merged, allocator="auto", threads=threads)
+    return Spec(name=name, role="timeline:TimelineArm", options=merged, allocator="auto", threads=threads)
 
 
 def _draw(

@@ -68,7 +68,9 @@ def cpu_arms(model: Model, threads: int, *, floor: bool) -> tuple[list[Spec], li
     """List the arms in turns, and those of which only the memory counts."""
 
     def arm(name: str, allocator: str, **more: Any) -> Spec:
-        return Spec(name=name, role="train", options={**model.options(), **more}, allocator=allocator, threads=threads)
+        return Spec(
+            name=name, role="train:TrainArm", options={**model.options(), **more}, allocator=allocator, threads=threads
+        )
 
     turns = [
         arm("plain, as Python comes", "as-is"),
@@ -87,7 +89,9 @@ def cuda_arms(model: Model) -> list[Spec]:
     def arm(name: str, **more: Any) -> Spec:
         options = {**model.options(), "device": "cuda", "dtype": "bfloat16", **more}
         # cuBLAS is deterministic with a fixed workspace only; gradients are compared bit for bit.
-        return Spec(name=name, role="train", options=options, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        return Spec(
+            name=name, role="train:TrainArm", options=options, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        )
 
     return [
         arm("plain"),
