@@ -20,7 +20,7 @@ from .._processes.serve import Tell
 from .._workload.gpt import GPT
 from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
-from .._workload.tools import gradient_hash, make_state, scratch_directory
+from .._workload.tools import empty_hooks, gradient_hash, make_state, scratch_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Options:
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
     empty_hooks: bool = False
-    """Train under a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
+    """Train under a pair of saved-tensor hooks that do nothing."""
     device: str = "cpu"
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -139,13 +139,12 @@ class TrainArm:
 
     def close(self) -> dict[str, Any]:
         """Leave the context and close the offloader; return its final counters."""
-        last: dict[str, Any] = {}
         self._stack.close()
-        if self.offload is not None:
-            stats = dataclasses.asdict(dataclasses.replace(self.offload.stats(), kept_by_reason={}, last_step=None))
-            last = {**stats, "kept_by_reason": dict(self.offload.stats().kept_by_reason)}
-            self.offload.close()
-        return {"stats": last}
+        if self.offload is None:
+            return {"stats": {}}
+        stats = vars(dataclasses.replace(self.offload.stats(), last_step=None))
+        self.offload.close()
+        return {"stats": {**stats, "kept_by_reason": dict(stats["kept_by_reason"])}}
 
     def _prepare_torch(self) -> None:
         if self.device.type == "cuda":
@@ -159,7 +158,7 @@ class TrainArm:
     def _enter_context(self) -> Any:
         o = self.options
         if o.empty_hooks:
-            self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            self._stack.enter_context(empty_hooks())
         if o.tier is None:
             return None
         from tba import OffloadConfig, Offloader, offload_context
@@ -199,7 +198,3 @@ class TrainArm:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

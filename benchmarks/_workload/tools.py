@@ -28,6 +28,11 @@ def make_state(optimizer: Optimizer, parameters: Iterable[Tensor], learning_rate
     return optimizer
 
 
+def empty_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+    """Make a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 def gradient_hash(parameters: Iterable[Tensor]) -> str:
     """Hash the bytes of all gradients in the order of the parameters: the first 16 hex digits of a sha256."""
     digest = hashlib.sha256()
