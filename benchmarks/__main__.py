@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import typer
 
 from ._processes.child import ChildError
-from ._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, finish
-from ._report.results import CannotMeasure
+from ._report.options import Folder, Quick, command
+from ._report.results import MIB, CannotMeasure, Result
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -23,7 +23,7 @@ Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm."
 _OUT = Path("out")
 
 
-@app.command()
+@command(app)
 def step(
     model: Annotated[
         list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 16x1024, 24x2048.")
@@ -33,13 +33,10 @@ def step(
     threads: Threads = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
     floor: Annotated[bool, typer.Option(help="Also an arm under hooks that do nothing.")] = False,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY
     from .step import STARTS, run_step
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
@@ -47,155 +44,115 @@ def step(
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
     if quick:
-        result = run_step([TINY], device=device, rounds=2, threads=threads, floor=floor, settings=TINY_SETTINGS)
-    else:
-        models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
-        result = run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
-    finish(result, json, save, machine)
+        return run_step([TINY], device=device, rounds=2, threads=threads, floor=floor)
+    models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
+    return run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
 
 
-@app.command()
+@command(app)
 def hooks(
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of each kind.")] = 40,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Cost per saved tensor on the calling thread, above an empty pair of hooks."""
     from .hooks import run_hooks
 
-    finish(run_hooks(rounds=3 if quick else rounds, tensors=16 if quick else 128), json, save, machine)
+    return run_hooks(rounds=3 if quick else rounds, tensors=16 if quick else 128)
 
 
-@app.command()
+@command(app)
 def overlap(
-    model: Annotated[str, typer.Option(help="24x256 or 8x512.")] = "24x256",
+    model: Annotated[Literal["24x256", "8x512"], typer.Option(help="Size of the GPT.")] = "24x256",
     rate: Annotated[list[str] | None, typer.Option(help="Limit the link to so much a second, such as 200MB.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the one of median length is drawn.")] = 3,
     threads: Threads = 2,
     out: Out = _OUT,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
-    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, TINY
     from .overlap import parse_rate, run_overlap
 
-    if model not in CPU_MODELS:
-        raise typer.BadParameter(f"unknown model {model!r}; known are {', '.join(CPU_MODELS)}")
     try:
         rates = [parse_rate(text) for text in rate or []]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    size, rounds, settings = (TINY, 1, TINY_SETTINGS) if quick else (CPU_MODELS[model], rounds, {})
-    result = run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out, settings=settings)
-    finish(result, json, save, machine)
+    size, rounds = (TINY, 1) if quick else (CPU_MODELS[model], rounds)
+    return run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out)
 
 
-@app.command()
+@command(app)
 def demo(
     seconds: Annotated[float, typer.Option(min=1, help="Take about so long, all arms together.")] = 150,
     steps: Annotated[int, typer.Option(min=1, help="At most so many steps.")] = 60,
     threads: Threads = 2,
     out: Out = _OUT,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
-    from ._workload.sizes import CPU_MODELS, TINY, TINY_SETTINGS
+    from ._workload.sizes import CPU_MODELS, TINY
     from .demo import run_demo
 
-    size, steps, settings = (TINY, min(steps, 3), TINY_SETTINGS) if quick else (CPU_MODELS["24x256"], steps, {})
-    result = run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out, settings=settings)
-    finish(result, json, save, machine)
+    size, steps = (TINY, min(steps, 3)) if quick else (CPU_MODELS["24x256"], steps)
+    return run_demo(size, seconds=seconds, steps=steps, threads=threads, out=out)
 
 
-@app.command()
+@command(app)
 def io(
     rounds: Annotated[int, typer.Option(min=2, help="Timed turns of each arm.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="I/O workers of each path, and jobs of fio.")] = 2,
     path: Folder = None,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Stores against fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
-    from ._report.results import MIB
     from .io import run_io
 
     if quick:
-        result = run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)
-    else:
-        result = run_io(path, rounds=rounds, threads=threads)
-    finish(result, json, save, machine)
+        return run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)
+    return run_io(path, rounds=rounds, threads=threads)
 
 
-@app.command()
+@command(app)
 def codec(
     rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each codec and layer.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Of the layer and the block; codecs get one.")] = 2,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Speed, size and error of every codec; compact_linear; stored bytes of a Llama block under each preset."""
     from .codec import run_codec
 
-    finish(run_codec(rounds=2 if quick else rounds, threads=threads, quick=quick), json, save, machine)
+    return run_codec(rounds=2 if quick else rounds, threads=threads, quick=quick)
 
 
-@app.command()
+@command(app)
 def fidelity(
     steps: Annotated[int | None, typer.Option(min=1, help="Of each run (default: 300).")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds; only from three on they show a spread.")] = 3,
-    layers: Annotated[int | None, typer.Option(min=1, help="Blocks of the model (default: 2).")] = None,
-    width: Annotated[int | None, typer.Option(min=16, help="Of the model (default: 128).")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of 128 bytes a step (default: 16).")] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: 3e-4, 1e-3, 3e-3).")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
     out: Out = _OUT,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Validation loss on held-out text under every preset and CompAct rank, one tuned rate per arm (20 minutes)."""
-    from .fidelity import DEFAULT, RATES, TINY, picture_path, run_fidelity
+    from .fidelity import DEFAULT, RATES, TINY, run_fidelity
 
     base = TINY if quick else DEFAULT
-    base = replace(
-        base,
-        steps=steps or base.steps,
-        layers=layers or base.layers,
-        width=width or base.width,
-        batch=batch or base.batch,
-    )
+    base = replace(base, steps=steps or base.steps)
     rates, seeds = ((rate or RATES)[:1], min(seeds, 2)) if quick else (rate or RATES, seeds)
-    picture = picture_path(machine if save else None, out)
-    finish(run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, picture=picture), json, save, machine)
+    return run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, out=out)
 
 
-@app.command()
+@command(app)
 def bert(
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each arm.")] = 2,
     threads: Threads = 2,
     rank: Annotated[int, typer.Option(min=1, help="Of CompAct's projections.")] = 8,
-    json: AsJson = False,
     quick: Quick = False,
-    save: Save = False,
-    machine: Machine = MACHINE,
-) -> None:
+) -> Result:
     """Peak memory of fine-tuning BERT-base: plain, CompAct, CompAct on NVMe."""
     from .bert import run_bert
 
-    finish(run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick), json, save, machine)
+    return run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick)
 
 
 def _terminated(number: int, _: object) -> None:

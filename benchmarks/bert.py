@@ -11,7 +11,7 @@ from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
 from ._report.ratios import median_ratio
 from ._report.results import Result
-from ._report.steps import Measured, arm_table
+from ._report.steps import Measured, arm_table, memory_share
 from ._workload.sizes import TINY_SETTINGS
 
 AS_IS, PLAIN, KEEP, NVME = "plain, as Python comes", "plain", "CompAct, keep", "CompAct, nvme"
@@ -61,7 +61,7 @@ def make_arms(rank: int, threads: int, *, quick: bool = False) -> list[Spec]:
         common, settings = {"batch": 2, "sequence": 16, "model": _TINY_MODEL}, TINY_SETTINGS
 
     def arm(name: str, allocator: str, **options: Any) -> Spec:
-        return Spec(name=name, role="bert", options={**common, **options}, allocator=allocator, threads=threads)
+        return Spec(name=name, role="bert:BertArm", options={**common, **options}, allocator=allocator, threads=threads)
 
     return [
         arm(AS_IS, "as-is"),
@@ -76,10 +76,10 @@ def make_bars(found: Mapping[str, Measured]) -> list[Bar]:
     bars = []
     for name, limit in _BARS.items():
         one, plain, as_is = found[name], found[PLAIN], found[AS_IS]
-        share = one.peak_bytes / max(1, plain.peak_bytes)
-        bars.append(Bar(what=f"{name}: peak over idle / plain, same allocator", measured=share, limit=limit))
-        share = one.peak_bytes / max(1, as_is.peak_bytes)
-        bars.append(Bar(what=f"{name}: peak over idle / plain as Python comes", measured=share, limit=None))
-        slower = median_ratio(one.wall_s, plain.wall_s)
-        bars.append(Bar(what=f"{name}: wall per step / plain, same allocator", measured=slower, limit=None))
+        for what, measured, barred in (
+            ("peak over idle / plain, same allocator", memory_share(one, plain), limit),
+            ("peak over idle / plain as Python comes", memory_share(one, as_is), None),
+            ("wall per step / plain, same allocator", median_ratio(one.wall_s, plain.wall_s), None),
+        ):
+            bars.append(Bar(what=f"{name}: {what}", measured=measured, limit=barred))
     return bars

@@ -32,28 +32,29 @@ _TINY_LAYER = {"tokens": 64, "width": 64, "out": 128, "rank": 16}
 _TINY_BLOCK = {"width": 128, "heads": 4, "batch": 2, "sequence": 64}
 
 
-def run_codec(*, rounds: int, threads: int, quick: bool = False, presets: Sequence[str] = PRESETS) -> Result:
+def run_codec(*, rounds: int, threads: int, quick: bool = False) -> Result:
     """Measure all codecs in `rounds` rounds on one core; the layer and the block on `threads`.
 
     Args:
         rounds: timed turns of each.
         threads: compute threads of the layer and the block.
         quick: tiny tensors: shows that all works, measures nothing.
-        presets: names of the presets that the block is run under.
     """
     tensor, layer, block = (_TINY_TENSOR, _TINY_LAYER, _TINY_BLOCK) if quick else (_TENSOR, _LAYER, _BLOCK)
     specs = [
-        _spec("codec", 1, {**tensor, "rounds": rounds}),
-        _spec("linear", threads, {**layer, "rounds": rounds, "threads": threads}),
-        _spec("block", threads, {**block, "presets": [PLAIN, *presets], "threads": threads}),
+        _spec("codec", "codec_speed:measure_codecs", 1, {**tensor, "rounds": rounds}),
+        _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
+        _spec(
+            "block", "stored_bytes:measure_block", threads, {**block, "presets": [PLAIN, *PRESETS], "threads": threads}
+        ),
     ]
     answers: dict[str, dict[str, Any]] = {}
     allocators: dict[str, str] = {}
-    with progress("codec", 2 * (1 + rounds) + 1 + len(presets)) as bar:
+    with progress("codec", 2 * (1 + rounds) + 1 + len(PRESETS)) as bar:
         for spec in specs:
             # mypy infers no lambda with a default.
             answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
-            answers[spec.name], allocators[spec.name] = answer.body, answer.allocator
+            answers[spec.name], allocators[spec.name] = answer.about, answer.allocator
     codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]
     bars = make_bars(codecs, seconds, stored)
     tables = [
@@ -99,8 +100,8 @@ def make_bars(
     return bars
 
 
-def _spec(role: str, threads: int, options: Mapping[str, Any]) -> Spec:
-    return Spec(name=role, role=role, options=options, allocator="auto", threads=threads)
+def _spec(name: str, role: str, threads: int, options: Mapping[str, Any]) -> Spec:
+    return Spec(name=name, role=role, options=options, allocator="auto", threads=threads)
 
 
 def _speed_table(codecs: Sequence[Mapping[str, Any]], tensor: Mapping[str, int], rounds: int) -> Grid:

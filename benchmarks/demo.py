@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ._pictures.pictures import draw_memory
 from ._processes.arms import Arm, Spec, in_turns, running
 from ._report.environment import environment_block
 from ._report.progress import ProgressBar, progress
-from ._report.ratios import median_ratio
 from ._report.results import Grid, Result, mib
-from ._report.steps import Measured, same_gradients
+from ._report.steps import Measured, arm_table, same_gradients
 from ._workload.sizes import Model
 
 _LEARNING_RATE = 6e-4
@@ -24,7 +22,7 @@ _WARM_UP_ROUNDS = 2
 
 AS_IS, PLAIN, OFFLOAD = "plain, as Python comes", "plain", "offload nvme"
 
-# (what, counter of the offloader), shown per step.
+# (what, counter of the offloader), shown of the last step.
 _BYTES = (
     ("saved by autograd", "saved_bytes"),
     ("recognised as weights", "weight_bytes"),
@@ -36,20 +34,12 @@ _BYTES = (
 )
 
 
-def run_demo(
-    model: Model,
-    *,
-    seconds: float,
-    steps: int,
-    threads: int,
-    out: Path,
-    settings: Mapping[str, Any] | None = None,
-) -> Result:
+def run_demo(model: Model, *, seconds: float, steps: int, threads: int, out: Path) -> Result:
     """Train all arms in turns for at most `steps` steps or about `seconds`, and for one step at least."""
     specs = [
         _arm(AS_IS, model, "as-is", threads),
         _arm(PLAIN, model, "auto", threads),
-        _arm(OFFLOAD, model, "auto", threads, tier="nvme", settings=dict(settings or {})),
+        _arm(OFFLOAD, model, "auto", threads, tier="nvme"),
     ]
     until_s = time.monotonic() + seconds
     with progress(f"training {model.name}", steps) as bar:
@@ -75,15 +65,14 @@ def run_demo(
         "stats": final[OFFLOAD]["stats"],
         "gradients_bit_equal": same_gradients(list(found.values())),
     }
-    table = _table(model, found, text)
     environment = environment_block(allocators, threads=threads)
-    return Result(theme="demo", tables=[table], data=data, files=[picture], environment=environment)
+    return Result(theme="demo", tables=_tables(model, found, text), data=data, files=[picture], environment=environment)
 
 
 def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) -> Spec:
-    training = {"optimizer": "adamw", "learning_rate": _LEARNING_RATE, "sample_interval_s": _SAMPLE_INTERVAL_S}
+    training = {"adamw": True, "learning_rate": _LEARNING_RATE, "sample_interval_s": _SAMPLE_INTERVAL_S}
     merged = {**model.options(), **training, **options}
-    return Spec(name=name, role="train", options=merged, allocator=allocator, threads=threads)
+    return Spec(name=name, role="train:TrainArm", options=merged, allocator=allocator, threads=threads)
 
 
 def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
@@ -113,30 +102,16 @@ def _measured(name: str, allocator: str, steps: list[dict[str, Any]]) -> Measure
     return arm
 
 
-def _table(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]) -> Grid:
-    plain, last = found[PLAIN], len(found[PLAIN].losses)
-
-    def row(what: str, cell: Callable[[Measured], str]) -> tuple[str, ...]:
-        return (what, *map(cell, found.values()))
-
-    def moved(counter: str, text: Callable[[float], str]) -> Callable[[Measured], str]:
-        return lambda arm: text(arm.moved[counter]) if arm.moved else "-"
-
-    rows = [
-        row("allocator", lambda arm: arm.allocator),
-        row("peak memory over idle, MiB", lambda arm: mib(arm.peak_bytes)),
-        row("  of plain's", lambda arm: f"{arm.peak_bytes / plain.peak_bytes:.2f}"),
-        row("step, seconds", lambda arm: f"{median(arm.wall_s):.3f}"),
-        row("  of plain's", lambda arm: f"{median_ratio(arm.wall_s, plain.wall_s):.3f}"),
-        row("CPU, seconds per step", lambda arm: f"{median(arm.cpu_s):.3f}"),
-        row("  of plain's", lambda arm: f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}"),
-        *(row(f"{what}, MiB in the last step", moved(counter, mib)) for what, counter in _BYTES),
-        row("backward waited, ms in the last step", moved("wait_s", lambda wait_s: f"{1e3 * wait_s:.2f}")),
-        *(
-            row(f"loss at step {step}, text {text['text_sha256']}", lambda arm, at=step: f"{arm.losses[at - 1]:.6f}")
-            for step in sorted({1, last})
-        ),
-        row("gradients bit-equal to plain's", lambda arm: "yes" if same_gradients([plain, arm]) else "NO"),
-    ]
-    note = f"{last} steps of every arm in turns; peak: the worst step; times: medians; ratios: medians of rounds."
-    return Grid(f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters", ("", *found), rows, note)
+def _tables(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]) -> list[Grid]:
+    offload, last = found[OFFLOAD], len(found[PLAIN].losses)
+    losses = "; ".join(
+        f"loss at step {step}, text {text['text_sha256']}: "
+        + ", ".join(f"{name} {arm.losses[step - 1]:.6f}" for name, arm in found.items())
+        for step in sorted({1, last})
+    )
+    equal = "yes" if same_gradients(list(found.values())) else "NO"
+    note = f"{last} steps; {losses}; losses and gradients of all arms bit-equal: {equal}. Peak: the worst step."
+    title = f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters"
+    rows = [(what, mib(offload.moved[counter])) for what, counter in _BYTES]
+    waited = f"Backward waited {1e3 * offload.moved['wait_s']:.2f} ms."
+    return [arm_table(title, found, note), Grid(f"{OFFLOAD}, the last step", ("what", "MiB"), rows, waited)]

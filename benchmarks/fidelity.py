@@ -7,7 +7,6 @@ best trains the other seeds. Gaps are differences to `exact` within a seed, so t
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -19,19 +18,16 @@ from ._processes.arms import Spec, ask_all
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
 from ._report.progress import progress
-from ._report.results import RESULTS, Grid, Result
+from ._report.results import Grid, Result
 
 EXACT = "exact"
 RATES = (3e-4, 1e-3, 3e-3)
 ARMS: Mapping[str, Mapping[str, Any]] = {
-    EXACT: {"compress": "exact"},
-    "safe8": {"compress": "safe8"},
-    "balanced": {"compress": "balanced"},
-    "max": {"compress": "max"},
+    **{preset: {"settings": {"compress": preset}} for preset in (EXACT, "safe8", "balanced", "max")},
     "CompAct n/2": {"convert_rank": 1 / 2},
     "CompAct n/4": {"convert_rank": 1 / 4},
     "CompAct n/8": {"convert_rank": 1 / 8},
-    "fresh Gaussian n/4, Adam": {"compress": "compact", "compress_rank": 1 / 4},
+    "fresh Gaussian n/4, Adam": {"settings": {"compress": "compact", "rank": 1 / 4}},
 }
 # Some twenty minutes for 40 runs, two at a time.
 DEFAULT = FidelityOptions(layers=2, width=128, heads=4, sequence=128, batch=16, steps=300)
@@ -75,7 +71,7 @@ def run_fidelity(
     seeds: int = 3,
     rates: Sequence[float] = RATES,
     jobs: int = 2,
-    picture: Path,
+    out: Path,
     arms: Mapping[str, Mapping[str, Any]] = ARMS,
 ) -> Result:
     """Train all arms, `jobs` at a time, one thread each.
@@ -85,22 +81,23 @@ def run_fidelity(
         seeds: number of seeds.
         rates: the grid of learning rates.
         jobs: arms at a time.
-        picture: the PNG to write.
+        out: the folder of the picture.
         arms: fields of `FidelityOptions` by name; `exact` must be among them.
     """
     from ._pictures.pareto import draw_pareto  # here, so that a machine without matplotlib says so before it trains
 
     options = {"rates": list(rates), "seeds": list(range(seeds))}
     specs = [
-        Spec(name=name, role="fidelity", options={**options, "run": {**asdict(base), **how}}, threads=1)
+        Spec(name=name, role="fidelity:train_arm", options={**options, "run": {**asdict(base), **how}}, threads=1)
         for name, how in arms.items()
     ]
     with progress("fidelity", len(arms) * (len(rates) + seeds - 1)) as bar:
         answers = ask_all(specs, jobs=jobs, tell=lambda spec, note: bar.advance(f"{spec.name}: {note}"))
-    raw = {answer.spec.name: answer.body for answer in answers}
+    raw = {answer.spec.name: answer.about for answer in answers}
     found = summarise(raw)
     bars = make_bars(found)
-    picture.parent.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
+    picture = out / "fidelity.png"
     points = {name: (one.stored_share, list(one.gaps.values())) for name, one in found.items() if name != EXACT}
     draw_pareto(points, picture, exact_share=found[EXACT].stored_share, spread=spread(found), title=_title(base))
     data = {
@@ -115,12 +112,7 @@ def run_fidelity(
     }
     tables = [_table(base, found, rates), bar_table(bars)]
     environment = environment_block({"every arm": answers[0].allocator}, threads=1)
-    return Result(theme="fidelity", tables=tables, data=data, files=[picture], environment=environment)
-
-
-def picture_path(machine: str | None, out: Path) -> Path:
-    """Path of the picture: next to the filed result of this machine, or (None) in `out`."""
-    return RESULTS / f"fidelity_{machine}_{datetime.date.today():%Y%m}.png" if machine else out / "fidelity.png"
+    return Result(theme="fidelity", tables=tables, data=data, files=[picture], picture=picture, environment=environment)
 
 
 def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:

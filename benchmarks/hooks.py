@@ -22,7 +22,9 @@ _THREADS = 1
 
 def run_hooks(*, rounds: int, tensors: int) -> Result:
     """Measure every kind in `rounds` pairs of chains of `tensors` saved tensors."""
-    spec = Spec(name="hooks", role="hooks", options={"tensors": tensors}, allocator="auto", threads=_THREADS)
+    spec = Spec(
+        name="hooks", role="hook_cost:HookArm", options={"tensors": tensors}, allocator="auto", threads=_THREADS
+    )
     answers: list[dict[str, Any]] = []
     with progress("hooks", _WARM_UP_ROUNDS + rounds) as bar, running([spec]) as arms:
         for _, number, answer in in_turns(arms, range(_WARM_UP_ROUNDS + rounds)):

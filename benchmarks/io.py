@@ -8,7 +8,7 @@ within a round.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +28,7 @@ _SESSIONS = 3
 _SHARE_BAR, _STRIPES_BAR, _SUBMIT_BAR_US = 0.90, 1.0, 30.0
 _CPU_BARS: dict[Mode, float] = {"write": 0.04, "read": 0.05}
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+Cell = Callable[[Series, Mode], str]
 _BARS_NOTE = (
     "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range; over all sizes ± half "
     "the notch of a box plot, about 95 % confidence: two paths count as no slower where 1 is within that. Each path "
@@ -133,19 +134,20 @@ def _tell(text: str) -> None:
     print(f"io: {text}", file=sys.stderr, flush=True)
 
 
-def _arms(found: Mapping[int, Mapping[str, Series]]) -> list[str]:
-    return sorted(next(iter(found.values())), key=lambda name: name != STORE)
+def _table(title: str, found: Mapping[int, Mapping[str, Series]], modes: Iterable[Mode], cell: Cell, note: str) -> Grid:
+    """The table of one figure: a row for each mode and size, a column for each arm, the store's first."""
+    names = sorted(next(iter(found.values())), key=lambda name: name != STORE)
+    rows = [
+        (f"{mode}, {size // MIB} MiB", *(cell(series[name], mode) for name in names))
+        for size, series in found.items()
+        for mode in modes
+    ]
+    return Grid(title, ("what", *names), rows, note)
 
 
 def _speed_table(
     found: Mapping[int, Mapping[str, Series]], missing: Mapping[str, str], nbytes: int, rounds: int
 ) -> Grid:
-    names = _arms(found)
-    rows = [
-        (f"{mode}, {size // MIB} MiB", *(_speed(series[name], mode) for name in names))
-        for size, series in found.items()
-        for mode in MODES
-    ]
     note = (
         f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, a third of them each with memory and "
         "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Two "
@@ -156,19 +158,17 @@ def _speed_table(
         "memory of its own and verified, ahead of the reads that count and after the writes."
     )
     note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
-    return Grid("Bandwidth", ("what", *names), rows, note)
 
+    def speed(series: Series, mode: Mode) -> str:
+        return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}" if mode in series.bytes_per_s else "-"
 
-def _speed(series: Series, mode: Mode) -> str:
-    return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}" if mode in series.bytes_per_s else "-"
+    return _table("Bandwidth", found, MODES, speed, note)
 
 
 def _cpu_table(found: Mapping[int, Mapping[str, Series]]) -> Grid:
-    names = _arms(found)
-    rows = [
-        (f"{mode}, {size // MIB} MiB", *(f"{median(series[name].cpu_s_per_gib[mode]):.3f}" for name in names))
-        for size, series in found.items()
-        for mode in _CPU_BARS
-    ]
     note = "CPU seconds of all threads per GiB moved, user and system, medians."
-    return Grid("CPU seconds per GiB", ("what", *names), rows, note)
+
+    def cpu_s(series: Series, mode: Mode) -> str:
+        return f"{median(series.cpu_s_per_gib[mode]):.3f}"
+
+    return _table("CPU seconds per GiB", found, _CPU_BARS, cpu_s, note)

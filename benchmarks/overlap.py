@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,20 +37,12 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def run_overlap(
-    model: Model,
-    *,
-    rates: Sequence[float],
-    rounds: int,
-    threads: int,
-    out: Path,
-    settings: Mapping[str, Any] | None = None,
-) -> Result:
+def run_overlap(model: Model, *, rates: Sequence[float], rounds: int, threads: int, out: Path) -> Result:
     """Trace `rounds` steps at each rate beside plain ones; without a rate, at the device's own."""
     specs = {"plain": _arm("plain", model, threads)}
     for rate in [None, *rates]:
         name = link_name(rate)
-        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate, settings=dict(settings or {}))
+        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     total = _WARM_UP_ROUNDS + rounds
     with progress(f"overlap {model.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:
@@ -87,24 +79,26 @@ def link_name(rate: float | None) -> str:
 def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Compute medians over the traced steps of one arm."""
 
-    def middle(value: Any) -> float:
-        return median([value(step) for step in steps])
+    def middle(value: Callable[[Mapping[str, Any]], float]) -> float:
+        return median(value(step) for step in steps)
+
+    def moved(*counters: str) -> float:
+        return middle(lambda step: sum(step["moved"].get(counter, 0) for counter in counters))
 
     busy = middle(lambda step: busy_s(of_kind(step["events"], *TRANSFERS)))
-    waited = middle(lambda step: step["moved"].get("wait_s", 0.0) + step["moved"].get("backpressure_s", 0.0))
     return {
         "wall_s": middle(lambda step: step["wall_s"]),
         "wall_ratio": median_ratio([step["wall_s"] for step in steps], [step["wall_s"] for step in plain]),
         "forward_s": middle(lambda step: phase_s(step["spans"], "forward")),
         "backward_s": middle(lambda step: phase_s(step["spans"], "backward")),
         "peak_bytes": max(step["peak_bytes"] for step in steps),
-        "written_bytes": middle(lambda step: step["moved"].get("written_bytes", 0)),
-        "read_bytes": middle(lambda step: step["moved"].get("read_bytes", 0)),
-        "forwarded_bytes": middle(lambda step: step["moved"].get("forwarded_bytes", 0)),
-        "backward_waited_s": middle(lambda step: step["moved"].get("wait_s", 0.0)),
-        "forward_waited_s": middle(lambda step: step["moved"].get("backpressure_s", 0.0)),
+        "written_bytes": moved("written_bytes"),
+        "read_bytes": moved("read_bytes"),
+        "forwarded_bytes": moved("forwarded_bytes"),
+        "backward_waited_s": moved("wait_s"),
+        "forward_waited_s": moved("backpressure_s"),
         "io_busy_s": busy,
-        "hidden_share": hidden_share(busy, waited),
+        "hidden_share": hidden_share(busy, moved("wait_s", "backpressure_s")),
     }
 
 
@@ -115,7 +109,7 @@ def needed_rate(row: Mapping[str, Any]) -> float:
 
 def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
     merged = {**model.options(), **options}
-    return Spec(name=name, role="timeline", options=merged, allocator="auto", threads=threads)
+    return Spec(name=name, role="timeline:TimelineArm", options=merged, allocator="auto", threads=threads)
 
 
 def _draw(

@@ -32,7 +32,6 @@ def run_step(
     starts: int = 1,
     threads: int = 2,
     floor: bool = False,
-    settings: Mapping[str, Any] | None = None,
 ) -> Result:
     """Measure every model; at least `rounds` pairs each, spread over `starts` sets of processes."""
     starts = min(starts, rounds)
@@ -41,9 +40,9 @@ def run_step(
     allocators: dict[str, str] = {}
     for model in models:
         if device == "cuda":
-            specs, memory_only = cuda_arms(model, settings or {}), ()
+            specs, memory_only = cuda_arms(model), ()
         else:
-            specs, memory_only = cpu_arms(model, threads, settings or {}, floor=floor)
+            specs, memory_only = cpu_arms(model, threads, floor=floor)
         arms = measure(specs, rounds=rounds, title=f"step {model.name}", starts=starts)
         if memory_only:
             arms |= measure(memory_only, rounds=0, title=f"memory {model.name}", warm_up=min(rounds, MEMORY_ROUNDS))
@@ -65,36 +64,39 @@ def run_step(
     return Result(theme=theme, tables=tables, data={"models": data}, environment=environment)
 
 
-def cpu_arms(model: Model, threads: int, settings: Mapping[str, Any], *, floor: bool) -> tuple[list[Spec], list[Spec]]:
+def cpu_arms(model: Model, threads: int, *, floor: bool) -> tuple[list[Spec], list[Spec]]:
     """List the arms in turns, and those of which only the memory counts."""
 
     def arm(name: str, allocator: str, **more: Any) -> Spec:
-        return Spec(name=name, role="train", options={**model.options(), **more}, allocator=allocator, threads=threads)
+        return Spec(
+            name=name, role="train:TrainArm", options={**model.options(), **more}, allocator=allocator, threads=threads
+        )
 
-    offload = {"tier": "nvme", "settings": dict(settings)}
     turns = [
         arm("plain, as Python comes", "as-is"),
         arm("plain", "auto"),
-        arm("offload nvme", "auto", **offload),
+        arm("offload nvme", "auto", tier="nvme"),
         arm("checkpoint", "auto", checkpoint=True),
     ]
     if floor:
         turns.append(arm("empty hooks", "auto", empty_hooks=True))
-    return turns, [arm("offload nvme, mimalloc", "mimalloc", **offload)] if available("mimalloc") else []
+    return turns, [arm("offload nvme, mimalloc", "mimalloc", tier="nvme")] if available("mimalloc") else []
 
 
-def cuda_arms(model: Model, settings: Mapping[str, Any]) -> list[Spec]:
+def cuda_arms(model: Model) -> list[Spec]:
     """List the arms on a GPU, where torch has an allocator of its own; that of the process stays as it is."""
 
     def arm(name: str, **more: Any) -> Spec:
         options = {**model.options(), "device": "cuda", "dtype": "bfloat16", **more}
         # cuBLAS is deterministic with a fixed workspace only; gradients are compared bit for bit.
-        return Spec(name=name, role="train", options=options, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
+        return Spec(
+            name=name, role="train:TrainArm", options=options, environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+        )
 
     return [
         arm("plain"),
-        arm("offload nvme", tier="nvme", settings=dict(settings)),
-        arm("offload cpu", tier="cpu", settings=dict(settings)),
+        arm("offload nvme", tier="nvme"),
+        arm("offload cpu", tier="cpu"),
         arm("checkpoint", checkpoint=True),
     ]
 

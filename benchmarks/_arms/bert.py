@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._workload.tools import make_optimizer
+from .._workload.tools import make_state
 from .train import Options, TrainArm
 
 # The paper's fine-tuning (CompAct, arXiv 2410.15352, section 4.2), for its rank of 8.
@@ -56,21 +56,16 @@ class BertArm(TrainArm):
     def make_optimizer(self) -> torch.optim.Optimizer:
         self.converted: list[str] = []
         if self.options.rank is None:
-            return make_optimizer(self.model, "adamw", _RATE)
+            parameters = list(self.model.parameters())
+            return make_state(torch.optim.AdamW(parameters, lr=0.0), parameters, _RATE)
         from compact import CompActAdamW, convert
 
         self.converted = convert(self.model, rank=self.options.rank, refresh=_REFRESH, alpha=_ALPHA)
         optimizer = CompActAdamW(self.model.parameters(), lr=0.0)
         compact_weights = {f"{name}.weight" for name in self.converted}
-        for name, parameter in self.model.named_parameters():
-            if name not in compact_weights:
-                # As for the plain arm, one at a time. The state of compact weights is small: the first step makes it.
-                parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()
-                parameter.grad = None
-        for group in optimizer.param_groups:
-            group["lr"] = _RATE
-        return optimizer
+        # The state of compact weights is small: the first step makes it.
+        plain = [weight for name, weight in self.model.named_parameters() if name not in compact_weights]
+        return make_state(optimizer, plain, _RATE)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
         """Draw random tokens and labels: neither memory nor time depends on them."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .._processes.serve import Tell
-from .._workload.gpt import GPT, GPTConfig
-from .._workload.held_out import split_library, validation_batches
+from .._workload.gpt import GPT
 from .._workload.sizes import Model
-from .._workload.text import Text
+from .._workload.text import Text, split_library
 from .stored_bytes import stored_bytes, unique_bytes
 
 # AdamW and CompActAdamW alike: warm-up over the first twentieth of the steps, then half a cosine to a tenth.
@@ -30,14 +29,12 @@ _SKIP = ("*.projection", "head")
 
 @dataclass(frozen=True, kw_only=True)
 class FidelityOptions(Model):
-    """One training run of a model.
+    """One training run of a model, with what it compresses among its `settings`.
 
     Attributes:
         steps: training steps.
         learning_rate: the highest rate of the schedule.
         seed: seed of the weights, the order of the data, and projections.
-        compress: a preset of `offload_context`, or None.
-        compress_rank: rank of its projections, as a share of the width; or None.
         convert_rank: rank of converted linear layers, as a share of the width, trained by `CompActAdamW`; or None.
         validation_batches: number of batches of the held-out text.
     """
@@ -45,15 +42,8 @@ class FidelityOptions(Model):
     steps: int
     learning_rate: float = 0.0
     seed: int = 0
-    compress: str | None = None
-    compress_rank: float | None = None
     convert_rank: float | None = None
     validation_batches: int = 32
-
-    def settings(self) -> dict[str, Any]:
-        """Fields of `OffloadConfig`; empty for an arm that does not compress."""
-        named = {"compress": self.compress, "rank": self.compress_rank}
-        return {name: value for name, value in named.items() if value is not None}
 
 
 def train_arm(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
@@ -114,9 +104,10 @@ def train(options: FidelityOptions, texts: tuple[Text, Text]) -> dict[str, Any]:
 
 @torch.no_grad()
 def validate(model: nn.Module, text: Text, options: FidelityOptions) -> float:
-    """Compute the mean loss over the validation batches, in nats per byte."""
-    batches = validation_batches(text, size=options.batch, sequence=options.sequence, count=options.validation_batches)
-    return math.fsum(model(tokens, targets).item() for tokens, targets in batches) / options.validation_batches
+    """Compute the mean loss over the validation batches, in nats per byte. They are the same for all arms and seeds."""
+    same = replace(options, seed=0)
+    losses = [model(*_batch(text, same, index)).item() for index in range(options.validation_batches)]
+    return math.fsum(losses) / len(losses)
 
 
 def scheduled_rate(highest: float, step: int, steps: int) -> float:
@@ -132,8 +123,7 @@ def _make(options: FidelityOptions) -> tuple[GPT, torch.optim.Optimizer]:
     from compact import CompActAdamW, convert
 
     torch.manual_seed(options.seed)
-    config = GPTConfig(layers=options.layers, width=options.width, heads=options.heads, sequence=options.sequence)
-    model = GPT(config)
+    model = GPT(options)
     if options.convert_rank is None:
         return model, torch.optim.AdamW(model.parameters(), betas=_BETAS, weight_decay=0.0)
     convert(model, rank=options.convert_rank, refresh=_REFRESH, alpha=_ALPHA, skip=_SKIP, seed=options.seed)
@@ -143,13 +133,12 @@ def _make(options: FidelityOptions) -> tuple[GPT, torch.optim.Optimizer]:
 @contextmanager
 def _context(model: GPT, options: FidelityOptions) -> Iterator[None]:
     """Compress saved tensors of any size; nothing leaves memory."""
-    settings = options.settings()
-    if not settings:
+    if not options.settings:
         yield
         return
     from tba import offload_context
 
-    with closing(offload_context(model, tier="keep", min_tensor_bytes=0, **settings)) as offload, offload:
+    with closing(offload_context(model, tier="keep", min_tensor_bytes=0, **options.settings)) as offload, offload:
         yield
 
 
@@ -163,7 +152,7 @@ def _bytes(options: FidelityOptions, text: Text) -> dict[str, int]:
 
     return {
         "plain_bytes": unique_bytes(plain, lambda: plain(tokens, targets)),
-        "stored_bytes": stored_bytes(model, lambda: model(tokens, targets), backward, options.settings()),
+        "stored_bytes": stored_bytes(model, lambda: model(tokens, targets), backward, options.settings),
     }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._processes.serve import Tell
+from .._workload.tools import empty_hooks
 
 # Small, as the products cost what they cost under both pairs; no work of the hooks depends on the size.
 _WIDTH = 64
@@ -110,7 +111,7 @@ class HookArm:
         count = self.count
         offload = self.passes if kind == "below minimum size" else self.moves
         under: Callable[[], AbstractContextManager[Any]]
-        under = _empty_pair if pair == "empty" else lambda: offload
+        under = empty_hooks if pair == "empty" else lambda: offload
         held = self._tensors(kind)
         out = torch.zeros(held[0].shape, requires_grad=True) * 1
         clock, before_s = _Clock(), 0.0
@@ -155,11 +156,3 @@ class HookArm:
             base = torch.zeros(_WIDTH, _WIDTH)
             return [base.view(-1)[:16] for _ in range(count)]
         return [torch.zeros(_WIDTH, _WIDTH) for _ in range(count)]
-
-
-def _empty_pair() -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+import compact
+
 from .._processes.serve import Tell
 from .._workload.tools import gradient_hash
 
@@ -97,14 +99,16 @@ def measure_block(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
 
     plain = unique_bytes(model, forward)
     backward(forward())
-    exact, wanted = _gradient(model), (gradient_hash(model), _bytes_of(hidden.grad))
+    exact, wanted = _gradient(model), gradient_hash([*model.parameters(), hidden])
     presets = {}
     for name in options["presets"]:
         stored = stored_bytes(model, forward, backward, {} if name == PLAIN else {"compress": name})
+        found = _gradient(model)
         presets[name] = {
             "stored_bytes": stored,
-            "gradients_bit_equal": (gradient_hash(model), _bytes_of(hidden.grad)) == wanted,
-            **_compared(_gradient(model), exact),
+            "gradients_bit_equal": gradient_hash([*model.parameters(), hidden]) == wanted,
+            "relative_error": compact.relative_error(found, exact),
+            "cosine": compact.cosine(found, exact),
         }
         tell(name)
     return {"plain_bytes": plain, "presets": presets}
@@ -130,14 +134,3 @@ def _llama_block(width: int, heads: int, batch: int, sequence: int) -> tuple[nn.
 
 def _gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
-
-
-def _bytes_of(tensor: Tensor | None) -> bytes:
-    assert tensor is not None
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _compared(found: Tensor, exact: Tensor) -> dict[str, float]:
-    import compact
-
-    return {"relative_error": compact.relative_error(found, exact), "cosine": compact.cosine(found, exact)}

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes, sampled
 from .._processes.serve import Tell
-from .._workload.gpt import GPT, GPTConfig
+from .._workload.gpt import GPT
+from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
-from .._workload.tools import gradient_hash, make_optimizer, scratch_directory
+from .._workload.tools import empty_hooks, gradient_hash, make_state, scratch_directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class Options:
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
     empty_hooks: bool = False
-    """Train under a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
+    """Train under a pair of saved-tensor hooks that do nothing."""
     device: str = "cpu"
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -43,14 +44,12 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(Options):
+class TrainOptions(Options, Model):
     """Options of the arm that trains a GPT."""
 
-    layers: int
-    width: int
-    heads: int
     checkpoint: bool = False
-    optimizer: str = "sgd"
+    adamw: bool = False
+    """Train with AdamW instead of plain SGD, which has no state."""
     learning_rate: float = 0.01
     dtype: str = "float32"
 
@@ -81,11 +80,13 @@ class TrainArm:
 
     def make_model(self) -> Any:
         o = self.options
-        config = GPTConfig(layers=o.layers, width=o.width, heads=o.heads, sequence=o.sequence)
-        return GPT(config, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
+        return GPT(o, checkpoint=o.checkpoint).to(self.device, getattr(torch, o.dtype))
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.model, self.options.optimizer, self.options.learning_rate)
+        parameters, rate = list(self.model.parameters()), self.options.learning_rate
+        if self.options.adamw:
+            return make_state(torch.optim.AdamW(parameters, lr=0.0), parameters, rate)
+        return torch.optim.SGD(parameters, lr=rate)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
         """Arguments of the model, which returns the loss."""
@@ -125,7 +126,7 @@ class TrainArm:
             self.offload.flush()
         after = self._counters()
         answer["moved"] = {name: after[name] - before[name] for name in after}
-        answer["gradients_sha256"] = gradient_hash(self.model)
+        answer["gradients_sha256"] = gradient_hash(self.model.parameters())
         return answer
 
     def step(self, *batch: Tensor) -> Tensor:
@@ -138,13 +139,12 @@ class TrainArm:
 
     def close(self) -> dict[str, Any]:
         """Leave the context and close the offloader; return its final counters."""
-        last: dict[str, Any] = {}
         self._stack.close()
-        if self.offload is not None:
-            stats = dataclasses.asdict(dataclasses.replace(self.offload.stats(), kept_by_reason={}, last_step=None))
-            last = {**stats, "kept_by_reason": dict(self.offload.stats().kept_by_reason)}
-            self.offload.close()
-        return {"stats": last}
+        if self.offload is None:
+            return {"stats": {}}
+        stats = vars(dataclasses.replace(self.offload.stats(), last_step=None))
+        self.offload.close()
+        return {"stats": {**stats, "kept_by_reason": dict(stats["kept_by_reason"])}}
 
     def _prepare_torch(self) -> None:
         if self.device.type == "cuda":
@@ -158,7 +158,7 @@ class TrainArm:
     def _enter_context(self) -> Any:
         o = self.options
         if o.empty_hooks:
-            self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_same, _same))
+            self._stack.enter_context(empty_hooks())
         if o.tier is None:
             return None
         from tba import OffloadConfig, Offloader, offload_context
@@ -198,7 +198,3 @@ class TrainArm:
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -1,9 +1,10 @@
 """Worker: builds the arm of a role in its own process and lets it take turns, or runs a role that answers once.
 
 `python -m benchmarks._arms.worker` is started by `_processes.arms`. Its questions:
-    {"role": "train", "options": {...}}   once, first
-    {"turn": 3}                           of an arm with turns: one for each round
-    {"close": true}                       last
+    {"role": "train:TrainArm", "options": {...}}   once, first: the module in this folder, and the name in it
+    {"turn": 3}                                    of an arm with turns: one for each round
+    {"close": true}                                last
+Called with its options and `tell`, a role answers once, or returns an Arm.
 """
 
 from __future__ import annotations
@@ -12,18 +13,6 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from .._processes.serve import Tell, serve
-
-# Where a role is: called with its options and `tell`, it answers once, or returns an Arm.
-ROLES = {
-    "train": "train:TrainArm",
-    "timeline": "timeline:TimelineArm",
-    "hooks": "hook_cost:HookArm",
-    "codec": "codec_speed:measure_codecs",
-    "linear": "codec_speed:measure_linear",
-    "block": "stored_bytes:measure_block",
-    "fidelity": "fidelity:train_arm",
-    "bert": "bert:BertArm",
-}
 
 
 class Arm(Protocol):
@@ -45,18 +34,13 @@ class Worker:
     def answer(self, question: dict[str, Any], tell: Tell) -> dict[str, Any]:
         """Answer one question."""
         if self._arm is None:
-            made = self._make(question["role"], question["options"], tell)
+            module, _, name = question["role"].partition(":")
+            made = getattr(import_module(f".{module}", __package__), name)(question["options"], tell)
             if isinstance(made, dict):
                 return made
             self._arm = made
             return made.about
         return self._arm.turn(question["turn"]) if "turn" in question else self._arm.close()
-
-    def _make(self, role: str, options: dict[str, Any], tell: Tell) -> Any:
-        if role not in ROLES:
-            raise ValueError(f"unknown role {role!r}; known are {', '.join(ROLES)}")
-        module, _, name = ROLES[role].partition(":")
-        return getattr(import_module(f".{module}", __package__), name)(options, tell)
 
 
 if __name__ == "__main__":

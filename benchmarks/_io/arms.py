@@ -101,7 +101,7 @@ class StoreArm:
         self.submit_cpu_s = (ended_cpu_s - begun_cpu_s) / len(jobs)
         self.submit_wall_s = (ended_s - begun_s) / len(jobs)
         for ticket in reversed(tickets):  # the last first: this thread is then woken once, not for each
-            _await(ticket)
+            ticket.wait()
         return tickets
 
     def _discard(self, tickets: Sequence[Ticket]) -> None:
@@ -127,7 +127,7 @@ class _Flow:
         if not self._all_submitted.wait(_TIMEOUT_S):
             raise TimeoutError(f"after {_TIMEOUT_S:g} s some transfers are not even submitted")
         for ticket in self.tickets:
-            _await(ticket)
+            ticket.wait()
         return self.tickets
 
     def _next(self, _: Ticket | None = None) -> None:
@@ -150,8 +150,3 @@ def together(begun_s: float, flows: Sequence[Sequence[tuple[float, float, int]]]
     spans = [span for flow in flows for span in flow if span[0] < until_s]
     moved = sum(nbytes * min(1.0, (until_s - start_s) / (end_s - start_s)) for start_s, end_s, nbytes in spans)
     return moved / (until_s - begun_s)
-
-
-def _await(ticket: Ticket) -> None:
-    if not ticket.wait(_TIMEOUT_S):
-        raise TimeoutError(f"a transfer of {ticket.nbytes} bytes did not end within {_TIMEOUT_S:g} s")

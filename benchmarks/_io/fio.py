@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +26,6 @@ _TIMEOUT_S = 300.0
 RUN_MS, _RAMP_MS = 800, 100
 _BLOCK_BYTES_A_RUN = 16 << 20
 _HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later, others ignore it
-
-
-class FioError(CannotMeasure):
-    """fio failed, or its answer cannot be read; the message has its words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +44,6 @@ class Fio:
         self._directory, self._nbytes, self._threads, self._run_ms = directory, nbytes, threads, run_ms
         self._files = [directory / "fio-1.data", directory / "fio-2.data"]
 
-    @staticmethod
-    def program() -> str | None:
-        """The path of fio, or None where it is not installed."""
-        return shutil.which("fio")
-
     @property
     def version(self) -> str:
         """The version, such as `fio-3.33`."""
@@ -62,16 +52,16 @@ class Fio:
     def run(self, mode: Mode, block_bytes: int) -> FioRun:
         """Write the first file or read it; or read the first and write the second at once, half of the threads each.
 
-        After `lay_out`. Raises FioError.
+        After `lay_out`. Raises CannotMeasure.
         """
         return parse(self._call(arguments(mode, self._files, self._nbytes, block_bytes, self._threads, self._run_ms)))
 
     def lay_out(self) -> None:
-        """Write both files once: existing blocks are then written again, as a store reuses its own. Raises FioError."""
+        """Write both files once: existing blocks are then written again, as a store reuses its own."""
         line = ["--ioengine=psync", "--direct=1", "--bs=4M", f"--size={self._nbytes}", "--rw=write"]
-        self._call(
-            [*line, *(part for file in self._files for part in (f"--name={file.stem}", f"--filename={file.name}"))]
-        )
+        for file in self._files:
+            line += [f"--name={file.stem}", f"--filename={file.name}"]
+        self._call(line)
 
     def clear(self) -> None:
         """Delete both files."""
@@ -89,16 +79,16 @@ class Fio:
             check=False,
         )
         if done.returncode:
-            raise FioError(f"fio ended with status {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
+            raise CannotMeasure(
+                f"fio ended with status {done.returncode}: {done.stderr.strip() or done.stdout.strip()}"
+            )
         return done.stdout
 
 
 def arguments(mode: Mode, files: list[Path], nbytes: int, block_bytes: int, threads: int, run_ms: int) -> list[str]:
     """The command line of fio; `nbytes` is a multiple of `threads * block_bytes`."""
     share = threads if mode != "both" else max(1, threads // 2)
-    jobs = {"write": [("write", files[0])], "read": [("read", files[0])]}.get(
-        mode, [("read", files[0]), ("write", files[1])]
-    )
+    jobs = list(zip(("read", "write"), files, strict=True)) if mode == "both" else [(mode, files[0])]
     line = ["--output-format=json", "--ioengine=psync", "--direct=1", "--thread", f"--bs={block_bytes}"]
     line += [f"--size={nbytes // share}", f"--offset_increment={nbytes // share}", f"--numjobs={share}"]
     run_ms *= max(1, block_bytes // _BLOCK_BYTES_A_RUN)
@@ -110,17 +100,17 @@ def arguments(mode: Mode, files: list[Path], nbytes: int, block_bytes: int, thre
 
 
 def parse(text: str) -> FioRun:
-    """Sum fio's JSON over all jobs. Raises FioError."""
+    """Sum fio's JSON over all jobs. Raises CannotMeasure."""
     start = re.search(r"^\{", text, re.MULTILINE)  # there may be notes ahead of it
     try:
         jobs: list[dict[str, Any]] = json.loads(text[start.start() :] if start else "")["jobs"]
         if any(job["error"] for job in jobs):
-            raise FioError(f"fio says errors {[job['error'] for job in jobs]} of its jobs")
+            raise CannotMeasure(f"fio says errors {[job['error'] for job in jobs]} of its jobs")
         sides = [job[side] for job in jobs for side in ("read", "write") if job[side]["io_bytes"]]
         cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
         rate = sum(side["io_bytes"] / side["runtime"] * 1000 for side in sides)
         if not sides:
-            raise FioError("fio moved nothing")
+            raise CannotMeasure("fio moved nothing")
         return FioRun(nbytes=sum(side["io_bytes"] for side in sides), bytes_per_s=rate, cpu_s=cpu_s)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise FioError(f"fio's answer cannot be read ({error!r}): {text[:400]!r}") from error
+        raise CannotMeasure(f"fio's answer cannot be read ({error!r}): {text[:400]!r}") from error

@@ -21,10 +21,6 @@ _ALIGNMENT = 4096
 _NUMBERED = 512 // 8
 
 
-class WrongBytes(CannotMeasure):
-    """A read brought back other bytes than were written: no figure of this run counts."""
-
-
 class Memory:
     """`count` buffers of `nbytes` each, a multiple of 4096, in huge pages where the system gives them."""
 
@@ -67,10 +63,9 @@ def wipe(found: Sequence[Words]) -> None:
 
 
 def verify(found: Sequence[Words], written: Sequence[Words], who: str) -> None:
-    """Compare every byte. Raises WrongBytes."""
+    """Compare every byte. Raises CannotMeasure."""
     for index, (one, other) in enumerate(zip(found, written, strict=True)):
         if not np.array_equal(one, other):
             first = int(np.flatnonzero(one != other)[0]) * 8
-            raise WrongBytes(
-                f"{who}: buffer {index} of {len(found)} differs from byte {first} on from what was written"
-            )
+            what = f"buffer {index} of {len(found)} differs from byte {first} on from what was written"
+            raise CannotMeasure(f"{who}: {what}")

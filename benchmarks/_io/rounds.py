@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -56,8 +57,7 @@ def measure(
     A round moves `nbytes` in buffers of `size`.
 
     Raises:
-        WrongBytes: something read is not what was written.
-        CannotMeasure: no direct I/O in the directory, or fio fails.
+        CannotMeasure: something read is not what was written, no direct I/O in the directory, or fio fails.
     """
     missing: dict[str, str] = {}
     with ExitStack() as stack:
@@ -76,7 +76,7 @@ def measure(
         else:
             arms[DEEPSPEED] = peer
             stack.callback(peer.close)
-        fio = Fio(directory, nbytes, threads, run_ms=fio_run_ms) if Fio.program() else None
+        fio = Fio(directory, nbytes, threads, run_ms=fio_run_ms) if shutil.which("fio") else None
         if fio is None:
             missing[FIO] = "not installed (Debian and Ubuntu: apt-get install fio)"
         else:

@@ -127,14 +127,12 @@ def draw_rates(
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 
 
-def draw_memory(
-    courses: Mapping[str, Sequence[Sequence[tuple[float, int]]]], path: Path, *, title: str, first_steps: int = 3
-) -> None:
+def draw_memory(courses: Mapping[str, Sequence[Sequence[tuple[float, int]]]], path: Path, *, title: str) -> None:
     """Draw resident memory of every arm over its own training time (other arms' turns cut out): first steps, and all.
 
     `courses`: per arm, per step, `(seconds from the step's start, bytes over idle)`.
     """
-    first_steps = min(first_steps, *(len(steps) for steps in courses.values()))
+    first_steps = min(3, *(len(steps) for steps in courses.values()))
     plain = iter((OPTIMIZER, WAIT, FORWARDED))
     colours = [READ if "offload" in name else next(plain) for name in courses]
     size = {"figsize": (13, 4.6), "width_ratios": (1, 1.6)}

@@ -5,7 +5,6 @@ Pure functions over `(kind, start_s, end_s, nbytes, label)`; kinds are "write", 
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -42,18 +41,11 @@ def hidden_share(io_busy_s: float, waited_s: float) -> float:
 
 def lanes(events: Sequence[Event]) -> list[int]:
     """Assign events, sorted by start, to as few lanes as possible, so that no two in a lane overlap."""
-    free: list[int] = []
-    running: list[tuple[float, int]] = []
-    used = 0
+    ends: list[float] = []  # of each lane's last event
     chosen = []
     for _, start, end, _, _ in events:
-        while running and running[0][0] <= start:
-            heapq.heappush(free, heapq.heappop(running)[1])
-        if free:
-            lane = heapq.heappop(free)
-        else:
-            lane, used = used, used + 1
-        heapq.heappush(running, (end, lane))
+        lane = next((lane for lane, until in enumerate(ends) if until <= start), len(ends))
+        ends[lane : lane + 1] = [end]
         chosen.append(lane)
     return chosen
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._report.results import CannotMeasure
 from .child import Child
@@ -21,9 +21,9 @@ from .serve import Tell
 
 _WORKER = "benchmarks._arms.worker"
 # A turn takes a few seconds; the timeout only ends one that hangs.
-TURN_TIMEOUT_S = 600.0
+_TURN_TIMEOUT_S = 600.0
 # The longest arm that is asked once is a quarter of an hour of training.
-ASK_TIMEOUT_S = 7200.0
+_ASK_TIMEOUT_S = 7200.0
 # OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
 _SETTLE_S = 0.02
 # Variables that choose or tune an allocator: removed for the arm that runs "as Python comes".
@@ -34,6 +34,7 @@ _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_
 class Spec:
     """One arm: its name, the role and options of its process, its allocator and its threads.
 
+    `role` names a module of `_arms` and what to call in it, such as "train:TrainArm".
     `allocator` is "as-is" (as Python comes) or a name that `tba run --allocator` takes.
     """
 
@@ -84,14 +85,13 @@ class Arm:
     """The process of one arm, started on construction.
 
     Attributes:
-        about: what the arm says of itself once it is built.
+        about: what the arm says of itself once it is built; of a role without turns, its answer.
         allocator, allocator_reason: the allocator it runs under, and why that one.
     """
 
-    def __init__(self, spec: Spec, *, timeout_s: float = TURN_TIMEOUT_S) -> None:
+    def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.about: dict[str, Any] = {}
-        self._timeout_s = timeout_s
         environment, self.allocator, self.allocator_reason = arm_environment(spec, os.environ)
         self.child = Child(f"the arm {spec.name!r}", _WORKER, environment=environment)
 
@@ -99,28 +99,28 @@ class Arm:
         """Let the process build the arm."""
         self.child.send({"role": self.spec.role, "options": dict(self.spec.options)})
 
-    def ready(self) -> None:
-        """Wait until the arm is built."""
-        self.about = self.child.receive(timeout_s=self._timeout_s)
+    def ready(self, *, timeout_s: float = _TURN_TIMEOUT_S, tell: Tell = lambda note: None) -> None:
+        """Wait until the arm is built; `tell` gets its notes as they come."""
+        self.about = self.child.receive(timeout_s=timeout_s, tell=tell)
 
     def turn(self, index: int) -> dict[str, Any]:
         """Let the arm work once."""
-        answer: dict[str, Any] = self.child.ask({"turn": index}, timeout_s=self._timeout_s)
+        answer: dict[str, Any] = self.child.ask({"turn": index}, timeout_s=_TURN_TIMEOUT_S)
         return answer
 
     def close(self) -> dict[str, Any]:
         """Close what the arm has open, and return its last figures."""
-        answer: dict[str, Any] = self.child.ask({"close": True}, timeout_s=self._timeout_s)
+        answer: dict[str, Any] = self.child.ask({"close": True}, timeout_s=_TURN_TIMEOUT_S)
         return answer
 
 
 @contextmanager
-def running(specs: Sequence[Spec], *, timeout_s: float = TURN_TIMEOUT_S) -> Iterator[list[Arm]]:
+def running(specs: Sequence[Spec]) -> Iterator[list[Arm]]:
     """Start the processes of all arms together and wait until they are ready; kill them at the end."""
     with ExitStack() as stack:
         arms = []
         for spec in specs:
-            arm = Arm(spec, timeout_s=timeout_s)
+            arm = Arm(spec)
             stack.callback(arm.child.close)
             arm.begin()
             arms.append(arm)
@@ -138,28 +138,21 @@ def in_turns(arms: Sequence[Arm], rounds: Sequence[int]) -> Iterator[tuple[Arm, 
             yield arm, number, answer
 
 
-class Answer(NamedTuple):
-    """The answer of an arm that was asked once, and the allocator it ran under."""
-
-    spec: Spec
-    body: dict[str, Any]
-    allocator: str
-
-
-def ask(spec: Spec, *, tell: Tell = lambda note: None, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
-    """Run one arm to its end in a process of its own; `tell` gets its notes as they come.
+def ask(spec: Spec, *, tell: Tell = lambda note: None) -> Arm:
+    """Run an arm without turns to its end; its answer is the `about` of what is returned, a closed arm.
 
     Raises:
         CannotMeasure: the allocator is not on this machine.
-        ChildError: the process ended, or gave no answer within `timeout_s`.
+        ChildError: the process ended, or gave no answer in two hours.
     """
-    environment, allocator, _ = arm_environment(spec, os.environ)
-    with closing(Child(f"the arm {spec.name!r}", _WORKER, environment=environment)) as child:
-        body = child.ask({"role": spec.role, "options": dict(spec.options)}, timeout_s=timeout_s, tell=tell)
-    return Answer(spec, body, allocator)
+    arm = Arm(spec)
+    with closing(arm.child):
+        arm.begin()
+        arm.ready(timeout_s=_ASK_TIMEOUT_S, tell=tell)
+    return arm
 
 
-def ask_all(specs: Sequence[Spec], *, jobs: int, tell: Callable[[Spec, str], None]) -> list[Answer]:
+def ask_all(specs: Sequence[Spec], *, jobs: int, tell: Callable[[Spec, str], None]) -> list[Arm]:
     """Run all arms, `jobs` at a time, and return their answers in order. `tell` is called from several threads.
 
     Raises:

@@ -6,26 +6,28 @@ Guarantees:
    holds the end of the child's standard error; of a child that hangs, that is the stack of each of its threads.
 2. After `close` there is no process.
 
-The other side is `serve`. One JSON object a line:
+The other side is `serve`. Messages are JSON, on a pipe of their own:
     in   a question
     out  {"note": "..."}   any number, while the child works on the question
          {"answer": ...}   one for each question
+What the child prints, or a library in it, goes where its errors go.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
+PIPE = "BENCHMARKS_PIPE"  # the variable that tells the child its end of the pipe
 _ROOT = Path(__file__).resolve().parents[2]
 _ENDING_S = 2.0  # a process may take a moment to end, and to write its stacks
 _WORDS = 6000
@@ -58,15 +60,16 @@ class Child:
         self._name = name
         path = os.pathsep.join(filter(None, [str(_ROOT), environment.get("PYTHONPATH", "")]))
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env={**environment, "PYTHONPATH": path},
-            bufsize=0,
-        )
-        self._unread = b""
+        self._pipe, other = Pipe()
+        with other:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                env={**environment, "PYTHONPATH": path, PIPE: str(other.fileno())},
+                pass_fds=[other.fileno()],
+            )
 
     @property
     def pid(self) -> int:
@@ -80,20 +83,21 @@ class Child:
 
     def send(self, question: Any) -> None:
         """Send a question. Raises ChildError."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps(question).encode() + b"\n")
-        except BrokenPipeError:
+            self._pipe.send_bytes(json.dumps(question).encode())
+        except OSError:
             raise self._failed("ended") from None
 
     def receive(self, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
         """Wait for the answer to the question sent; `tell` gets each note as it comes. Raises ChildError."""
         until_s = time.monotonic() + timeout_s
         while True:
-            line = self._line(until_s)
-            if line is None:
+            if not self._pipe.poll(max(0.0, until_s - time.monotonic())):
                 raise self._failed(f"gave no answer within {timeout_s:g} s", hung=True)
-            message = json.loads(line)
+            try:
+                message = json.loads(self._pipe.recv_bytes())
+            except (EOFError, OSError):
+                raise self._failed("ended") from None
             if "answer" in message:
                 return message["answer"]
             tell(message["note"])
@@ -102,24 +106,8 @@ class Child:
         """Kill the process if it still runs."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                stream.close()
-
-    def _line(self, until_s: float) -> bytes | None:
-        """The next line, or None if there is none in time."""
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not selector.select(max(0.0, until_s - time.monotonic())):
-                    return None
-                piece = os.read(self._process.stdout.fileno(), 1 << 20)
-                if not piece:
-                    raise self._failed("ended")
-                self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        self._pipe.close()
+        self._errors.close()
 
     def _failed(self, how: str, *, hung: bool = False) -> ChildError:
         if hung:

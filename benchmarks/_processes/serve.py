@@ -1,4 +1,4 @@
-"""The child's side of `Child`: answers the questions that come on standard input."""
+"""The child's side of `Child`: answers the questions that come through the pipe."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
+
+from .child import PIPE
 
 Tell = Callable[[str], None]
 
@@ -19,13 +21,14 @@ def serve(answer: Callable[[Any, Tell], Any]) -> None:
     An exception ends the process, with its traceback on standard error, which the parent shows.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    # Messages get a descriptor of their own: what a library prints on standard output lands on standard error.
-    with os.fdopen(os.dup(1), "w") as channel:
-        os.dup2(2, 1)
+    with Connection(int(os.environ[PIPE])) as pipe:
 
         def say(kind: str, body: Any) -> None:
-            channel.write(json.dumps({kind: body}) + "\n")
-            channel.flush()
+            pipe.send_bytes(json.dumps({kind: body}).encode())
 
-        for line in sys.stdin:
-            say("answer", answer(json.loads(line), lambda note: say("note", note)))
+        while True:
+            try:
+                question = json.loads(pipe.recv_bytes())
+            except (EOFError, OSError):
+                return
+            say("answer", answer(question, lambda note: say("note", note)))

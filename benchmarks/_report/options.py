@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from .results import Result, check_machine, file_result, show
+from .results import Result, file_result, show
 
 MACHINE = f"cpu{os.cpu_count()}"
 
 
 def _neutral(machine: str) -> str:
-    try:
-        return check_machine(machine)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    """Return the name if it is fit for a public file: no host name and no path."""
+    if not machine.isidentifier() or len(machine) > 16:
+        raise typer.BadParameter(f"it becomes public: give a short neutral name such as vm2, not {machine!r}")
+    return machine
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
@@ -30,6 +32,21 @@ Machine = Annotated[
 Folder = Annotated[
     Path | None, typer.Option("--path", help="A folder on the disk to use (default: out/scratch).", file_okay=False)
 ]
+
+
+def command(app: typer.Typer) -> Callable[[Callable[..., Result]], None]:
+    """Make a function a command of `app`: with its own options, and --json, --save and --machine for its result."""
+
+    def register(function: Callable[..., Result]) -> None:
+        def run(json: AsJson = False, save: Save = False, machine: Machine = MACHINE, **options: Any) -> None:
+            finish(function(**options), json, save, machine)
+
+        *shared, _ = inspect.signature(run, eval_str=True).parameters.values()
+        own = inspect.signature(function, eval_str=True).parameters.values()
+        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]  # typer reads it
+        app.command(function.__name__, help=function.__doc__)(run)
+
+    return register
 
 
 def finish(result: Result, as_json: bool, save: bool, machine: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MIB = 1 << 20
@@ -24,20 +25,12 @@ class CannotMeasure(RuntimeError):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text: shown by rich on a terminal, filed as Markdown."""
+    """A table of text, which is Markdown in a file, and on a terminal as rich draws Markdown."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-
-    def rich(self) -> Table:
-        table = Table(title=self.title, title_justify="left", caption=self.note or None, caption_justify="left")
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
 
     def markdown(self) -> str:
         lines = [f"### {self.title}", "", _row(self.columns), _row(["---"] + ["---:"] * (len(self.columns) - 1))]
@@ -49,13 +42,14 @@ class Grid:
 class Result:
     """Result of a benchmark: tables for people, `data` (JSON-able) for programs, pictures and traces as files.
 
-    `package` is the one that `python -m` ran.
+    `package` is the one that `python -m` ran; `picture` is the one of the files that is filed with the tables.
     """
 
     theme: str
     tables: Sequence[Grid]
     data: Mapping[str, Any]
     files: Sequence[Path] = ()
+    picture: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     package: str = "benchmarks"
 
@@ -75,28 +69,19 @@ class Result:
 
 
 def file_result(result: Result, machine: str, folder: Path = RESULTS) -> list[Path]:
-    """Write `<theme>_<machine>_<yyyymm>.md` and `.json`; return their paths."""
-    check_machine(machine)
+    """Write `<theme>_<machine>_<yyyymm>.md` and `.json`, and the picture if there is one; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = folder / f"{result.theme}_{machine}_{datetime.date.today():%Y%m}"
     described = [f"- {name}: {value}" for name, value in result.environment.items()]
     parts = [f"# {result.theme} on {machine}", f"```\n{result.command}\n```", "\n".join(described)]
-    text, raw = stem.with_suffix(".md"), stem.with_suffix(".json")
+    text, raw, picture = stem.with_suffix(".md"), stem.with_suffix(".json"), stem.with_suffix(".png")
     text.write_text("\n\n".join(parts + [table.markdown() for table in result.tables]))
-    document = {**result.document(), "files": [path.name for path in result.files]}
-    raw.write_text(json.dumps(document, indent=1) + "\n")
-    return [text, raw]
-
-
-def check_machine(machine: str) -> str:
-    """Return the name if it is fit for a public file.
-
-    Raises:
-        ValueError: it looks like a host name or a path.
-    """
-    if not machine.isidentifier() or len(machine) > 16:
-        raise ValueError(f"the machine's name becomes public: give a short neutral one such as vm2, not {machine!r}")
-    return machine
+    names = [picture.name if path == result.picture else path.name for path in result.files]
+    raw.write_text(json.dumps({**result.document(), "files": names}, indent=1) + "\n")
+    if result.picture is None:
+        return [text, raw]
+    shutil.copy(result.picture, picture)
+    return [text, raw, picture]
 
 
 def show(result: Result, *, as_json: bool) -> None:
@@ -106,8 +91,7 @@ def show(result: Result, *, as_json: bool) -> None:
         return
     console = Console(width=None if sys.stdout.isatty() else 140)
     for table in result.tables:
-        console.print(table.rich())
-        console.print()
+        console.print(Markdown(table.markdown()))
     for path in result.files:
         console.print(f"wrote {path}", soft_wrap=True, highlight=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -69,7 +69,7 @@ def arm_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
                 f"{median_ratio(arm.cpu_s, base.cpu_s):.3f}",
                 f"{median(arm.waited_share):.2%}" if arm.moved else "-",
             )
-        peak = mib(arm.peak_bytes), f"{_memory(arm, base):.2f}"
+        peak = mib(arm.peak_bytes), f"{memory_share(arm, base):.2f}"
         written = f"{mib(arm.moved['written_bytes'])} MiB" if arm.moved else "-"
         rows.append((arm.name, arm.allocator, *peak, *times, written))
     columns = ("arm", "allocator", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain", "waited", "written")
@@ -81,29 +81,24 @@ def cpu_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
     """The bars of a step on a CPU; a model without limits of its own has its values only shown."""
     as_is, plain, offload = arms["plain, as Python comes"], arms["plain"], arms["offload nvme"]
     checkpoint, mimalloc = arms["checkpoint"], arms.get("offload nvme, mimalloc")
-    known = _MEMORY_BARS.get(model)
-    limits: tuple[float | None, ...] = known or (None, None, None)
-
-    def timing(limit: float) -> float | None:
-        return limit if known else None
-
+    limits = _MEMORY_BARS.get(model, (1.0, 1.0, 1.0))
     bars = [
-        Bar(what="peak over idle / plain as Python comes", measured=_memory(offload, as_is), limit=limits[0]),
-        Bar(what="peak over idle / plain, same allocator", measured=_memory(offload, plain), limit=limits[1]),
+        Bar(what="peak over idle / plain as Python comes", measured=memory_share(offload, as_is), limit=limits[0]),
+        Bar(what="peak over idle / plain, same allocator", measured=memory_share(offload, plain), limit=limits[1]),
     ]
     if mimalloc is not None:
         what = "peak over idle under mimalloc / plain as Python comes"
-        bars.append(Bar(what=what, measured=_memory(mimalloc, as_is), limit=limits[2]))
+        bars.append(Bar(what=what, measured=memory_share(mimalloc, as_is), limit=limits[2]))
     wall, cpu = ratios(offload.wall_s, plain.wall_s), ratios(offload.cpu_s, plain.cpu_s)
     against = ratios(offload.wall_s, checkpoint.wall_s)
-    return [
-        *bars,
-        _time("wall per step / plain, same allocator", wall, timing(_WALL_BAR)),
-        _time("CPU seconds per step / plain, same allocator", cpu, timing(_CPU_BAR)),
-        Bar(what="backward's waiting", measured=median(offload.waited_share), limit=timing(_WAIT_BAR), unit="%"),
-        Bar(what="peak / full checkpointing", measured=_memory(offload, checkpoint), limit=timing(1), sign="<"),
-        _time("wall / full checkpointing", against, timing(1), sign="<"),
+    bars += [
+        _time("wall per step / plain, same allocator", wall, _WALL_BAR),
+        _time("CPU seconds per step / plain, same allocator", cpu, _CPU_BAR),
+        Bar(what="backward's waiting", measured=median(offload.waited_share), limit=_WAIT_BAR, unit="%"),
+        Bar(what="peak / full checkpointing", measured=memory_share(offload, checkpoint), limit=1, sign="<"),
+        _time("wall / full checkpointing", against, 1, sign="<"),
     ]
+    return bars if model in _MEMORY_BARS else [replace(bar, limit=None) for bar in bars]
 
 
 def cuda_bars(arms: Mapping[str, Measured]) -> list[Bar]:
@@ -113,10 +108,10 @@ def cuda_bars(arms: Mapping[str, Measured]) -> list[Bar]:
     for name in ("offload nvme", "offload cpu"):
         arm = arms[name]
         bars += [
-            Bar(what=f"{name}: peak over idle / plain", measured=_memory(arm, plain), limit=None),
+            Bar(what=f"{name}: peak over idle / plain", measured=memory_share(arm, plain), limit=None),
             _time(f"{name}: wall / plain", ratios(arm.wall_s, plain.wall_s), None),
             Bar(what=f"{name}: backward's waiting", measured=median(arm.waited_share), limit=None, unit="%"),
-            Bar(what=f"{name}: peak / full checkpointing", measured=_memory(arm, checkpoint), limit=None),
+            Bar(what=f"{name}: peak / full checkpointing", measured=memory_share(arm, checkpoint), limit=None),
             _time(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), None),
         ]
     return bars
@@ -127,5 +122,6 @@ def _time(what: str, found: Sequence[float], limit: float | None, *, sign: str =
     return Bar(what=what, measured=median(found), limit=limit, sign=sign, spread=doubt(found))
 
 
-def _memory(arm: Measured, other: Measured) -> float:
+def memory_share(arm: Measured, other: Measured) -> float:
+    """Return the peak of one arm as a share of the other's."""
     return arm.peak_bytes / max(1, other.peak_bytes)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .gpt import GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """A size to measure: fields of `GPTConfig`, and the sequences of a batch."""
+class Model(GPTConfig):
+    """A size to measure, the sequences of a batch, and the fields of `OffloadConfig` that it is offloaded with."""
 
-    layers: int
-    width: int
-    heads: int
-    sequence: int
     batch: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.layers}x{self.width}"
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         return f"GPT {self.name}, {self.heads} heads, sequence {self.sequence}, batch {self.batch}"
 
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -37,5 +34,5 @@ CUDA_MODELS = {
 }
 # The size and settings of `--quick`. Every tensor is moved. With so little read-ahead next to nothing is held back for
 # it, and with so little in flight forward waits for the writes: bytes go through the file however short the step is.
-TINY = Model(layers=3, width=64, heads=2, sequence=64, batch=4)
 TINY_SETTINGS = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 16}
+TINY = Model(layers=3, width=64, heads=2, sequence=64, batch=4, settings=TINY_SETTINGS)

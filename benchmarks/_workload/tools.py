@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.optim import Optimizer
 
 
-def make_optimizer(model: nn.Module, kind: str, learning_rate: float) -> torch.optim.Optimizer:
-    """Make the optimizer with its state in place, so that the state counts as idle and not as a step's peak."""
-    if kind == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=learning_rate)
-    if kind != "adamw":
-        raise ValueError(f"unknown optimizer {kind!r}; known are sgd, adamw")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    for parameter in model.parameters():
+def make_state(optimizer: Optimizer, parameters: Iterable[Tensor], learning_rate: float) -> Optimizer:
+    """Make the state of these parameters now, so that it counts as idle and not as a step's peak; set the rate.
+
+    Returns:
+        The optimizer, which had a rate of 0.
+    """
+    for parameter in parameters:
         # A step on a gradient of zeros at rate 0 makes the state and changes nothing. One parameter at a time: a
         # whole set of gradients would leave the allocator room that a step could use unseen.
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         parameter.grad = None
-    optimizer.param_groups[0]["lr"] = learning_rate
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
     return optimizer
 
 
-def gradient_hash(model: nn.Module) -> str:
+def empty_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+    """Make a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def gradient_hash(parameters: Iterable[Tensor]) -> str:
     """Hash the bytes of all gradients in the order of the parameters: the first 16 hex digits of a sha256."""
     digest = hashlib.sha256()
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.grad is not None:
             digest.update(memoryview(parameter.grad.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()))
     return digest.hexdigest()[:16]

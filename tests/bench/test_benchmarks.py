@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks._pictures.trace import away_bytes, busy_s, chrome_trace, hidden_share, lanes
 from benchmarks._processes import measure
 from benchmarks._processes.arms import Spec
 from benchmarks._report.bar import Bar
 from benchmarks._report.ratios import median_ratio
-from benchmarks._report.results import Grid, Result, check_machine, file_result
+from benchmarks._report.results import Grid, Result, file_result
 from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
@@ -242,19 +244,23 @@ def test_rates_that_do_not_parse(text: str) -> None:
 
 def test_results_are_filed_with_command_and_environment(tmp_path: Path) -> None:
     table = Grid("A table", ("what", "value"), [("a|b", "1")], "A note.")
-    result = Result(
-        theme="step", tables=[table], data={"x": 1}, environment={"torch": "2"}, files=[Path("out/picture.png")]
-    )
-    markdown, raw = file_result(result, "vm2", tmp_path)
+    (tmp_path / "picture.png").write_text("of a step")
+    files = [tmp_path / "trace.json", tmp_path / "picture.png"]
+    result = Result(theme="step", tables=[table], data={"x": 1}, environment={"torch": "2"}, files=files)
+    assert len(file_result(result, "vm2", tmp_path)) == 2
+    markdown, raw, picture = file_result(replace(result, picture=files[1]), "vm2", tmp_path)
     assert markdown.name.startswith("step_vm2_20")
     assert "- torch: 2" in markdown.read_text()
     assert "| a\\|b | 1 |" in markdown.read_text()
     assert "python -m benchmarks" in markdown.read_text()
     assert json.loads(raw.read_text())["x"] == 1
-    assert json.loads(raw.read_text())["files"] == ["picture.png"]
+    assert json.loads(raw.read_text())["files"] == ["trace.json", picture.name]
+    assert picture.read_text() == "of a step"
+    assert picture.stem == markdown.stem
     for name in ("host.example.org", "/tmp/x", "a-b"):
-        with pytest.raises(ValueError, match="short neutral"):
-            check_machine(name)
+        refused = CliRunner().invoke(app, ["hooks", "--quick", "--save", "--machine", name])
+        assert refused.exit_code == 2
+        assert "short neutral" in refused.stderr
 
 
 def test_bars_and_ratios() -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from benchmarks._arms.worker import Worker
 from benchmarks._processes import arms
-from benchmarks._processes.arms import Answer, Spec, ask, ask_all, in_turns, plain_environment, running
+from benchmarks._processes.arms import Spec, ask, ask_all, in_turns, plain_environment, running
 from benchmarks._processes.child import Child, ChildError
 
 TIMEOUT_S = 60.0
-UNKNOWN = Spec(name="wrong", role="nonesuch", options={}, threads=1)
+UNKNOWN = Spec(name="wrong", role="worker:nonesuch", options={}, threads=1)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_child_that_hangs_says_where(child: Child) -> None:
 
 
 def test_arm_that_fails_is_an_error_that_names_it() -> None:
-    with pytest.raises(ChildError, match=r"the arm 'wrong' ended \(exit status 1\)(?s:.*)unknown role 'nonesuch'"):
+    with pytest.raises(ChildError, match=r"the arm 'wrong' ended \(exit status 1\)(?s:.*)no attribute 'nonesuch'"):
         ask(UNKNOWN)
     with pytest.raises(ChildError, match="'wrong' ended"), running([UNKNOWN]):
         pass
@@ -80,7 +80,7 @@ def test_arm_that_fails_is_an_error_that_names_it() -> None:
 def test_worker_runs_a_role_that_answers_once() -> None:
     options = {"tokens": 4, "width": 8, "out": 8, "rank": 2, "rounds": 1, "threads": 1}
     notes: list[str] = []
-    found = Worker().answer({"role": "linear", "options": options}, notes.append)
+    found = Worker().answer({"role": "codec_speed:measure_linear", "options": options}, notes.append)
     assert notes == ["round 0 of 1", "round 1 of 1"]
     assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"nn.Linear": 1, "compact_linear": 1}
 
@@ -88,19 +88,19 @@ def test_worker_runs_a_role_that_answers_once() -> None:
 def test_arms_not_begun_never_begin_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
 
-    def fake(spec: Spec, *, tell: Any) -> Answer:
+    def fake(spec: Spec, *, tell: Any) -> str:
         begun.append(spec.name)
         if spec.name == "b":
             raise ChildError("b", hung=False, words="")
-        return Answer(spec, {}, "")
+        return spec.name
 
     monkeypatch.setattr(arms, "ask", fake)
-    specs = [Spec(name=name, role="linear", options={}) for name in "aebcdfgh"]
+    specs = [Spec(name=name, role="", options={}) for name in "aebcdfgh"]
     with pytest.raises(ChildError, match="b"):
         ask_all(specs, jobs=1, tell=lambda spec, note: None)
     assert begun[:3] == ["a", "e", "b"]
     answers = ask_all(specs[:2], jobs=2, tell=lambda spec, note: None)
-    assert [answer.spec.name for answer in answers] == ["a", "e"]
+    assert answers == ["a", "e"]
 
 
 def test_turns_reverse_every_other_round() -> None:

@@ -61,7 +61,7 @@ def backward(losses: list[Tensor], *, retained: bool) -> None:
 
 def seen_of(model: nn.Module, losses: list[Tensor]) -> Seen:
     """Describe the result of a step exactly: its losses and the hash of its gradients."""
-    return *(float(loss.detach()).hex() for loss in losses), gradient_hash(model)
+    return *(float(loss.detach()).hex() for loss in losses), gradient_hash(model.parameters())
 
 
 @cache
