@@ -66,8 +66,9 @@ def labelled_below(points: Mapping[str, tuple[float, float]]) -> set[str]:
     below = set()
     for left, right in pairwise(names):
         (share, gap), (next_share, next_gap) = points[left], points[right]
-        if next_share - share < reach and abs(_height(next_gap) - _height(gap)) < _LABEL_HEIGHT:
-            below.add(left if left not in below and gap <= next_gap else right)
+        near = next_share - share < reach and abs(_height(next_gap) - _height(gap)) < _LABEL_HEIGHT
+        if near and left not in below:
+            below.add(left if gap <= next_gap else right)
     return below
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .._errors import UnsupportedTensor
 from .._kernels.bits import pack, packed_count, unpack
@@ -127,10 +128,8 @@ class Mask(Verbatim):
 
 def _pack_bits(mask: Tensor) -> Tensor:
     """Pack a flat boolean tensor, 8 elements a byte."""
-    count = mask.numel()
-    codes = torch.zeros(-(-count // 8) * 8, dtype=torch.uint8, device=mask.device)
-    codes[:count].copy_(mask)
-    packed = torch.empty(packed_count(count, 1), dtype=torch.uint8, device=mask.device)
+    codes = functional.pad(mask.view(torch.uint8), (0, -mask.numel() % 8))
+    packed = codes.new_empty(packed_count(mask.numel(), 1))
     pack(codes, 1, packed)
     return packed
 

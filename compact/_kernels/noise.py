@@ -47,18 +47,10 @@ class Noise:
             out: fp32 [n], contiguous.
             start: index of the first element.
         """
-        written, count = 0, out.numel()
-        while written < count:
-            block, within = divmod(start + written, PERIOD)
-            whole = (count - written) // PERIOD if within == 0 else 0
-            if whole:
-                piece = self.base ^ self.shift[block : block + whole, None]
-                out[written : written + whole * PERIOD].view(whole, PERIOD).copy_(piece)
-                written += whole * PERIOD
-            else:
-                length = min(PERIOD - within, count - written)
-                out[written : written + length].copy_(self.base[within : within + length] ^ self.shift[block])
-                written += length
+        block, within = divmod(start, PERIOD)
+        end = -(-(start + out.numel()) // PERIOD)
+        blocks = self.base ^ self.shift[block:end, None]
+        out.copy_(blocks.view(-1)[within : within + out.numel()])
 
 
 def _halves(key: int, count: int, device: torch.device) -> Tensor:

@@ -54,30 +54,24 @@ class _Compact:
         if getattr(self.weight, "subspace", None) is not self.subspace:
             self.weight.subspace = self.subspace
 
-    def _compact(self, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], as the layer it was, bit for bit; its weight gradient goes to the subspace."""
         self._link()  # loading weights by assignment replaces the parameter
+        weight = self.weight.t() if self.subspace.transposed else self.weight
         return linear_into(x, weight, self.bias, self.subspace, self.shared)
 
     def extra_repr(self) -> str:
         space, shape = self.subspace, self.weight.shape
-        out = shape[1 if space.transposed else 0]
+        out = shape[space.transposed]
         return f"{space.width}, {out}, bias={self.bias is not None}, rank={space.rank}, kind={space.kind}"
 
 
 class CompactLinear(_Compact, nn.Linear):
     """A converted `torch.nn.Linear`."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], as the layer it was, bit for bit; its weight gradient goes to the subspace."""
-        return self._compact(x, self.weight)
-
 
 class CompactConv1D(_Compact, nn.Module):
     """A converted Conv1D of transformers: a linear layer whose weight is [in, out]."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], as the layer it was, bit for bit; its weight gradient goes to the subspace."""
-        return self._compact(x, self.weight.t())
 
 
 def convert(
@@ -135,7 +129,11 @@ def convert(
             base_key=_seeds.key(seed, parent if share else name, "parent" if share else "layer"),
             transposed=_is_conv1d(module),
         )
-        _change(module, subspace, groups.setdefault(parent, SharedInput()) if share else None)
+        state: Any = module
+        state.original, state.subspace = type(module), subspace
+        state.shared = groups.setdefault(parent, SharedInput()) if share else None
+        state.__class__ = CompactConv1D if subspace.transposed else CompactLinear
+        state.weight.subspace = subspace
     _ignored_by_ddp(model).extend(f"{name}.weight" if name else "weight" for name, _ in layers)
     return [name for name, _ in layers]
 
@@ -165,19 +163,14 @@ def revert(model: nn.Module) -> list[str]:
     return [name for name, _ in layers]
 
 
-def _change(module: nn.Module, subspace: Subspace, shared: SharedInput | None) -> None:
-    state: Any = module
-    state.original, state.subspace, state.shared = type(module), subspace, shared
-    state.__class__ = CompactConv1D if subspace.transposed else CompactLinear
-    state.weight.subspace = subspace
-
-
 def _eligible(model: nn.Module, skip: Skip) -> list[tuple[str, nn.Module]]:
     compact = [name for name, module in model.named_modules() if isinstance(module, _Compact)]
     if compact:
         raise ConvertError(f"layer {compact[0]!r} is compact already ({len(compact)} are): revert the model first")
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
-    linear = [(name, module) for name, module in model.named_modules() if _is_linear(module) or _is_conv1d(module)]
+    linear = [
+        (name, module) for name, module in model.named_modules() if type(module) is nn.Linear or _is_conv1d(module)
+    ]
     skipped = _skipped(linear, skip)
     chosen, reasons = [], Counter[str]()
     for name, module in linear:
@@ -214,10 +207,6 @@ def _skipped(linear: list[tuple[str, nn.Module]], skip: Skip) -> set[str]:
             )
         skipped.update(found)
     return skipped
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -292,3 +292,4 @@ def test_the_frontier_and_labels() -> None:
     assert frontier(points) == ["a", "d"]
     assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.0), "c": (1.0, 0.0)}) == {"a"}
     assert labelled_below({"a": (0.2, 0.0), "b": (0.21, 0.1), "c": (1.0, 0.0)}) == set()
+    assert labelled_below({"a": (0.2, 0.001), "b": (0.21, 0.0), "c": (0.22, 0.0)}) == {"b"}
