@@ -20,6 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from benchmarks._processes.child import ChildError
+from benchmarks._report.results import Result
 from campaigns.__main__ import app
 from campaigns.faults import campaign as campaign_module
 from campaigns.faults import command, trial
@@ -29,10 +33,6 @@ from campaigns.faults.sabotage import Sabotage, cut
 from campaigns.faults.small_disk import NotAllowed, small_disk
 from campaigns.faults.trial import Outcome, run_trial
 from campaigns.runner import Runner
-from typer.testing import CliRunner
-
-from benchmarks._processes.child import ChildError
-from benchmarks._report.results import Result
 from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from campaigns.programs.operators import Detach
 from torch import Tensor
 from torch.nn import functional
 
+from campaigns.programs.operators import Detach
 from support.engine import activation, engine, save
 from support.exactness import assert_bit_equal
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from campaigns.programs.check import WAYS, Outcome, ShortCollections, compare, difference, through_engine, through_plain
-from campaigns.programs.machine import EDITED, NAMES, Instruction
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from campaigns.programs.check import WAYS, Outcome, ShortCollections, compare, difference, through_engine, through_plain
+from campaigns.programs.machine import EDITED, NAMES, Instruction
 from support.engine import ALL_INT8, engine
 from tba import OffloadStats
 
