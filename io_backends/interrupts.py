@@ -191,5 +191,4 @@ def _remind() -> None:
 
 
 protect(os.path.dirname(__file__))
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=pending.clear)  # the parent's
+os.register_at_fork(after_in_child=pending.clear)  # the parent's

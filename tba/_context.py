@@ -114,11 +114,10 @@ def _resolve(
     return config.model_copy(update=given) if given else config
 
 
-def _environment() -> list[tuple[Any, Any]]:
+def _environment() -> list[tuple[bytes, bytes]]:
     """List the environment variables that settings may come from."""
-    environment: Any = getattr(os, "environb", os.environ)  # in bytes: nothing has to be decoded
-    prefix = b"TBA_" if environment is not os.environ else "TBA_"
-    return [(name, environment[name]) for name in environment if name[:4].upper() == prefix]
+    environment = os.environb  # in bytes: nothing has to be decoded
+    return [(name, environment[name]) for name in environment if name[:4].upper() == b"TBA_"]
 
 
 def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
@@ -126,9 +125,4 @@ def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
     return ", ".join(f"{name}={one!r} instead of {other!r}" for name, one, other in fields if one != other)
 
 
-def _forget_in_child() -> None:
-    _offloaders.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_offloaders.clear)

@@ -102,7 +102,7 @@ def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None
 
 def _default_directory() -> Directory:
     tried = []
-    for path in default_directories(os.environ, os.path.expanduser("~"), tempfile.gettempdir(), user_id()):
+    for path in default_directories(os.environ, os.path.expanduser("~"), tempfile.gettempdir(), os.getuid()):
         reason, facts = make_private(path), look_at(path)
         reason = reason or refusal(facts)
         if reason is None:
@@ -196,7 +196,7 @@ def make_private(path: Path, *, directory: bool = True) -> str | None:
         found = path.lstat()
         if not (stat.S_ISDIR if directory else stat.S_ISREG)(found.st_mode):
             return f"is a symbolic link, or no {'directory' if directory else 'file'}"
-        if found.st_uid != user_id():
+        if found.st_uid != os.getuid():
             return f"belongs to user {found.st_uid}"
         if found.st_mode & 0o077:
             path.chmod(0o700 if directory else 0o600)
@@ -219,8 +219,3 @@ def _mounts() -> list[Any]:
         return psutil.disk_partitions(all=True)
     except OSError:
         return []  # no /proc: no mount is known, so none is refused for its type
-
-
-def user_id() -> int:
-    """Number of the user whose files are ours; 0 where the system has no such numbers."""
-    return os.getuid() if hasattr(os, "getuid") else 0

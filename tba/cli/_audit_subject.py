@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 import sys
 from operator import attrgetter
 from pathlib import Path
@@ -39,7 +40,7 @@ def subject(
         raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
     if path.exists():
         return from_config(path, batch or _BATCH, sequence, dtype)
-    if ":" not in name:
+    if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
         raise ConfigError(
             f"MODEL {name!r} is no file or directory here, and no `module:callable`: give a config.json of "
             "transformers, its directory, or `module:callable`; nothing is downloaded"
@@ -74,10 +75,6 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
             raise  # an import of the module itself failed
         raise ConfigError(
             f"MODEL {name!r}: there is no module {error.name!r} in {here} or installed; call tba audit where it is"
-        ) from None
-    except (ValueError, TypeError):  # an empty or a relative name
-        raise ConfigError(
-            f"MODEL {name!r}: {module_name!r} is no name of a module; give `package.module:callable`"
         ) from None
     try:
         found = attrgetter(attribute)(found)

@@ -336,9 +336,10 @@ def test_what_belongs_to_another_user_is_not_used(
     uids: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allowance(tmp_path, 100).take(0)
-    monkeypatch.setattr(scratch_paths, "user_id", lambda: os.getuid() + (uids.pop(0) if uids else 0))
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + (uids.pop(0) if uids else 0))
     taken = allowance(tmp_path, 100)
-    with pytest.warns(OffloadWarning, match=f"belongs to user {os.getuid()}, so"):
+    with pytest.warns(OffloadWarning, match=f"belongs to user {mine}, so"):
         assert taken.take(60)
     assert counts(tmp_path) == {}
 
