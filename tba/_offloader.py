@@ -48,7 +48,7 @@ class Offloader:
         store: where bytes go, instead of what the settings say (it is closed with the Offloader).
 
     Raises:
-        ConfigError: tier nvme on a system that is not Linux.
+        ConfigError: settings that do not go together.
         StorageError: the storage path cannot be used.
     """
 
@@ -168,7 +168,7 @@ class Offloader:
         Raises:
             StalledError: no transfer ended for `io_timeout` seconds.
         """
-        self._saver.flush(", ".join(map(str, self._directories)) or "the store")
+        self._saver.flush(", ".join(str(directory.path) for directory in self._directories) or "the store")
 
     @contextmanager
     def suspend(self) -> Iterator[None]:

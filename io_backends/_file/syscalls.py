@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+if sys.platform != "linux":
+    raise ImportError(f"tba and io_backends need Linux (O_DIRECT, fallocate, mbind); this is {sys.platform}")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
@@ -26,19 +25,13 @@ def directories(config: OffloadConfig) -> tuple[Directory, ...]:
     """Find where scratch files go, none for tiers without any: a wrong path is an error now, not in the first step.
 
     Raises:
-        ConfigError: settings that do not go together; a tier that this system cannot have.
+        ConfigError: settings that do not go together.
         StorageError: the storage path cannot be used.
     """
     for name in ("checksum", "max_write_rate", "max_read_rate") if config.io_backend == "kvikio" else ():
         if getattr(config, name):
             raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
-    if config.tier not in ("nvme", "auto"):
-        return ()
-    if not sys.platform.startswith("linux"):
-        raise ConfigError(
-            f"tier={config.tier!r} needs Linux (O_DIRECT, fallocate), this is {sys.platform}; use tier='cpu' or 'keep'"
-        )
-    return storage_directories(config)
+    return storage_directories(config) if config.tier in ("nvme", "auto") else ()
 
 
 def open_store(config: OffloadConfig, directories: Sequence[Directory], on_device: bool) -> Store:

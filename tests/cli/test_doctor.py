@@ -109,12 +109,6 @@ def test_two_paths_on_one_file_system_are_warned_of() -> None:
     assert all(finding.level is Level.OK for finding in judge(replace(FIT, paths=(DISK, other))))
 
 
-@pytest.mark.parametrize(("tier", "count"), [("nvme", 1), ("auto", 1), ("cpu", 0), ("keep", 0)])
-def test_another_system_fails_the_tiers_that_need_linux(tier: str, count: int) -> None:
-    facts = replace(FIT, platform="darwin", tier=tier, paths=(), devices=(GPU,))
-    assert [finding.level for finding in judge(facts)].count(Level.FAILURE) == count
-
-
 def test_tiers_that_would_move_nothing() -> None:
     assert "nothing will move" in told(replace(FIT, tier="cpu", paths=()), Level.WARNING, "system").text
     assert all(f.level is Level.OK for f in judge(replace(FIT, tier="cpu", paths=(), devices=(GPU,))))
@@ -160,7 +154,6 @@ def test_glibc_is_warned_of_where_the_cpu_trains() -> None:
 
 
 EVERY_WRONG = [
-    replace(FIT, platform="win32", paths=()),
     path_with(refusal="it is not a directory; name one", disk=None),
     path_with(facts=replace(DISK.facts, mount=Mount(kind="nfs"))),
     path_with(facts=replace(DISK.facts, free_bytes=1)),

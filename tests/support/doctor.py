@@ -25,7 +25,6 @@ GPU = DeviceFacts(
     to_host_bytes_per_s=26e9,
 )
 FIT = Facts(
-    platform="linux",
     tier="nvme",
     io_backend="auto",
     paths=(DISK,),

@@ -65,7 +65,6 @@ class MemoryReport:
 class Facts:
     """All facts that `tba doctor` found."""
 
-    platform: str
     tier: str
     io_backend: str
     paths: tuple[PathReport, ...]
@@ -91,9 +90,6 @@ def judge(facts: Facts) -> list[Finding]:
 
 
 def _system(facts: Facts) -> Iterator[Finding]:
-    if facts.no_disk is Level.FAILURE and not facts.platform.startswith("linux"):
-        text = f"tier {facts.tier} needs Linux (O_DIRECT, fallocate), this is {facts.platform}"
-        yield Finding(Level.FAILURE, "system", text, "choose --tier cpu or keep")
     if facts.tier == "cpu" and not facts.devices:
         text = "tier cpu moves tensors of a GPU to host memory, and there is no CUDA device: nothing will move"
         yield Finding(Level.WARNING, "system", text, "choose --tier nvme")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -47,9 +46,8 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
     ranks = local_ranks()
     usable = [path.facts.path for path in paths if path.refusal is None]
     total = total_bytes()
-    maps = Path("/proc/self/maps").read_text(errors="surrogateescape") if sys.platform == "linux" else ""
+    maps = Path("/proc/self/maps").read_text(errors="surrogateescape")
     return Facts(
-        platform=sys.platform,
         tier=config.tier,
         io_backend=config.io_backend,
         paths=paths,
@@ -74,8 +72,6 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
 def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
     """Look up the storage paths; or none, and why no default can be used."""
     named = config.storage_paths
-    if not sys.platform.startswith("linux"):
-        return (), None
     if named is None:
         if config.tier not in ("nvme", "auto"):
             return (), None
