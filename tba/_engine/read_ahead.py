@@ -38,8 +38,8 @@ class ReadAhead:
         self._finish_operator = finish_operator
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
-        self._members: dict[int, tuple[weakref.ref[Record], int]] = {}  # what counts, and for how much; oldest first
-        self._used_up: dict[int, weakref.ref[Record]] = {}  # those of them that backward has had as often as it saved
+        self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
+        self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
     def ask(self, record: Record, task: int) -> bool:
@@ -95,8 +95,9 @@ class ReadAhead:
 
     def answered(self, record: Record) -> None:
         """Note that backward got a record once more."""
-        if record.answer() and record.number in self._members:
-            self._used_up[record.number] = record.ref
+        number = record.number
+        if record.answer() and number in self._members:
+            self._used_up[number] = self._members[number]
 
     def hand_over(self, record: Record) -> None:
         """Let go of a record's memory, which now belongs to the program that asked for it."""
@@ -123,7 +124,7 @@ class ReadAhead:
             self._mover.take_back(record)
         elif record.state is PENDING:
             self._finish_operator(record)
-        self._members[record.number] = record.ref, record.nbytes
+        self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
 
     def _is_here(self, record: Record) -> bool:
@@ -151,7 +152,7 @@ class ReadAhead:
 
     def _evict(self, record: Record) -> int:
         """Evict a record; returns the bytes this frees (soon, where they are still to be written)."""
-        _, nbytes = self._members.get(record.number, (None, 0))
+        nbytes = self._members.get(record.number, 0)
         if record.state is READING:
             return 0  # its memory cannot be taken from under the transfer
         if record.state is WRITING:
@@ -166,8 +167,7 @@ class ReadAhead:
         return nbytes
 
     def _leave(self, number: int) -> None:
-        _, nbytes = self._members.pop(number, (None, 0))
-        self.nbytes -= nbytes
+        self.nbytes -= self._members.pop(number, 0)
         self._used_up.pop(number, None)
 
     def _start_second_legs(self) -> None:
