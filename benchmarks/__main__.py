@@ -17,7 +17,7 @@ from ._report.results import MIB, CannotMeasure, Result
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 
-Out = Annotated[Path, typer.Option(help="Folder for pictures and traces.")]
+Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 
 _OUT = Path("out")

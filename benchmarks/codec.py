@@ -57,11 +57,7 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False) -> Result:
             answers[spec.name], allocators[spec.name] = answer.about, answer.allocator
     codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]
     bars = make_bars(codecs, seconds, stored)
-    tables = [
-        _speed_table(codecs, tensor, rounds),
-        _block_table(stored, block),
-        bar_table(bars),
-    ]
+    tables = [_speed_table(codecs, tensor, rounds), _block_table(stored, block), bar_table(bars)]
     data = {
         "codecs": codecs,
         "tensor": tensor,

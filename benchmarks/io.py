@@ -56,25 +56,21 @@ def run_io(
         raise CannotMeasure(f"{str(directory)!r} is on {kind}, in RAM; name a folder on a disk with --path")
     nbytes = -(-nbytes // (max(sizes) * threads)) * max(sizes) * threads  # whole buffers for every thread
     found: dict[int, dict[str, Series]] = {size: {} for size in sizes}
-    missing: dict[str, str] = {}
     for size, series in found.items():
         # Each time with other memory and other files: where those lie makes a tenth, which more rounds do not even out.
         for part in parts(rounds):
-            missing = measure(
-                series, directory, size, nbytes, threads=threads, rounds=part, fio_run_ms=fio_run_ms, tell=_tell
-            )
+            measure(series, directory, size, nbytes, threads=threads, rounds=part, fio_run_ms=fio_run_ms, tell=_tell)
     bars = make_bars(found)
-    tables = [_speed_table(found, missing, nbytes, rounds), _cpu_table(found), bar_table(bars, note=_BARS_NOTE)]
+    tables = [_speed_table(found, nbytes, rounds), _cpu_table(found), bar_table(bars, note=_BARS_NOTE)]
     data = {
         "sizes": {str(size): {name: vars(one) for name, one in series.items()} for size, series in found.items()},
         "bars": [bar.data() for bar in bars],
-        "missing": missing,
         "nbytes": nbytes,
         "rounds": rounds,
         "threads": threads,
     }
     environment = environment_block({}, threads=threads) | {"file system": kind}
-    if FIO not in missing:
+    if FIO in found[sizes[0]]:
         environment["fio"] = Fio(directory, nbytes, threads).version
     return Result(theme="io", tables=tables, data=data, environment=environment)
 
@@ -145,22 +141,21 @@ def _table(title: str, found: Mapping[int, Mapping[str, Series]], modes: Iterabl
     return Grid(title, ("what", *names), rows, note)
 
 
-def _speed_table(
-    found: Mapping[int, Mapping[str, Series]], missing: Mapping[str, str], nbytes: int, rounds: int
-) -> Grid:
+def _speed_table(found: Mapping[int, Mapping[str, Series]], nbytes: int, rounds: int) -> Grid:
     note = (
         f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, a third of them each with memory and "
         "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Two "
         "paths: a StripedStore of two, each with workers of its own. fio: psync, direct, as many jobs as workers, for "
         "0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the others, one pass over "
         "all buffers does not count before each that does. Reads that count go into as few buffers in turn as are "
-        "under way at once, as fio's do (DeepSpeed's into its own); outside of the clock, everything is read into "
+        "under way at once, as fio's do; outside of the clock, everything is read into "
         "memory of its own and verified, ahead of the reads that count and after the writes."
     )
-    note += "".join(f" {name}: not measured ({reason})." for name, reason in missing.items())
+    if FIO not in next(iter(found.values())):
+        note += " fio: not installed (Debian and Ubuntu: apt-get install fio)."
 
     def speed(series: Series, mode: Mode) -> str:
-        return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}" if mode in series.bytes_per_s else "-"
+        return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}"
 
     return _table("Bandwidth", found, MODES, speed, note)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -11,7 +10,7 @@ from typing import Any
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from ._pictures.pictures import draw_rates, draw_timeline
-from ._pictures.trace import TRANSFERS, busy_s, chrome_trace, hidden_share, of_kind, phase_s
+from ._pictures.timeline import TRANSFERS, busy_s, hidden_share, of_kind, phase_s
 from ._processes.arms import Spec, in_turns, running
 from ._report.environment import environment_block
 from ._report.progress import progress
@@ -126,11 +125,9 @@ def _draw(
         name = link_name(rate)
         steps = sorted(answers[name], key=lambda step: step["wall_s"])
         middle = steps[len(steps) // 2]
-        stem = out / ("overlap" if rate is None else f"overlap_{rate / 1e6:.0f}MBps")
+        files.append(out / ("overlap.png" if rate is None else f"overlap_{rate / 1e6:.0f}MBps.png"))
         title = f"{model.describe()}: {name}, {found[name]['hidden_share']:.1%} of I/O hidden behind compute"
-        files += [stem.with_suffix(".png"), stem.with_suffix(".trace.json")]
-        draw_timeline(middle, files[-2], title=title)
-        files[-1].write_text(json.dumps(chrome_trace(middle["spans"], middle["events"], middle["wall_s"])))
+        draw_timeline(middle, files[-1], title=title)
     if rates and need:
         files.append(out / "overlap_rates.png")
         points = [(rate, found[link_name(rate)]) for rate in sorted(rates)]
@@ -156,18 +153,8 @@ def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) ->
         )
         for name, row in found.items()
     ]
-    columns = (
-        "link",
-        "step s",
-        "/ plain",
-        "peak MiB",
-        "written MiB",
-        "read MiB",
-        "I/O busy s",
-        "forward waited s",
-        "backward waited s",
-        "hidden",
-    )
+    columns: tuple[str, ...] = ("link", "step s", "/ plain", "peak MiB", "written MiB", "read MiB", "I/O busy s")
+    columns += ("forward waited s", "backward waited s", "hidden")
     note = (
         "Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of "
         f"{need / 1e6:,.0f} MB/s each way: the bytes written over the forward's time, those read over the backward's."

@@ -38,11 +38,7 @@ class ContractError(AssertionError):
 
 
 def check_codec(
-    make: Callable[[], Codec],
-    *,
-    dtypes: Sequence[torch.dtype] = FLOATS,
-    device: str = "cpu",
-    draws: int = 256,
+    make: Callable[[], Codec], *, dtypes: Sequence[torch.dtype] = FLOATS, device: str = "cpu", draws: int = 256
 ) -> None:
     """Check a codec's shapes, strides, dtypes, bytes, errors, bias, non-finite values, keys and use of generators.
 

@@ -1,9 +1,8 @@
 """Arms of the io benchmark: ways to bring the buffers of a rig to the disk and back.
 
-`write`, `read` and, where it is among the arm's `modes`, `both` are measured; they return when the last byte is where
-it belongs. `both` returns the bytes per second while reads and writes were both under way. `warm_write` and `warm_read`
-go ahead of them: after a pause the disk, and threads that have slept, take some time to be fast again. After
-`warm_read`, `found` is all that was read.
+`write`, `read` and `both` are measured; they return when the last byte is where it belongs. `both` returns the bytes
+per second while reads and writes were both under way. A `write` or `warm_read` goes ahead of them: after a pause the
+disk, and threads that have slept, take some time to be fast again. After `warm_read`, `found` is all that was read.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 from io_backends import Buffer, Store, Ticket
 
-from .fio import Mode
 from .memory import Memory, Words
 
 _TIMEOUT_S = 120.0
@@ -42,8 +40,6 @@ class StoreArm:
         submit_cpu_s, submit_wall_s: the submitting thread's time per transfer, in the last `write` or `read`.
     """
 
-    modes: Sequence[Mode] = ("write", "read", "both")
-
     def __init__(self, store: Store, threads: int, rig: Rig) -> None:
         self._store, self._threads, self._rig = store, threads, rig
         self._written: list[Ticket] = []
@@ -52,9 +48,6 @@ class StoreArm:
     @property
     def found(self) -> Sequence[Words]:
         return self._rig.targets.words
-
-    def warm_write(self) -> None:
-        self.write()
 
     def warm_read(self) -> None:
         self._submit(self._reads(self._rig.targets.buffers))

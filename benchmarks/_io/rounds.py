@@ -14,14 +14,11 @@ from io_backends import PosixStore, StripedStore
 
 from .._report.results import CannotMeasure
 from .arms import Rig, StoreArm
-from .deepspeed import DeepSpeedArm, make_deepspeed
 from .fio import Fio, Mode
 from .memory import Memory, verify, wipe
 
-Arm = StoreArm | DeepSpeedArm
-
 MODES: tuple[Mode, ...] = ("write", "read", "both")
-STORE, TWO_PATHS, FIO, DEEPSPEED = "store", "two paths", "fio", "deepspeed"
+STORE, TWO_PATHS, FIO = "store", "two paths", "fio"
 GIB = 1 << 30
 WARM_UP_ROUNDS = 1  # files are laid out, memory is touched
 
@@ -51,35 +48,26 @@ def measure(
     rounds: int,
     fio_run_ms: int,
     tell: Callable[[str], None],
-) -> dict[str, str]:
-    """Add `rounds` timed rounds of every arm to `found`; return the arms that are not here, and why.
+) -> None:
+    """Add `rounds` timed rounds of every arm to `found`; fio is among them where it is installed.
 
     A round moves `nbytes` in buffers of `size`.
 
     Raises:
         CannotMeasure: something read is not what was written, no direct I/O in the directory, or fio fails.
     """
-    missing: dict[str, str] = {}
     with ExitStack() as stack:
         count = nbytes // size
         rig = Rig(Memory(count, size), Memory(count, size), Memory(2 * threads, size))
         for memory in rig:
             stack.callback(memory.close)
             memory.fill(size)  # noise; the numbers in it tell the buffers apart
-        arms: dict[str, Arm] = {STORE: StoreArm(_open(directory, threads), threads, rig)}
+        arms: dict[str, StoreArm] = {STORE: StoreArm(_open(directory, threads), threads, rig)}
         stack.callback(arms[STORE].close)
         arms[TWO_PATHS] = StoreArm(StripedStore([_open(directory, threads) for _ in range(2)]), 2 * threads, rig)
         stack.callback(arms[TWO_PATHS].close)
-        peer = make_deepspeed(directory, threads, rig)
-        if isinstance(peer, str):
-            missing[DEEPSPEED] = peer
-        else:
-            arms[DEEPSPEED] = peer
-            stack.callback(peer.close)
         fio = Fio(directory, nbytes, threads, run_ms=fio_run_ms) if shutil.which("fio") else None
-        if fio is None:
-            missing[FIO] = "not installed (Debian and Ubuntu: apt-get install fio)"
-        else:
+        if fio:
             stack.callback(fio.clear)
             fio.lay_out()
         names = [*arms, *([FIO] if fio else [])]
@@ -102,15 +90,12 @@ def measure(
                 for name, arm in arms.items():
                     check(arm, mode, rig, name)
             tell(f"buffers of {size >> 20} MiB, round {number + 1} of {WARM_UP_ROUNDS + rounds}")
-    return missing
 
 
-def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
-    """Measure one turn of an arm, if it has this mode; verify the reads ahead of reads that count."""
-    if mode not in arm.modes:
-        return
+def take(arm: StoreArm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
+    """Measure one turn of an arm; verify the reads ahead of reads that count."""
     if mode == "write":
-        arm.warm_write()
+        arm.write()
     else:
         wipe(arm.found)
         arm.warm_read()
@@ -120,16 +105,16 @@ def take(arm: Arm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
     nbytes = rig.sources.nbytes
     moved = 2 * nbytes if mode == "both" else nbytes
     series.take(mode, moved, bytes_per_s or nbytes / (ended_s - begun_s), ended_cpu_s - begun_cpu_s)
-    if mode == "write" and isinstance(arm, StoreArm):
+    if mode == "write":
         series.submit_cpu_s.append(arm.submit_cpu_s)
         series.submit_wall_s.append(arm.submit_wall_s)
     if mode == "read":
         verify(arm.found, rig.sources.words, name)
 
 
-def check(arm: Arm, mode: Mode, rig: Rig, name: str) -> None:
+def check(arm: StoreArm, mode: Mode, rig: Rig, name: str) -> None:
     """Read and verify all that was written in this mode."""
-    if mode != "read" and mode in arm.modes:
+    if mode != "read":
         wipe(arm.found)
         arm.warm_read()
         verify(arm.found, rig.sources.words, name)

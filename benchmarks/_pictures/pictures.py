@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from .._report.results import MIB
-from .trace import away_bytes, lanes, of_kind
+from .timeline import away_bytes, lanes, of_kind
 
 # The Okabe-Ito palette: told apart by every kind of colour vision, and in print.
 FORWARD, BACKWARD, OPTIMIZER = "#56B4E9", "#0072B2", "#999999"

@@ -40,7 +40,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Result of a benchmark: tables for people, `data` (JSON-able) for programs, pictures and traces as files.
+    """Result of a benchmark: tables for people, `data` (JSON-able) for programs, pictures as files.
 
     `package` is the one that `python -m` ran; `picture` is the one of the files that is filed with the tables.
     """

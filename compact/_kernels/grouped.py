@@ -156,13 +156,7 @@ def _whole(values: Tensor, scheme: Scheme) -> tuple[int, int, int]:
 
 
 def _encode_block(
-    values: Tensor,
-    largest: Tensor,
-    codes: Tensor,
-    scheme: Scheme,
-    scratch: _Scratch,
-    noise: Noise | None,
-    start: int,
+    values: Tensor, largest: Tensor, codes: Tensor, scheme: Scheme, scratch: _Scratch, noise: Noise | None, start: int
 ) -> None:
     levels, result = scheme.levels, scratch.result
     if scratch.rotation is not None:

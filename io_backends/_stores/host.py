@@ -30,13 +30,7 @@ class HostStore(Store):
         timeout_s: a wait fails when nothing has ended for so long; None for never.
     """
 
-    def __init__(
-        self,
-        *,
-        threads: int = 1,
-        budget_bytes: int | None = None,
-        timeout_s: float | None = 60.0,
-    ) -> None:
+    def __init__(self, *, threads: int = 1, budget_bytes: int | None = None, timeout_s: float | None = 60.0) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._bytes = 0

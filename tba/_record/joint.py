@@ -28,11 +28,7 @@ from .view import is_over
 
 
 def joined(
-    pending: Iterable[tuple[int, weakref.ref[Record]]],
-    sequence_nr: int,
-    storage: UntypedStorage,
-    begin: int,
-    end: int,
+    pending: Iterable[tuple[int, weakref.ref[Record]]], sequence_nr: int, storage: UntypedStorage, begin: int, end: int
 ) -> Record | None:
     """Find the record of bytes `[begin, end)` that the running call of compiled code has made; None if there is none.
 

@@ -12,11 +12,7 @@ from ._audit import audit_command
 from ._doctor.command import doctor
 from ._run import run
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
 def _print_version(asked: bool) -> None:

@@ -17,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks._pictures.trace import away_bytes, busy_s, chrome_trace, hidden_share, lanes
+from benchmarks._pictures.timeline import away_bytes, busy_s, hidden_share, lanes
 from benchmarks._processes import measure
 from benchmarks._processes.arms import Spec
 from benchmarks._report.bar import Bar
@@ -27,7 +27,6 @@ from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
 from benchmarks.overlap import needed_rate, parse_rate
-from io_backends._file.rate import BURST_S
 from support.benchmarks import run_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,44 +119,18 @@ def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     assert passes["kept_bytes"] == passes["saved_bytes"] > 0
 
 
-def most_paced_s(spans: list[tuple[float, float]]) -> float:
-    """For how long a limited link can have moved bytes: while under way, and the credit of each pause before."""
-    total_s, end_s = 0.0, float("-inf")
-    for start_s, duration_s in sorted(spans):
-        total_s += min(max(0.0, start_s - end_s), BURST_S)
-        total_s += max(0.0, start_s + duration_s - max(start_s, end_s))
-        end_s = max(end_s, start_s + duration_s)
-    return total_s
-
-
-def test_what_a_limited_link_can_have_moved() -> None:
-    assert most_paced_s([(5.0, 1.0), (1.0, 2.0), (2.0, 1.5), (6.01, 0.5)]) == pytest.approx(
-        BURST_S + 2.5 + BURST_S + 1.0 + 0.01 + 0.5
-    )
-
-
-def test_overlap_draws_and_traces(tmp_path: Path) -> None:
+def test_overlap_draws(tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_benchmark("overlap", "--threads", "1", "--rate", "50MB", "--out", str(out), scratch=tmp_path)
     assert found["gradients_bit_equal"] is True
     assert 0 <= found["hidden_share"] <= 1
     assert set(found["links"]) == {"plain", "offload", "offload, 50 MB/s"}
     limited = found["links"]["offload, 50 MB/s"]
-    events = json.loads((out / "overlap_50MBps.trace.json").read_text())["traceEvents"]
-    for kind, nbytes in (("write", limited["written_bytes"]), ("read", limited["read_bytes"])):
-        spans = [(event["ts"] / 1e6, event["dur"] / 1e6) for event in events if event.get("cat") == kind]
-        assert nbytes / 50e6 <= most_paced_s(spans) + 0.001
+    assert min(limited["io_busy_s"], limited["written_bytes"], limited["read_bytes"]) > 0
     assert found["needed_bytes_per_s"] > 0
     for path in map(Path, found["files"]):
         assert path.stat().st_size > 1000
     assert {path.name for path in out.glob("*.png")} == {"overlap.png", "overlap_50MBps.png", "overlap_rates.png"}
-    for path in out.glob("*.trace.json"):
-        events = json.loads(path.read_text())["traceEvents"]
-        kinds = {event.get("cat") for event in events}
-        assert {"forward", "backward", "optimizer", "write", "read"} <= kinds
-        names = {event["name"] for event in events}
-        assert {"forward block 0", "backward block 2", "backward embedding"} <= names
-        assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
 def test_demo_trains_all_arms_alike(tmp_path: Path) -> None:
@@ -213,21 +186,13 @@ def test_gpt_checkpointed_gives_the_same_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_trace_arithmetic() -> None:
+def test_timeline_arithmetic() -> None:
     events = [("write", 0.0, 2.0, 10, "a"), ("write", 1.0, 3.0, 20, "b"), ("read", 5.0, 6.0, 10, "a")]
     assert busy_s(events) == 4.0
     assert lanes(events) == [0, 1, 0]
     assert hidden_share(4.0, 1.0) == 0.75
     assert hidden_share(0.0, 0.0) == 1.0
     assert away_bytes(events, 7.0) == ([0.0, 2.0, 3.0, 6.0, 7.0], [0, 10, 30, 20, 20])
-    trace = chrome_trace([("forward", "block 0", 0.0, 1.0)], [*events, ("wait", 4.0, 5.0, 10, "a")], 7.0)["traceEvents"]
-    assert [event["args"]["name"] for event in trace if event["ph"] == "M"] == [
-        "compute",
-        "wait",
-        "write 1",
-        "write 2",
-        "read 1",
-    ]
     assert needed_rate({"written_bytes": 30, "forward_s": 3.0, "read_bytes": 10, "backward_s": 0.5}) == 20.0
 
 

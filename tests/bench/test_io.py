@@ -12,19 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import io
 from benchmarks._io.arms import Rig, StoreArm
-from benchmarks._io.deepspeed import make_deepspeed
 from benchmarks._io.fio import Fio, Mode, arguments, parse
 from benchmarks._io.memory import Memory, verify, wipe
-from benchmarks._io.rounds import DEEPSPEED, FIO, MODES, STORE, TWO_PATHS, Arm, Series, check, measure, take
+from benchmarks._io.rounds import FIO, MODES, STORE, TWO_PATHS, Series, check, measure, take
 from benchmarks._report.results import CannotMeasure
 from io_backends import PosixStore, Syscalls
 
@@ -48,46 +45,9 @@ def rig() -> Iterator[Rig]:
         yield rig
 
 
-class FakeHandle:
-    """DeepSpeed's handle as its documentation describes it, over plain files."""
-
-    def __init__(self, **_: Any) -> None:
-        self._queued = 0
-
-    def new_cpu_locked_tensor(self, nbytes: int, example: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=example.dtype)
-
-    def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> None: ...
-
-    def async_pwrite(self, tensor: torch.Tensor, path: str) -> None:
-        Path(path).write_bytes(tensor.numpy().tobytes())
-        self._queued += 1
-
-    def async_pread(self, tensor: torch.Tensor, path: str) -> None:
-        tensor.numpy()[:] = np.frombuffer(Path(path).read_bytes(), dtype=np.uint8)
-        self._queued += 1
-
-    def wait(self) -> int:
-        ended, self._queued = self._queued, 0
-        return ended
-
-
-def make_arm(kind: str, scratch: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Arm:
-    if kind == "store":
-        return StoreArm(PosixStore(scratch, threads=2), 2, rig)
-    builder = SimpleNamespace(load=lambda verbose: SimpleNamespace(aio_handle=FakeHandle))
-    fake = SimpleNamespace(AsyncIOBuilder=lambda: builder)
-    monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "deepspeed.ops", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "deepspeed.ops.op_builder", fake)
-    arm = make_deepspeed(scratch, 2, rig)
-    assert not isinstance(arm, str)
-    return arm
-
-
-@pytest.fixture(params=["store", "deepspeed"])
-def arm(request: pytest.FixtureRequest, scratch: Path, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Arm]:
-    arm = make_arm(request.param, scratch, rig, monkeypatch)
+@pytest.fixture
+def arm(scratch: Path, rig: Rig) -> Iterator[StoreArm]:
+    arm = StoreArm(PosixStore(scratch, threads=2), 2, rig)
     yield arm
     arm.close()
     assert list(scratch.iterdir()) == []
@@ -104,32 +64,24 @@ def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert list(found["sizes"]) == [str(1 << 20), str(4 << 20)]
-    arms = {STORE, TWO_PATHS} | ({FIO} - set(found["missing"]))
+    arms = {STORE, TWO_PATHS} | ({FIO} if shutil.which("fio") else set())
     for series in found["sizes"].values():
-        assert arms <= set(series)
+        assert arms == set(series)
         for name in arms:
             for values in (series[name]["bytes_per_s"], series[name]["cpu_s_per_gib"]):
                 assert {mode: len(numbers) for mode, numbers in values.items()} == {"write": 2, "read": 2, "both": 2}
             assert all(min(numbers) > 0 for numbers in series[name]["bytes_per_s"].values())
         assert min(series[STORE]["submit_cpu_s"]) > 0
-    assert set(found["missing"]) | set(found["sizes"][str(1 << 20)]) >= {FIO, DEEPSPEED}
-    assert all(reason for reason in found["missing"].values())
     assert len(found["bars"]) == (2 * 3 if FIO in arms else 0) + 3 * (2 + 1) + 2 * 2 + 2
     assert list(scratch.iterdir()) == []
 
 
-def test_without_fio_and_deepspeed_it_says_so(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fio_it_says_so(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(scratch))
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    found: dict[str, Series] = {}
-    told: list[str] = []
-    missing = measure(found, scratch, BLOCK, 4 * BLOCK, threads=2, rounds=2, fio_run_ms=50, tell=told.append)
-    assert set(missing) == {FIO, DEEPSPEED}
-    assert "not installed" in missing[FIO]
-    assert "Error: " in missing[DEEPSPEED]
-    assert set(found) == {STORE, TWO_PATHS}
-    assert len(told) == 3
-    assert not any("fio" in bar.what for bar in io.make_bars({BLOCK: found}))
+    done = io.run_io(scratch, sizes=[BLOCK], nbytes=4 * BLOCK, rounds=2, fio_run_ms=50)
+    assert set(done.data["sizes"][str(BLOCK)]) == {STORE, TWO_PATHS}
+    assert "fio: not installed" in done.tables[0].note
+    assert not any("store / fio" in bar["what"] for bar in done.data["bars"])
 
 
 def test_a_folder_in_ram_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +109,17 @@ def test_a_file_system_without_direct_io_is_refused(scratch: Path, monkeypatch: 
 # -- arms ------------------------------------------------------------------------------------------------------------
 
 
-def test_an_arm_brings_back_what_it_wrote(arm: Arm, rig: Rig) -> None:
+def test_an_arm_brings_back_what_it_wrote(arm: StoreArm, rig: Rig) -> None:
     number = rig.sources.number(1)
-    arm.warm_write()
     arm.write()
     wipe(arm.found)
     arm.warm_read()
     verify(arm.found, rig.sources.words, "arm")
-    if "both" in arm.modes:
-        rig.sources.number(number)
-        assert arm.both() > 0
-        wipe(arm.found)
-        arm.warm_read()
-        verify(arm.found, rig.sources.words, "arm")
+    rig.sources.number(number)
+    assert arm.both() > 0
+    wipe(arm.found)
+    arm.warm_read()
+    verify(arm.found, rig.sources.words, "arm")
 
 
 def test_reads_that_count_go_into_a_few_buffers_in_turn(scratch: Path) -> None:
@@ -225,13 +175,9 @@ def test_an_arm_gives_the_space_of_earlier_rounds_back(scratch: Path, rig: Rig) 
 
 
 @pytest.mark.parametrize("spoil", ["stale", "one bit"])
-@pytest.mark.parametrize(
-    ("arm", "mode"),
-    [("store", "write"), ("store", "read"), ("store", "both"), ("deepspeed", "write")],
-    indirect=["arm"],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_wrong_bytes_end_the_benchmark(
-    arm: Arm, rig: Rig, mode: Mode, spoil: str, monkeypatch: pytest.MonkeyPatch
+    arm: StoreArm, rig: Rig, mode: Mode, spoil: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def turn(mode: Mode) -> None:
         take(arm, mode, rig, Series(), "spoiled")
@@ -252,24 +198,23 @@ def test_wrong_bytes_end_the_benchmark(
 
 
 def test_right_ahead_of_each_turn_that_counts_is_one_that_does_not(
-    arm: Arm, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    arm: StoreArm, rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = list[str]()
 
     def note(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (done.append(name), call())[1]
 
-    for name in ("warm_write", "warm_read", *arm.modes):
+    for name in ("warm_read", *MODES):
         monkeypatch.setattr(arm, name, note(name, getattr(arm, name)))
     found = Series()
-    for mode in arm.modes:
+    for mode in MODES:
         done.clear()
         take(arm, mode, rig, found, "arm")
-        warm = "warm_write" if mode == "write" else "warm_read"
-        assert (done[0], done[-1]) == (warm, mode)
+        assert (done[0], done[-1]) == ("write" if mode == "write" else "warm_read", mode)
         check(arm, mode, rig, "arm")
     assert all(len(values) == 1 and values[0] > 0 for values in found.bytes_per_s.values())
-    assert list(found.bytes_per_s) == list(arm.modes)
+    assert list(found.bytes_per_s) == list(MODES)
 
 
 # -- fio -------------------------------------------------------------------------------------------------------------

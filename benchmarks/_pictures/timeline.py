@@ -1,4 +1,4 @@
-"""Arithmetic over the events of a step: busy time, hidden time, lanes to draw in; and the Chrome trace file.
+"""Arithmetic over the events of a step: busy time, hidden time, and lanes to draw in.
 
 Pure functions over `(kind, start_s, end_s, nbytes, label)`; kinds are "write", "read", "wait" and "forwarded".
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from .._report.results import MIB
 
 Event = tuple[str, float, float, int, str]
 Span = tuple[str, str, float, float]
@@ -63,36 +61,3 @@ def away_bytes(events: Iterable[Sequence[Any]], end_s: float) -> tuple[list[floa
 def phase_s(spans: Iterable[Sequence[Any]], phase: str) -> float:
     """Count the seconds spent in "forward", "backward" or "optimizer"."""
     return sum(end - start for kind, _, start, end in spans if kind == phase)
-
-
-def chrome_trace(spans: Sequence[Sequence[Any]], events: Sequence[Sequence[Any]], end_s: float) -> dict[str, Any]:
-    """Write one step in the Trace Event Format of chrome://tracing and ui.perfetto.dev (times in microseconds)."""
-    out: list[dict[str, Any]] = []
-    threads: list[str] = ["compute", "wait"]
-
-    def add(thread: str, name: str, category: str, start: float, end: float, **details: Any) -> None:
-        if thread not in threads:
-            threads.append(thread)
-        place = {"ph": "X", "pid": 1, "tid": threads.index(thread) + 1}
-        times = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
-        out.append({"name": name, "cat": category, **place, **times, "args": details})
-
-    for phase, name, start, end in spans:
-        add("compute", f"{phase} {name}" if phase != name else name, phase, start, end)
-    for _, start, end, nbytes, label in of_kind(events, "wait"):
-        add("wait", label, "wait", start, end, bytes=nbytes)
-    for kind in TRANSFERS:
-        chosen = of_kind(events, kind)
-        for (_, start, end, nbytes, label), lane in zip(chosen, lanes(chosen), strict=True):
-            add(f"{kind} {lane + 1}", label, kind, start, end, bytes=nbytes)
-    for _, start, _, nbytes, label in of_kind(events, "forwarded"):
-        place = {"pid": 1, "tid": 1, "s": "t", "args": {"bytes": nbytes}}
-        out.append({"name": f"forwarded {label}", "cat": "forwarded", "ph": "i", "ts": 1e6 * start, **place})
-    for at, nbytes in zip(*away_bytes(events, end_s), strict=True):
-        away = {"name": "written, not yet read back", "args": {"MiB": nbytes / MIB}}
-        out.append({**away, "ph": "C", "ts": 1e6 * at, "pid": 1})
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 1, "tid": number, "args": {"name": name}}
-        for number, name in enumerate(threads, start=1)
-    ]
-    return {"traceEvents": names + out, "displayTimeUnit": "ms"}
