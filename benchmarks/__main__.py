@@ -32,7 +32,7 @@ def step(
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 8; on cuda 1).")] = None,
     threads: Threads = 2,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
-    floor: Annotated[bool, typer.Option(help="Also an arm under hooks that do nothing.")] = False,
+    explain: Annotated[bool, typer.Option(help="Also arms that show where the cost goes.")] = False,
     quick: Quick = False,
 ) -> Result:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
@@ -44,9 +44,11 @@ def step(
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
     if quick:
-        return run_step([TINY], device=device, rounds=2, threads=threads, floor=floor)
+        return run_step([TINY], device=device, rounds=2, threads=threads, explain=explain)
+    if explain and device == "cuda":
+        raise typer.BadParameter("--explain takes the cost on a CPU apart; leave --device away")
     models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
-    return run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, floor=floor)
+    return run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, explain=explain)
 
 
 @command(app)

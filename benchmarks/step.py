@@ -14,6 +14,7 @@ from ._processes.measure import measure
 from ._report.bar import bar_table
 from ._report.environment import environment_block
 from ._report.results import Grid, Result
+from ._report.shares import EXACT, HOOKS, HUGE, INSTANT, KEEP, NVME, SAFE8, SMALL, explain_tables, shares
 from ._report.steps import Measured, arm_table, cpu_bars, cuda_bars, same_gradients
 from ._workload.sizes import Model
 
@@ -22,6 +23,8 @@ from ._workload.sizes import Model
 STARTS = 8
 # The arm under another allocator shows its memory only.
 MEMORY_ROUNDS = 4
+# Of bare I/O: calls of this size, memory that is used in turn.
+_BLOCK_BYTES, _IO_MEMORY_BYTES = 4 << 20, 64 << 20
 
 
 def run_step(
@@ -31,9 +34,12 @@ def run_step(
     rounds: int = 16,
     starts: int = 1,
     threads: int = 2,
-    floor: bool = False,
+    explain: bool = False,
 ) -> Result:
-    """Measure every model; at least `rounds` pairs each, spread over `starts` sets of processes."""
+    """Measure every model; at least `rounds` pairs each, spread over `starts` sets of processes.
+
+    `explain` adds arms that have a part of offloading only, and the table of what each part costs; it is for a CPU.
+    """
     starts = min(starts, rounds)
     tables: list[Grid] = []
     data: dict[str, Any] = {}
@@ -42,7 +48,8 @@ def run_step(
         if device == "cuda":
             specs, memory_only = cuda_arms(model), ()
         else:
-            specs, memory_only = cpu_arms(model, threads, floor=floor)
+            specs, memory_only = cpu_arms(model, threads)
+            specs += explain_arms(model, threads) if explain else []
         arms = measure(specs, rounds=rounds, title=f"step {model.name}", starts=starts)
         if memory_only:
             arms |= measure(memory_only, rounds=0, title=f"memory {model.name}", warm_up=min(rounds, MEMORY_ROUNDS))
@@ -50,12 +57,14 @@ def run_step(
         tables += [
             arm_table(f"{model.describe()}, {device}", arms, _note(arms, device)),
             bar_table(bars, f"Bars, {model.name}", "Behind ±: about 95 % confidence."),
+            *(explain_tables(model.name, arms) if explain else []),
         ]
         data[model.name] = {
             "model": model.options(),
             "arms": {name: vars(arm) for name, arm in arms.items()},
             "bars": [bar.data() for bar in bars],
             "gradients_bit_equal": same_gradients(list(arms.values())),
+            "shares": {clock: shares(arms, clock) for clock in ("wall_s", "cpu_s")} if explain else {},
         }
         allocators |= {name: arm.allocator for name, arm in arms.items()}
     environment = environment_block(allocators, threads=threads, device=device)
@@ -64,13 +73,11 @@ def run_step(
     return Result(theme=theme, tables=tables, data={"models": data}, environment=environment)
 
 
-def cpu_arms(model: Model, threads: int, *, floor: bool) -> tuple[list[Spec], list[Spec]]:
+def cpu_arms(model: Model, threads: int) -> tuple[list[Spec], list[Spec]]:
     """List the arms in turns, and those of which only the memory counts."""
 
     def arm(name: str, allocator: str, **more: Any) -> Spec:
-        return Spec(
-            name=name, role="train:TrainArm", options={**model.options(), **more}, allocator=allocator, threads=threads
-        )
+        return _spec(name, "train:TrainArm", model, allocator, threads, **more)
 
     turns = [
         arm("plain, as Python comes", "as-is"),
@@ -78,9 +85,35 @@ def cpu_arms(model: Model, threads: int, *, floor: bool) -> tuple[list[Spec], li
         arm("offload nvme", "auto", tier="nvme"),
         arm("checkpoint", "auto", checkpoint=True),
     ]
-    if floor:
-        turns.append(arm("empty hooks", "auto", empty_hooks=True))
     return turns, [arm("offload nvme, mimalloc", "mimalloc", tier="nvme")] if available("mimalloc") else []
+
+
+def explain_arms(model: Model, threads: int) -> list[Spec]:
+    """List the arms that have a part of offloading only. The bytes of bare I/O are those that a first step moves."""
+
+    def arm(name: str, **more: Any) -> Spec:
+        return _spec(name, "explain:ExplainArm", model, "auto", threads, **more)
+
+    def settings(preset: str) -> dict[str, Any]:
+        return {**model.settings, "compress": preset}
+
+    probe = measure([arm(NVME, tier="nvme")], rounds=0, title=f"bytes {model.name}")[NVME].moved
+    written_bytes = int(probe["written_bytes"])
+    moved = {"write": written_bytes, "read": min(written_bytes, int(probe["read_bytes"]))}
+    io = {**moved, "block": _BLOCK_BYTES, "memory_bytes": _IO_MEMORY_BYTES}
+    return [
+        arm(HOOKS, empty_hooks=True),
+        arm(KEEP, tier="keep"),
+        arm(INSTANT, tier="nvme", instant=True),
+        arm(SMALL, bare_io={**io, "huge": False}),
+        arm(HUGE, bare_io={**io, "huge": True}),
+        arm(EXACT, tier="nvme", settings=settings("exact")),
+        arm(SAFE8, tier="nvme", settings=settings("safe8")),
+    ]
+
+
+def _spec(name: str, role: str, model: Model, allocator: str, threads: int, **more: Any) -> Spec:
+    return Spec(name=name, role=role, options={**model.options(), **more}, allocator=allocator, threads=threads)
 
 
 def cuda_arms(model: Model) -> list[Spec]:

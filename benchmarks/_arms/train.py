@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,10 @@ from .._workload.gpt import GPT
 from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
 from .._workload.tools import empty_hooks, gradient_hash, make_state, scratch_directory
+
+if TYPE_CHECKING:
+    from io_backends import Store
+    from tba import OffloadConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +97,16 @@ class TrainArm:
         o = self.options
         return self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
 
+    def make_store(self, config: OffloadConfig) -> Store | None:
+        """Make the store to offload to; None for that of the settings."""
+        rate = self.options.rate_bytes_per_s
+        if rate is None:
+            return None
+        from io_backends import PosixStore
+
+        directory = scratch_directory(config.storage_paths)
+        return PosixStore(directory, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
+
     def describe(self) -> dict[str, Any]:
         """The arm's own part of `about`."""
         return {"text_sha256": self.text.sha256, "text_bytes": len(self.text.data)}
@@ -163,14 +177,10 @@ class TrainArm:
             return None
         from tba import OffloadConfig, Offloader, offload_context
 
-        if o.rate_bytes_per_s is None:
-            return self._stack.enter_context(offload_context(self.model, o.tier, **o.settings))
-        from io_backends import PosixStore
-
         config = OffloadConfig(tier=o.tier, **o.settings)
-        rate = o.rate_bytes_per_s
-        directory = scratch_directory(config.storage_paths)
-        store = PosixStore(directory, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
+        store = self.make_store(config)
+        if store is None:
+            return self._stack.enter_context(offload_context(self.model, config=config))
         return self._stack.enter_context(Offloader(self.model, config, store=store))
 
     def _counters(self) -> dict[str, float]:

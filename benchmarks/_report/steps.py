@@ -32,6 +32,11 @@ class Measured:
     gradients: dict[int, str] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def exact(self) -> bool:
+        """Whether its gradients are to be plain's; not where bytes are lost on purpose."""
+        return not self.about.get("inexact", False)
+
     def take(self, number: int, answer: Mapping[str, Any], *, timed: bool) -> None:
         """Add the answer of round `number`."""
         self.idle_bytes = answer["idle_bytes"]
@@ -47,6 +52,7 @@ class Measured:
 
 def same_gradients(arms: Sequence[Measured]) -> bool:
     """Compare losses and gradients of all arms, bit for bit, in every round they share."""
+    arms = [arm for arm in arms if arm.exact]
     first = arms[0]
     return all(
         arm.gradients[number] == first.gradients[number] and arm.losses[number] == first.losses[number]
