@@ -61,6 +61,7 @@ class Ticket:
         location: where a read comes from, or where a write went, known once it has ended well.
         moved_bytes: physical bytes moved, padding included (0 until done).
         started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
+        cpu_s: CPU seconds that it took its thread.
         error: the exception that ended it, or None.
         watch: what has the ticket in hand; set by the store.
     """
@@ -70,6 +71,7 @@ class Ticket:
     moved_bytes = 0
     started_s = 0.0
     ended_s = 0.0
+    cpu_s = 0.0
     watch: Watch | None = None
     _event: threading.Event | None = None  # made by the first waiter: most transfers have none
 
@@ -157,6 +159,7 @@ class Ticket:
         """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
         work, before = self._work, self._before
         assert work is not None
+        begun_cpu_s = time.thread_time()
         try:
             if before is not None:
                 before()
@@ -166,6 +169,7 @@ class Ticket:
             self.error = error if isinstance(error, StoreError) else _broken(error)
             let_go(error)
         self.ended_s = clock()
+        self.cpu_s = time.thread_time() - begun_cpu_s
         self.finish()
 
     def finish(self) -> None:

@@ -295,14 +295,16 @@ class Workers(ForkAware):
 
     def _write_together(self, tickets: list[Ticket]) -> bool:
         assert self.batch_writer is not None
-        started_s = time.perf_counter()
+        started_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         try:
             self.batch_writer.write(tickets)
         except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one ticket's own
             return False
         self.moved_s = ended_s = time.perf_counter()
+        cpu_s = (time.thread_time() - begun_cpu_s) / len(tickets)
         for ticket in tickets:
             ticket.started_s, ticket.ended_s = started_s, ended_s
+            ticket.cpu_s = cpu_s
             ticket.finish()
         return True
 

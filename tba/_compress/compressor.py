@@ -18,6 +18,8 @@ Assumption: callers hold the engine's lock.
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -36,8 +38,29 @@ from .._stats import Counters
 from .calls import SavedBy, kind_of
 from .projected_linear import ProjectedLinear
 
+# To unpack a tensor takes about as long as to pack it.
+_CODEC_TURNS = 2
+_LEAST_LOSS = 0.02  # of a step, below which nothing is said
 # Largest share of the bytes that an encode may leave: the savings must pay for two more passes over the data.
 _WORTH = 0.9
+
+
+def advice(preset: str, codec_s: float, gain_s: float, step_s: float) -> str:
+    """Compose the line that says what a preset costs; "" where it costs no more than a little of the step.
+
+    Args:
+        preset: its name.
+        codec_s: what packing, unpacking and making tensors again take of a step.
+        gain_s: what moving the bytes that they save would cost the step.
+        step_s: how long the step takes.
+    """
+    if codec_s - gain_s <= _LEAST_LOSS * step_s:
+        return ""
+    return (
+        f"compress={preset!r}: packing, unpacking and making tensors again take {codec_s / step_s:.0%} of a step, and "
+        f"the bytes they save would take {gain_s / step_s:.0%} to write and read back, as the disk keeps up: the step "
+        "is faster without compress=, which still spares the disk those bytes"
+    )
 
 
 class _Waiting(NamedTuple):
@@ -51,15 +74,21 @@ class _Waiting(NamedTuple):
 
 
 class Compressor:
-    """Chooses and applies the codecs of a preset."""
+    """Chooses and applies the codecs of a preset.
+
+    Attributes:
+        lossy: whether one of them is; it then matters which operator has saved a tensor.
+    """
 
     def __init__(self, preset: Preset, seed: int, counters: Counters) -> None:
         self._preset = preset
         self._seed = seed
         self._counters = counters
-        self._tells_savers_apart = any(not preset[kind].properties.exact for kind in Saved)
+        self.lossy = any(not preset[kind].properties.exact for kind in Saved)
         self._linear: ProjectedLinear | None = None
         self.waiting: deque[_Waiting] = deque()
+        self._told = False
+        self._saved_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # up to this step; in it; when it began
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
         """Make the torch-function mode to enter with the hooks; None if the preset needs none.
@@ -70,7 +99,7 @@ class Compressor:
             ConfigError: a projection, but no linear layer in the model.
             RankError: a rank above the width of a layer.
         """
-        if not self._tells_savers_apart:
+        if not self.lossy:
             return None
         mode = SavedBy(self.projection(model))
         if model is not None:
@@ -84,14 +113,30 @@ class Compressor:
             self._linear = ProjectedLinear(projected, seed=self._seed, model=model)
         return self._linear
 
-    def end_step(self) -> None:
-        """End a training step: the next one gets new projections."""
+    def end_step(self, further_byte_s: float, derive_s: float) -> None:
+        """End a training step: the next one gets new projections. Say once if a lossy preset costs more than it saves.
+
+        Args:
+            further_byte_s: what a further byte written and read back costs the step; 0 where that is not known.
+            derive_s: what tensors that are made again from others cost the step.
+        """
         if self._linear is not None:
             self._linear.step()
+        now_s, counters = time.perf_counter(), self._counters
+        saved_bytes = counters.encoded_bytes - counters.packed_bytes + counters.derived_bytes
+        if further_byte_s and self.lossy and not self._told:
+            codec_s, gain_s = (
+                _CODEC_TURNS * self._encode_s + derive_s,
+                (saved_bytes - self._saved_bytes) * further_byte_s,
+            )
+            if line := advice(self._preset.name, codec_s, gain_s, now_s - self._begun_s):
+                self._told = True
+                logging.getLogger("tba").warning(line)
+        self._saved_bytes, self._encode_s, self._begun_s = saved_bytes, 0.0, now_s
 
     def kind(self, tensor: Tensor) -> Saved:
         """Return the class of the tensor that a pack hook is given."""
-        return kind_of(tensor) if self._tells_savers_apart else Saved.UNKNOWN
+        return kind_of(tensor) if self.lossy else Saved.UNKNOWN
 
     def also(self, record: Record, kind: Saved) -> bool:
         """Note one more operator that saves a record's tensor. False if the record has already lost too much for it."""
@@ -116,6 +161,7 @@ class Compressor:
         alias, codec = record.alias, record.codec
         if codec is None or alias is None or record.is_edited() or not record.is_whole():
             return True
+        begun_s = time.perf_counter()
         try:
             with streams.on(record.stream):
                 pending = codec.begin(alias, key(self._seed, record.number) if codec.properties.keyed else 0)
@@ -127,6 +173,8 @@ class Compressor:
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
             record.use_codec(None)
+        finally:
+            self._encode_s += time.perf_counter() - begun_s
         return True
 
     def settle(self, *, wait: bool) -> list[Record]:

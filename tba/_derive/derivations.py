@@ -14,7 +14,8 @@ Guarantees:
 6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are under way; else `settle` collects those
    that have ended.
 
-The cost in forward is each derived tensor's operator once more, and a comparison.
+The cost in forward is each derived tensor's operator once more, and a comparison. Where that costs the step more than
+moving the tensor would, and nothing but time depends on it, it is moved (`worth`).
 
 All but `again` must be called with the engine's lock held.
 """
@@ -22,6 +23,7 @@ All but `again` must be called with the engine's lock held.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -38,6 +40,7 @@ from .._record.view import View, apart, counted, is_edited, span
 from .operators import bits_differ
 from .recipe import Hold, Recipe
 from .search import recipe, remember
+from .worth import Worth
 
 # The largest relative error of a recipe that starts from 8 bits (whose own error is below a hundredth), and from fewer
 # (4 bits: about a tenth). The error of a wrong recipe is about as large as the tensor.
@@ -64,9 +67,10 @@ class Derivations:
         waiting: comparisons that a device has not finished, oldest first.
     """
 
-    def __init__(self, unpack: Callable[[Any], Tensor]) -> None:
+    def __init__(self, unpack: Callable[[Any], Tensor], worth: Worth) -> None:
         self.waiting: deque[_Comparison] = deque()
         self._unpack = unpack
+        self._worth = worth
         self._wrong: dict[int, Hashable] = {}  # by place in the step, the signature that is not tried again
         self._first_number = 0  # of the step's records
         self._comparing = 0  # the thread that is comparing, or 0
@@ -79,7 +83,8 @@ class Derivations:
             return
         record.keep_counter(root)
         if root._version == 0 and not root.is_leaf:
-            record.plan(recipe(root, self._unpack, self._about))
+            if self._worth.pays(record.number - self._first_number, record.nbytes):
+                record.plan(recipe(root, self._unpack, self._about))
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # a record may have only a part of a large tensor
@@ -99,9 +104,11 @@ class Derivations:
             return False
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
+        begun_s = time.perf_counter()
         try:
             with streams.on(record.stream):
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
+                made_s = time.perf_counter()
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
                     self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
@@ -115,6 +122,7 @@ class Derivations:
         if differs:
             return self._end(record, found, known, differs=True)
         self._made = record.ref, made
+        self._worth.note(place, record.nbytes, made_s - begun_s, time.perf_counter() - made_s)
         return self._end(record, settled, known, differs=False)
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:

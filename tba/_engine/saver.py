@@ -30,6 +30,7 @@ from .._compress.calls import SavedBy
 from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations, again
+from .._derive.worth import Worth
 from .._errors import StalledError, edited_in_place
 from .._memory import streams
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
@@ -68,7 +69,10 @@ class Saver(ForkAware):
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
-        self.derivations = Derivations(self.unpack) if self.compressor is not None else None
+        # What a lossy preset makes must not depend on timing; and elsewhere than on a disk, deriving saves memory.
+        exact = self.compressor is not None and not self.compressor.lossy
+        self.worth = Worth(leaves=exact and config.tier == "nvme")
+        self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
@@ -359,10 +363,11 @@ class Saver(ForkAware):
             return
         self.settle()
         self.read_ahead.end_walks()
-        if self.compressor is not None and self.derivations is not None:
-            self.compressor.end_step()
-            self.derivations.end_step(self._packing.numbers)
         mover, moved_bytes = self.mover, self.mover.sent_bytes
+        if self.compressor is not None and self.derivations is not None:
+            self.worth.end_step(mover.cost.per_byte_s)
+            self.compressor.end_step(mover.cost.per_further_byte_s if self.worth.settled else 0.0, self.worth.derive_s)
+            self.derivations.end_step(self._packing.numbers)
         self.rest.end_step(
             kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
             moved_bytes=moved_bytes,

@@ -50,6 +50,7 @@ from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Rec
 from .._stats import Counters, TraceEvent
 from .._torch.private import storage_use_count
 from .._torch.user_frames import warn
+from .cost import Cost
 from .daily_allowance import Allowance
 from .staging import Staging
 
@@ -87,6 +88,7 @@ class Mover:
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
         self.failures = 0  # transfers that have failed in this step
+        self.cost = Cost()  # of this step's transfers
         self._learn_size(0)
         self._warned = False
         self._reads_ended = 0
@@ -102,7 +104,9 @@ class Mover:
         if not staging.has_room(nbytes, self.limits.staging_bytes):
             begun_s = time.perf_counter()
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
-            self.counters.backpressure_s += time.perf_counter() - begun_s
+            waited_s = time.perf_counter() - begun_s
+            self.cost.waited_s += waited_s
+            self.counters.backpressure_s += waited_s
             if not room:
                 if not interrupts.waiting():
                     self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
@@ -162,6 +166,7 @@ class Mover:
             reference = self._in_flight.pop(ticket)
             self.staging.land(ticket.nbytes)
             self.counters.written_bytes += ticket.moved_bytes
+            self.cost.add(ticket.moved_bytes, ticket.cpu_s)
             record = reference()
             if self.trace is not None:
                 label = record.name() if record is not None else "dropped"
@@ -284,6 +289,7 @@ class Mover:
             ended_s = time.perf_counter()
             with self.lock:
                 self.counters.wait_s += ended_s - begun_s
+                self.cost.waited_s += ended_s - begun_s
                 if self.trace is not None:
                     self.trace.append(TraceEvent("wait", begun_s, ended_s, record.nbytes, record.name()))
 
@@ -302,6 +308,7 @@ class Mover:
                 f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
             ) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
+        self.cost.add(ticket.moved_bytes, ticket.cpu_s)
         if self.trace is not None:
             self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
         plain = record.stream is None and record.encoded is None
@@ -323,6 +330,7 @@ class Mover:
     def end_step(self) -> None:
         """Give back memory and disk blocks that the last step did not use."""
         self.sent_bytes = self.failures = 0
+        self.cost = Cost()
         self.memory.trim()
         if self.store is not None and not self.closed:
             self.store.trim()

@@ -19,6 +19,8 @@ from compact import PRESETS, Preset, Quantized, Spec
 from support.engine import ALL_INT8, Gate, activation, engine, save
 from support.exactness import equal, gradients_of
 from tba import ConfigError, OffloadConfig, Offloader, offload_context
+from tba._compress.compressor import advice
+from tba._transfer.cost import Cost
 
 TIERS = ("keep", "cpu", "nvme", "auto")
 # Every tensor, whoever saved it: so that small graphs of any operator go through the codec.
@@ -323,3 +325,27 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TBA_COMPRESS", "none")
     monkeypatch.delenv("TBA_RANK")
     assert OffloadConfig().compress is None
+
+
+def test_a_preset_that_costs_more_than_it_saves_is_told_of() -> None:
+    line = advice("safe8", codec_s=0.2, gain_s=0.06, step_s=2.0)
+    assert line.startswith("compress='safe8': packing, unpacking and making tensors again take 10% of a step")
+    assert "3% to write and read back" in line
+    assert advice("safe8", codec_s=0.2, gain_s=0.17, step_s=2.0) == ""  # within 2 % of the step
+
+
+def test_it_is_told_of_once_and_not_where_the_link_binds(
+    scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def lines(further_byte_s: float) -> list[str]:
+        monkeypatch.setattr(Cost, "per_further_byte_s", property(lambda cost: further_byte_s))
+        caplog.clear()
+        x = activation(64, 64)[1].detach()
+        layer = nn.Linear(64, 64)
+        with engine(scratch, tier="nvme", compress="safe8") as offload, offload:
+            for _ in range(8):
+                functional.gelu(layer(x)).square().mean().backward()
+        return [record.message for record in caplog.records if record.message.startswith("compress='safe8'")]
+
+    assert len(lines(1e-15)) == 1
+    assert lines(1.0) == []

@@ -1,0 +1,61 @@
+"""Worth: whether making a tensor again takes the step less time than moving it out and back. Pure but for its notes.
+
+A tensor is derived twice, in forward to compare it and in backward, and both are on the thread that computes. What its
+transfer costs instead is measured step by step (`_transfer.cost`).
+
+The first steps derive all they can, and so measure what each derivation costs. From then on those that cost more than
+their transfer are left. Costs of transfers are forgotten slowly: where the link binds, deriving frees it, and it would
+otherwise be found free, and bind again, every other step.
+"""
+
+from __future__ import annotations
+
+# Steps in which the order of reading is not known yet, at first and after derivations have been left: backward waits
+# for that, and not for the link.
+_SETTLING_STEPS = (1, 2, 4)
+_FORGET = 0.9
+
+
+class Worth:
+    """Costs of derivations, by their place in the step, and of transfers.
+
+    Args:
+        leaves: whether derivations that do not pay may be left; else every one counts as paying.
+
+    Attributes:
+        steps: how many have ended.
+        derive_s: what the derivations of the last step cost it.
+    """
+
+    def __init__(self, *, leaves: bool) -> None:
+        self.steps = 0
+        self.derive_s = self._noted_s = 0.0
+        self._leaves = leaves
+        self._derive_s: dict[tuple[int, int], float] = {}
+        self._transfer_s_per_byte: float | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last step can tell what its transfers cost."""
+        return self.steps > 0 and self.steps not in _SETTLING_STEPS
+
+    def pays(self, place: int, nbytes: int) -> bool:
+        """Whether the tensor at this place, of this size, is to be derived; so also where a cost is not known yet."""
+        derive_s = self._derive_s.get((place, nbytes))
+        if not self._leaves or derive_s is None or self._transfer_s_per_byte is None:
+            return True
+        return derive_s <= nbytes * self._transfer_s_per_byte
+
+    def note(self, place: int, nbytes: int, run_s: float, compare_s: float) -> None:
+        """Note what running a recipe and comparing its result took; the last time counts."""
+        derive_s = 2 * run_s + compare_s
+        self._derive_s[place, nbytes] = derive_s
+        self._noted_s += derive_s
+
+    def end_step(self, transfer_s_per_byte: float) -> None:
+        """End a step in which a byte that went out and came back cost so much; 0 where nothing was moved."""
+        self.steps += 1
+        self.derive_s, self._noted_s = self._noted_s, 0.0
+        if self.settled and transfer_s_per_byte:
+            known = self._transfer_s_per_byte
+            self._transfer_s_per_byte = max(transfer_s_per_byte, 0.0 if known is None else known * _FORGET)
