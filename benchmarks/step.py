@@ -69,7 +69,7 @@ def run_step(
         allocators |= {name: arm.allocator for name, arm in arms.items()}
     environment = environment_block(allocators, threads=threads, device=device)
     environment["processes"] = f"{starts} of each arm, one after another"
-    theme = "step" if device == "cpu" else f"step-{device}"
+    theme = "step-explain" if explain else "step" if device == "cpu" else f"step-{device}"
     return Result(theme=theme, tables=tables, data={"models": data}, environment=environment)
 
 
