@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._processes.arms import Spec, available
-from ._processes.measure import measure
+from ._processes.measure import WARM_UP_ROUNDS, measure
 from ._report.bar import bar_table
 from ._report.environment import environment_block
 from ._report.results import Grid, Result
@@ -23,6 +23,8 @@ from ._workload.sizes import Model
 STARTS = 8
 # The arm under another allocator shows its memory only.
 MEMORY_ROUNDS = 4
+# After so many steps the engine has left the derivations that do not pay, and learned the order that follows.
+_SETTLING_ROUNDS = 5
 # Of bare I/O: calls of this size, memory that is used in turn.
 _BLOCK_BYTES, _IO_MEMORY_BYTES = 4 << 20, 64 << 20
 
@@ -50,7 +52,8 @@ def run_step(
         else:
             specs, memory_only = cpu_arms(model, threads)
             specs += explain_arms(model, threads) if explain else []
-        arms = measure(specs, rounds=rounds, title=f"step {model.name}", starts=starts)
+        warm_up = _SETTLING_ROUNDS if explain else WARM_UP_ROUNDS
+        arms = measure(specs, rounds=rounds, title=f"step {model.name}", warm_up=warm_up, starts=starts)
         if memory_only:
             arms |= measure(memory_only, rounds=0, title=f"memory {model.name}", warm_up=min(rounds, MEMORY_ROUNDS))
         bars = cuda_bars(arms) if device == "cuda" else cpu_bars(model.name, arms)
