@@ -88,7 +88,7 @@ class Compressor:
         self._linear: ProjectedLinear | None = None
         self.waiting: deque[_Waiting] = deque()
         self._told = False
-        self._saved_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # up to this step; in it; when it began
+        self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # in this step; and when it began
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
         """Make the torch-function mode to enter with the hooks; None if the preset needs none.
@@ -113,26 +113,25 @@ class Compressor:
             self._linear = ProjectedLinear(projected, seed=self._seed, model=model)
         return self._linear
 
-    def end_step(self, further_byte_s: float, derive_s: float) -> None:
+    def end_step(self, further_byte_s: float, derive_s: float, derived_bytes: int) -> None:
         """End a training step: the next one gets new projections. Say once if a lossy preset costs more than it saves.
 
         Args:
             further_byte_s: what a further byte written and read back costs the step; 0 where that is not known.
-            derive_s: what tensors that are made again from others cost the step.
+            derive_s, derived_bytes: what tensors that are made again from others cost the step, and their bytes.
         """
         if self._linear is not None:
             self._linear.step()
-        now_s, counters = time.perf_counter(), self._counters
-        saved_bytes = counters.encoded_bytes - counters.packed_bytes + counters.derived_bytes
+        now_s = time.perf_counter()
         if further_byte_s and self.lossy and not self._told:
             codec_s, gain_s = (
                 _CODEC_TURNS * self._encode_s + derive_s,
-                (saved_bytes - self._saved_bytes) * further_byte_s,
+                (self._spared_bytes + derived_bytes) * further_byte_s,
             )
             if line := advice(self._preset.name, codec_s, gain_s, now_s - self._begun_s):
                 self._told = True
                 logging.getLogger("tba").warning(line)
-        self._saved_bytes, self._encode_s, self._begun_s = saved_bytes, 0.0, now_s
+        self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, now_s
 
     def kind(self, tensor: Tensor) -> Saved:
         """Return the class of the tensor that a pack hook is given."""
@@ -200,6 +199,7 @@ class Compressor:
         payload = buffers[0] if len(buffers) == 1 else torch.cat(buffers)
         self._counters.encoded_bytes += record.nbytes
         self._counters.packed_bytes += payload.numel()
+        self._spared_bytes += record.nbytes - payload.numel()
         sizes = tuple(buffer.numel() for buffer in buffers)
         if record.stream is not None and record.alias is not None:
             streams.goes_early(record.alias, record.stream)

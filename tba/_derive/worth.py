@@ -24,12 +24,13 @@ class Worth:
 
     Attributes:
         steps: how many have ended.
-        derive_s: what the derivations of the last step cost it.
+        derive_s, derived_bytes: what the derivations of the last step cost it, and the bytes that they gave.
     """
 
     def __init__(self, *, leaves: bool) -> None:
         self.steps = 0
-        self.derive_s = self._noted_s = 0.0
+        self.derive_s, self.derived_bytes = 0.0, 0
+        self._noted_s, self._noted_bytes = 0.0, 0  # of this step
         self._leaves = leaves
         self._derive_s: dict[tuple[int, int], float] = {}
         self._transfer_s_per_byte: float | None = None
@@ -51,11 +52,13 @@ class Worth:
         derive_s = 2 * run_s + compare_s
         self._derive_s[place, nbytes] = derive_s
         self._noted_s += derive_s
+        self._noted_bytes += nbytes
 
     def end_step(self, transfer_s_per_byte: float) -> None:
         """End a step in which a byte that went out and came back cost so much; 0 where nothing was moved."""
         self.steps += 1
-        self.derive_s, self._noted_s = self._noted_s, 0.0
+        self.derive_s, self.derived_bytes = self._noted_s, self._noted_bytes
+        self._noted_s, self._noted_bytes = 0.0, 0
         if self.settled and transfer_s_per_byte:
             known = self._transfer_s_per_byte
             self._transfer_s_per_byte = max(transfer_s_per_byte, 0.0 if known is None else known * _FORGET)

@@ -365,8 +365,10 @@ class Saver(ForkAware):
         self.read_ahead.end_walks()
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         if self.compressor is not None and self.derivations is not None:
-            self.worth.end_step(mover.cost.per_byte_s)
-            self.compressor.end_step(mover.cost.per_further_byte_s if self.worth.settled else 0.0, self.worth.derive_s)
+            worth, cost = self.worth, mover.cost
+            worth.end_step(cost.per_byte_s)
+            further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
+            self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
             self.derivations.end_step(self._packing.numbers)
         self.rest.end_step(
             kept_bytes=max(0, self._packing.step_bytes - moved_bytes),

@@ -74,9 +74,9 @@ def test_derivations_of_a_step_are_added_up() -> None:
     worth.note(0, MIB, run_s=1.0, compare_s=0.5)
     worth.note(1, MIB, run_s=1.0, compare_s=0.0)
     worth.end_step(0.0)
-    assert worth.derive_s == 4.5
+    assert (worth.derive_s, worth.derived_bytes) == (4.5, 2 * MIB)
     worth.end_step(0.0)
-    assert worth.derive_s == 0.0
+    assert (worth.derive_s, worth.derived_bytes) == (0.0, 0)
 
 
 def test_the_cost_of_transfers() -> None:
