@@ -173,7 +173,8 @@ class Compressor:
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
             record.use_codec(None)
         finally:
-            self._encode_s += time.perf_counter() - begun_s
+            if record.stream is None:  # on a device it is only queued
+                self._encode_s += time.perf_counter() - begun_s
         return True
 
     def settle(self, *, wait: bool) -> list[Record]:

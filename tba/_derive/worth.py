@@ -20,25 +20,27 @@ class Worth:
     """Costs of derivations, by their place in the step, and of transfers.
 
     Args:
-        leaves: whether derivations that do not pay may be left; else every one counts as paying.
+        on_disk: whether transfers go to a disk; elsewhere, deriving saves memory, whatever it costs.
+        leaves: whether derivations that do not pay may be left there; else every one counts as paying.
 
     Attributes:
         steps: how many have ended.
         derive_s, derived_bytes: what the derivations of the last step cost it, and the bytes that they gave.
     """
 
-    def __init__(self, *, leaves: bool) -> None:
+    def __init__(self, *, on_disk: bool, leaves: bool) -> None:
+        self._on_disk = on_disk
         self.steps = 0
         self.derive_s, self.derived_bytes = 0.0, 0
         self._noted_s, self._noted_bytes = 0.0, 0  # of this step
-        self._leaves = leaves
+        self._leaves = leaves and on_disk
         self._derive_s: dict[tuple[int, int], float] = {}
         self._transfer_s_per_byte: float | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether the last step can tell what its transfers cost."""
-        return self.steps > 0 and self.steps not in _SETTLING_STEPS
+        """Whether the last step can tell what its transfers to a disk cost."""
+        return self._on_disk and self.steps > 0 and self.steps not in _SETTLING_STEPS
 
     def pays(self, place: int, nbytes: int) -> bool:
         """Whether the tensor at this place, of this size, is to be derived; so also where a cost is not known yet."""

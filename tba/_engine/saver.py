@@ -69,9 +69,9 @@ class Saver(ForkAware):
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
-        # What a lossy preset makes must not depend on timing; and elsewhere than on a disk, deriving saves memory.
+        # What a lossy preset makes must not depend on timing.
         exact = self.compressor is not None and not self.compressor.lossy
-        self.worth = Worth(leaves=exact and config.tier == "nvme")
+        self.worth = Worth(on_disk=config.tier == "nvme", leaves=exact)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)

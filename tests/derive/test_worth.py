@@ -24,7 +24,7 @@ def settle(worth: Worth, *costs: float) -> None:
 
 
 def test_what_costs_more_than_its_transfer_is_left() -> None:
-    worth = Worth(leaves=True)
+    worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=0.002, compare_s=0.001)  # 5 ms, as it is run twice
     worth.note(1, MIB, run_s=0.001, compare_s=0.001)
     assert worth.pays(0, MIB)  # nobody knows yet what a transfer costs
@@ -36,7 +36,7 @@ def test_what_costs_more_than_its_transfer_is_left() -> None:
 
 
 def test_the_first_steps_and_the_one_after_a_change_do_not_count() -> None:
-    worth = Worth(leaves=True)
+    worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=1.0, compare_s=0.0)
     for cost, pays in ((1e-9, True), (1e-9, True), (1e-9, False), (1.0, False), (1.0, True)):
         worth.end_step(cost)
@@ -45,7 +45,7 @@ def test_the_first_steps_and_the_one_after_a_change_do_not_count() -> None:
 
 
 def test_a_link_that_binds_is_remembered_for_some_steps() -> None:
-    worth = Worth(leaves=True)
+    worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=0.001, compare_s=0.0)
     settle(worth, 0.003 / MIB)
     steps = 0
@@ -56,21 +56,22 @@ def test_a_link_that_binds_is_remembered_for_some_steps() -> None:
 
 
 def test_a_step_that_moved_nothing_tells_nothing() -> None:
-    worth = Worth(leaves=True)
+    worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=1.0, compare_s=0.0)
     settle(worth, 0.0, 0.0)
     assert worth.pays(0, MIB)
 
 
 def test_nothing_is_left_where_more_than_time_depends_on_it() -> None:
-    worth = Worth(leaves=False)
-    worth.note(0, MIB, run_s=1.0, compare_s=0.0)
-    settle(worth, 1e-12)
-    assert worth.pays(0, MIB)
+    for worth in (Worth(on_disk=True, leaves=False), Worth(on_disk=False, leaves=True)):
+        worth.note(0, MIB, run_s=1.0, compare_s=0.0)
+        settle(worth, 1e-12, 1e-12)
+        assert worth.pays(0, MIB)
+    assert not worth.settled  # so that no preset is told to cost more than its transfers to a disk
 
 
 def test_derivations_of_a_step_are_added_up() -> None:
-    worth = Worth(leaves=True)
+    worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=1.0, compare_s=0.5)
     worth.note(1, MIB, run_s=1.0, compare_s=0.0)
     worth.end_step(0.0)
