@@ -43,10 +43,10 @@ def step(
     names = model or (["16x1024"] if device == "cuda" else list(known))
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
-    if quick:
-        return run_step([TINY], device=device, rounds=2, threads=threads, explain=explain)
     if explain and device == "cuda":
         raise typer.BadParameter("--explain takes the cost on a CPU apart; leave --device away")
+    if quick:
+        return run_step([TINY], device=device, rounds=2, threads=threads, explain=explain)
     models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
     return run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, explain=explain)
 

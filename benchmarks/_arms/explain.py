@@ -57,15 +57,15 @@ class ExplainArm(TrainArm):
     def step(self, *batch: Tensor) -> Tensor:
         if self._beside is None:
             return super().step(*batch)
-        self.optimizer.zero_grad(set_to_none=True)
         self._begin("write")
-        loss: Tensor = self.model(*batch)
-        self._beside_cpu_s = self._beside.receive(timeout_s=_TIMEOUT_S)
-        self._begin("read")
-        loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
-        self.optimizer.step()
+        loss = super().step(*batch)
         self._beside_cpu_s += self._beside.receive(timeout_s=_TIMEOUT_S)
-        return loss.detach()
+        return loss
+
+    def turn_to_backward(self) -> None:
+        if self._beside is not None:
+            self._beside_cpu_s = self._beside.receive(timeout_s=_TIMEOUT_S)
+            self._begin("read")
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)

@@ -147,9 +147,13 @@ class TrainArm:
         """Take the training step that is measured; return the loss, detached."""
         self.optimizer.zero_grad(set_to_none=True)
         loss: Tensor = self.model(*batch)
+        self.turn_to_backward()
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.optimizer.step()
         return loss.detach()
+
+    def turn_to_backward(self) -> None:
+        """Do what an arm has to do between forward and backward; by default nothing."""
 
     def close(self) -> dict[str, Any]:
         """Leave the context and close the offloader; return its final counters."""

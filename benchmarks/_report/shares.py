@@ -15,18 +15,18 @@ PLAIN, NVME = "plain", "offload nvme"
 HOOKS, KEEP, INSTANT = "empty hooks", "keep", "instant store"
 SMALL, HUGE = "bare I/O, 4 KiB pages", "bare I/O, huge pages"
 EXACT, SAFE8 = "nvme, exact", "nvme, safe8"
-CHECKPOINT = "checkpoint"
 _WALL_BARS = {"24x256": 1.045, "8x512": 1.025}
 _PART_BARS = {"offload above I/O itself": 0.02, "codec: exact": 0.02, "codec: safe8": 0.02}
 
 
 @dataclass(frozen=True)
 class Share:
-    """One part of the cost: the difference of two arms, as a share of plain's step."""
+    """One part of the cost: the difference of two arms, less that of `beside` to plain, as a share of plain's step."""
 
     what: str
     more: str
     less: str
+    beside: str = PLAIN
 
 
 SHARES = (
@@ -35,24 +35,21 @@ SHARES = (
     Share("the engine without I/O", INSTANT, PLAIN),
     Share("I/O itself, in huge pages", HUGE, PLAIN),
     Share("small pages on top of that", SMALL, HUGE),
-    Share("where engine and I/O meet: offload - instant - I/O", NVME, INSTANT),
+    Share("where engine and I/O meet: offload - instant - I/O", NVME, INSTANT, beside=HUGE),
     Share("offload above I/O itself", NVME, HUGE),
     Share("codec: exact", EXACT, NVME),
     Share("codec: safe8", SAFE8, NVME),
 )
-_MEETING = 5  # of these, from which the I/O is taken off
 
 
 def shares(arms: Mapping[str, Measured], clock: str) -> dict[str, list[float]]:
     """Compute each part, round by round, as a share of plain's "wall_s" or "cpu_s" in that round."""
     times = {name: ratios(getattr(arm, clock), getattr(arms[PLAIN], clock)) for name, arm in arms.items() if arm.wall_s}
     found = {}
-    for number, share in enumerate(SHARES):
-        if share.more in times and share.less in times:
-            values = [a - b for a, b in zip(times[share.more], times[share.less], strict=True)]
-            if number == _MEETING:
-                values = [value - (bare - 1.0) for value, bare in zip(values, times[HUGE], strict=True)]
-            found[share.what] = values
+    for share in SHARES:
+        if share.more in times and share.less in times and share.beside in times:
+            columns = zip(times[share.more], times[share.less], times[share.beside], strict=True)
+            found[share.what] = [more - less - (beside - 1.0) for more, less, beside in columns]
     return found
 
 
