@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from ._arms.hook_cost import KINDS
+from ._arms.hook_cost import KINDS, STORES
 from ._processes.arms import Spec, in_turns, running
 from ._report.bar import Bar
 from ._report.environment import environment_block
@@ -15,16 +15,16 @@ from ._report.results import CannotMeasure, Grid, Result
 # Microseconds above the empty pair. Passed through: a weight, or a tensor below the minimum size.
 _BARS_US = {"weight": 5.0, "below minimum size": 5.0, "further view": 15.0, "new record": 60.0}
 _CLOCKS = ("cpu_us", "pack_us", "wall_us")
+_CHAIN_CLOCKS = ("wall_us", "cpu_us", "process_us")
 _WARM_UP_ROUNDS = 2
 # One compute thread: the kernels are scalars, and a second thread would only spin beside the measured one.
 _THREADS = 1
 
 
-def run_hooks(*, rounds: int, tensors: int) -> Result:
-    """Measure every kind in `rounds` pairs of chains of `tensors` saved tensors."""
-    spec = Spec(
-        name="hooks", role="hook_cost:HookArm", options={"tensors": tensors}, allocator="auto", threads=_THREADS
-    )
+def run_hooks(*, rounds: int, tensors: int, records: int) -> Result:
+    """Measure every kind in `rounds` pairs of chains of `tensors` saved tensors, and chains of `records` of 1 MiB."""
+    sizes = {"tensors": tensors, "records": records}
+    spec = Spec(name="hooks", role="hook_cost:HookArm", options=sizes, allocator="auto", threads=_THREADS)
     answers: list[dict[str, Any]] = []
     with progress("hooks", _WARM_UP_ROUNDS + rounds) as bar, running([spec]) as arms:
         for _, number, answer in in_turns(arms, range(_WARM_UP_ROUNDS + rounds)):
@@ -47,9 +47,20 @@ def run_hooks(*, rounds: int, tensors: int) -> Result:
         "for the disk apart. Empty: the whole chain's cost per tensor under the empty pair."
     )
     table = Grid("Cost per saved tensor", ("kind", "bar", "measured", "met", "of it pack", "wall", "empty"), rows, note)
-    data = {"kinds": kinds, "counters": counters, "rounds": rounds, "tensors": tensors}
+    chains = {
+        store: {clock: median([answer[store][clock] for answer in answers]) for clock in _CHAIN_CLOCKS}
+        for store in STORES
+    }
+    chain_note = (
+        f"{records} records of 1 MiB, saved and asked for again with nothing computed between: microseconds a record "
+        f"above an empty pair of hooks, medians over {rounds} chains. Wall includes the waiting for the disk."
+    )
+    rows = [(store, *(f"{chains[store][clock]:.1f} us" for clock in _CHAIN_CLOCKS)) for store in STORES]
+    heads = ("through", "wall", "CPU of the thread", "CPU of the process")
+    chain_table = Grid("Wall per record, with nothing else to do", heads, rows, chain_note)
+    data = {"kinds": kinds, "chains": chains, "counters": counters, "rounds": rounds, **sizes}
     environment = environment_block({"hooks": allocator}, threads=_THREADS)
-    return Result(theme="hooks", tables=[table], data=data, environment=environment)
+    return Result(theme="hooks", tables=[table, chain_table], data=data, environment=environment)
 
 
 def _above(answer: dict[str, Any], kind: str, clock: str) -> float:
@@ -58,10 +69,13 @@ def _above(answer: dict[str, Any], kind: str, clock: str) -> float:
 
 
 def _check(counters: dict[str, dict[str, int]]) -> None:
-    """Raise CannotMeasure if a kind went another way than its name says."""
+    """Raise CannotMeasure if a kind or a chain went another way than its name says."""
     moves, passes = counters["moves"], counters["passes"]
     for name in ("weight_bytes", "duplicate_bytes", "offloaded_bytes", "read_bytes"):
         if not moves[name]:
             raise CannotMeasure(f"the hooks benchmark measured nothing of {name}: the engine counted {moves}")
     if not passes["kept_bytes"] or passes["offloaded_bytes"]:
         raise CannotMeasure(f"tensors below the minimum size were not passed through: the engine counted {passes}")
+    for store in STORES:
+        if not counters[store]["read_bytes"]:
+            raise CannotMeasure(f"nothing was read back through {store}: the engine counted {counters[store]}")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .._processes.serve import Tell
+from .._workload.instant_store import InstantStore
 from .._workload.tools import empty_hooks
 
 # Small, as the products cost what they cost under both pairs; no work of the hooks depends on the size.
@@ -29,7 +30,10 @@ _WINDOW_TENSORS = 32
 _PAUSE_EVERY = 16
 _PAUSE_S = 0.004
 
+_RECORD_OF_CHAIN_BYTES = 1 << 20
+
 KINDS = ("weight", "below minimum size", "further view", "new record")
+STORES = ("a store that ends at once", "the file")
 
 
 class _Clock:
@@ -71,14 +75,28 @@ class _Then(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Saves(torch.autograd.Function):
+    """Passes a tensor through and saves another; backward asks for it and does nothing with it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        assert ctx.saved_tensors
+        return gradients[0], None
+
+
 class HookArm:
     """An arm that saves tensors of every kind, once under the empty pair and once under the engine per turn.
 
-    Options: `tensors`, the number that a chain saves.
+    Options: `tensors`, the number that a chain saves; `records`, the number of 1 MiB that one without pauses saves.
     """
 
     def __init__(self, options: Mapping[str, Any], tell: Tell) -> None:
-        from tba import offload_context
+        from tba import OffloadConfig, Offloader, offload_context
 
         self.about: dict[str, Any] = {}
         self.count: int = options["tensors"]
@@ -88,10 +106,21 @@ class HookArm:
         window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
         self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
         self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
+        self.records: int = options["records"]
+        nvme = OffloadConfig(tier="nvme")
+        stores = (Offloader(config=nvme, store=InstantStore()), Offloader(config=nvme))
+        self.chains = dict(zip(STORES, stores, strict=True))
 
     def turn(self, index: int) -> dict[str, Any]:
-        """Measure each kind under each pair: microseconds per tensor of CPU time, and of wall time without waiting."""
+        """Measure each kind under each pair: microseconds per tensor of CPU time, and of wall time without waiting.
+
+        And each store's chain of records, above the empty pair: microseconds per record by three clocks.
+        """
         answer: dict[str, Any] = {}
+        empty = self._chain(empty_hooks)
+        for name, offload in self.chains.items():
+            chain = self._chain(lambda offload=offload: offload)
+            answer[name] = {clock: chain[clock] - empty[clock] for clock in chain}
         for kind in KINDS:
             pairs = ("empty", "engine") if index % 2 == 0 else ("engine", "empty")
             answer[kind] = {pair: self._measure(kind, pair) for pair in pairs}
@@ -100,7 +129,7 @@ class HookArm:
     def close(self) -> dict[str, Any]:
         """Close both offloaders; return counters that show that each kind is what its name says."""
         counters = {}
-        for name, offload in (("moves", self.moves), ("passes", self.passes)):
+        for name, offload in (("moves", self.moves), ("passes", self.passes), *self.chains.items()):
             stats = offload.stats()
             fields = ("saved_bytes", "weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes", "read_bytes")
             counters[name] = {field: getattr(stats, field) for field in fields}
@@ -144,6 +173,19 @@ class HookArm:
             "pack_us": 1e6 * pack_s / count,
             "wall_us": 1e6 * (clock.wall_s - (offload.stats().wait_s - before_s)) / count,
         }
+
+    def _chain(self, under: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
+        # Filled, so that a write does not find the kernel's one page of zeros everywhere.
+        held = [torch.ones(_RECORD_OF_CHAIN_BYTES // 4) for _ in range(self.records)]
+        out = torch.zeros(1, requires_grad=True) * 1
+        begun = time.perf_counter(), time.thread_time(), time.process_time()
+        with under():
+            while held:
+                out = _Saves.apply(out, held.pop())
+        out.backward(torch.ones_like(out))
+        ended = time.perf_counter(), time.thread_time(), time.process_time()
+        clocks = zip(("wall_us", "cpu_us", "process_us"), begun, ended, strict=True)
+        return {clock: 1e6 * (to - since) / self.records for clock, since, to in clocks}
 
     def _tensors(self, kind: str) -> list[Tensor]:
         count = self.count + _WINDOW_TENSORS + 2
