@@ -13,12 +13,23 @@ from ._audit.audit import audit
 from ._audit.report import Audit
 from ._config import OffloadConfig, Setting, describe
 from ._context import attach, offload_context
-from ._errors import ClosedError, ConfigError, OffloadError, OffloadWarning, StalledError, StorageError, TransferError
+from ._errors import (
+    BudgetError,
+    ClosedError,
+    ConfigError,
+    OffloadError,
+    OffloadWarning,
+    StalledError,
+    StorageError,
+    TransferError,
+)
 from ._offloader import Offloader
+from ._plan.plan import Plan
 from ._stats import OffloadStats, TraceEvent
 
 __all__ = [
     "Audit",
+    "BudgetError",
     "ClosedError",
     "ConfigError",
     "OffloadConfig",
@@ -26,6 +37,7 @@ __all__ = [
     "OffloadStats",
     "OffloadWarning",
     "Offloader",
+    "Plan",
     "Setting",
     "StalledError",
     "StorageError",

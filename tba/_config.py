@@ -88,7 +88,8 @@ Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
 _TIERS, _BACKENDS = ("keep", "cpu", "nvme", "auto"), ("auto", "posix", "kvikio")
-_CHOICES = {"tier": _TIERS, "io_backend": _BACKENDS, "compress": tuple(PRESETS)}
+_POLICIES = ("budget", "tba")
+_CHOICES = {"tier": _TIERS, "io_backend": _BACKENDS, "compress": tuple(PRESETS), "policy": _POLICIES}
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
 _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
@@ -98,6 +99,7 @@ _ACCEPTS = {
     "rank": "a whole number above 0, or a share of the width above 0 and below 1; only with compress='compact'",
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
+    "policy": f"one of {', '.join(map(repr, _POLICIES))}",
     "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
@@ -150,6 +152,9 @@ class OffloadConfig(BaseModel):
     """Storages of fewer bytes than this stay in memory."""
     memory_budget: Size | None = None
     """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
+    policy: Literal["budget", "tba"] = "budget"
+    """What tier "auto" plans by: "budget" moves and recomputes just enough for `memory_budget`, in least time; "tba" is
+    the rule of the paper TBA/SSDTrain, a baseline: the first blocks move, as many as the link can carry."""
     cpu_budget: Size | None = None
     """Cap of host memory in bytes, shared by the ranks of a node: each gets it divided by LOCAL_WORLD_SIZE where that
     variable is set. None: half of the memory."""
@@ -189,6 +194,13 @@ class OffloadConfig(BaseModel):
             raise ConfigError(
                 f"rank={self.rank!r} was given with compress={self.compress!r}, which projects nothing; use "
                 "compress='compact', or leave rank unset"
+            )
+        other = self.tier != "auto" or self.memory_budget is not None or self.compress is not None
+        if self.policy == "tba" and other:
+            raise ConfigError(
+                f"policy='tba' was given with tier={self.tier!r}, memory_budget={self.memory_budget} and "
+                f"compress={self.compress!r}: it is a rule for tier 'auto' that knows no budget and no codec; leave "
+                "them unset, or use policy='budget'"
             )
         self.__dict__[_ORIGINS] = origins
 

@@ -5,6 +5,7 @@
     RuntimeError
     └── OffloadError               root: catch this for everything tba raises of its own
         ├── ConfigError            you asked for something that is unknown, malformed or not available (also ValueError)
+        ├── BudgetError            no plan keeps saved tensors within `memory_budget`
         ├── ClosedError            you used it after `close()`, or in a forked child
         ├── StorageError           a storage path cannot be used: missing, read-only, full, in RAM
         └── TransferError          the bytes of a tensor could not be brought back; names the tensor and the cause
@@ -24,6 +25,10 @@ class OffloadError(RuntimeError):
 
 class ConfigError(OffloadError, ValueError):
     """A setting, argument or `TBA_` variable is unknown or malformed, or settings contradict."""
+
+
+class BudgetError(OffloadError):
+    """No plan keeps saved tensors within `memory_budget`. The message tells what the best one needs, and where."""
 
 
 class ClosedError(OffloadError):

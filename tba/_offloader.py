@@ -21,10 +21,12 @@ from ._config import OffloadConfig
 from ._engine import backward
 from ._engine.saver import Saver
 from ._errors import ClosedError
-from ._stats import OffloadStats, TraceEvent
+from ._plan.plan import Plan
+from ._stats import OffloadStats, TraceEvent, traced
+from ._text import size
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, clear_dead, hint, lifted
-from ._torch.module_hooks import before_forward, tie
+from ._torch.module_hooks import tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
 
@@ -79,7 +81,9 @@ class Offloader:
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "entered" if self.entered else "not entered"
-        return f"<Offloader tier={self.config.tier!r} {state}, {self._saver.progress()}>"
+        counters = self._saver.counters
+        steps = f"{counters.steps:,} step{'s' * (counters.steps != 1)}"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.offloaded_bytes)} offloaded>"
 
     def __enter__(self) -> Self:
         if self.closed:
@@ -125,9 +129,10 @@ class Offloader:
         model = self._saver.model()
         if pair.pushed:
             self._foreign.watch(model)
-        if model is not None and forward is None and self._saver.may_rest and len(self._per_thread.pairs) == 1:
+        if model is not None and forward is None and self._saver.watches and len(self._per_thread.pairs) == 1:
             with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
-                pair.unwatch = before_forward(model, partial(_begin_forward, weakref.ref(self)))
+                weak = weakref.ref(self)
+                pair.unwatch = tie(model, partial(_begin_forward, weak), partial(_end_forward, weak))
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
@@ -178,7 +183,16 @@ class Offloader:
 
     def trace(self) -> AbstractContextManager[list[TraceEvent]]:
         """Collect an event for each write, read, wait and forwarded tensor of the region, in the order they ended."""
-        return self._saver.trace()
+        return traced(self._saver.mover)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What tier "auto" has decided for the steps to come, with predicted and measured figures; None until then.
+
+        A run that fits is not planned.
+        """
+        planner = self._saver.planner
+        return planner.plan if planner is not None else None
 
     @property
     def tied(self) -> bool:
@@ -245,6 +259,14 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     elif not pair.pushed:
         pair.armed = pair.armed or interrupts.arm()
         pair.push_late()
+
+
+def _end_forward(weak: weakref.ref[Offloader]) -> None:
+    offloader = weak()
+    if offloader is not None:
+        planner = offloader._saver.planner
+        if planner is not None:
+            planner.end_forward()
 
 
 def _no_model() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ._text import as_text, size
 
@@ -20,6 +21,23 @@ class TraceEvent(NamedTuple):
     end_s: float
     nbytes: int
     label: str
+
+
+class Traces(Protocol):
+    """Whatever appends its events to a list, where it is given one."""
+
+    trace: list[TraceEvent] | None
+
+
+@contextmanager
+def traced(source: Traces) -> Iterator[list[TraceEvent]]:
+    """Collect the events of a source, in the order they ended."""
+    events: list[TraceEvent] = []
+    before, source.trace = source.trace, events
+    try:
+        yield events
+    finally:
+        source.trace = before
 
 
 def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) -> Any:

@@ -1,8 +1,12 @@
-"""Text for people: counts of bytes, and rows of short texts aligned for a terminal."""
+"""Text for people: counts of bytes, and rows aligned for a terminal; and whether a picture can be drawn for them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ._errors import ConfigError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -20,3 +24,27 @@ def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     return "\n".join([*lines, *notes])
+
+
+def check_picture(path: str | os.PathLike[str], what: str) -> None:
+    """Check that a picture of `what` can be drawn there, before any time is spent on its contents.
+
+    Raises:
+        ConfigError: matplotlib is not installed, does not know the path's ending, or there is no such directory.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        raise ConfigError(
+            f"a picture of {what} needs matplotlib, which is not installed; pip install 'tba-offload[plot]'"
+        ) from None
+    known = Figure().canvas.get_supported_filetypes()
+    target = Path(path)
+    if target.suffix[1:].lower() not in known:
+        raise ConfigError(f"a picture was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(known))}")
+    if not target.parent.is_dir():
+        raise ConfigError(
+            f"a picture was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
+        )

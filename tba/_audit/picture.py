@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from compact import Saved
 
-from .._errors import ConfigError
-from .._text import size
+from .._text import check_picture, size
 from .outcome import Outcome
 
 # The Okabe-Ito palette, which every kind of colour vision can tell apart, with shades for related classes: attention
@@ -32,30 +30,6 @@ _COLOURS = {
 _WHOLE, _WORST = "#0072B2", "#D55E00"
 
 
-def check_picture(path: str | os.PathLike[str]) -> None:
-    """Check that a picture can be drawn there, before any time is spent on its contents.
-
-    Raises:
-        ConfigError: matplotlib is not installed, does not know the path's ending, or there is no such directory.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise ConfigError(
-            "a picture of an audit needs matplotlib, which is not installed; pip install 'tba-offload[plot]'"
-        ) from None
-    known = Figure().canvas.get_supported_filetypes()
-    target = Path(path)
-    if target.suffix[1:].lower() not in known:
-        raise ConfigError(f"a picture was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(known))}")
-    if not target.parent.is_dir():
-        raise ConfigError(
-            f"a picture was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
-        )
-
-
 def draw(before_bytes: Mapping[Saved, int], outcomes: Mapping[str, Outcome], path: str | os.PathLike[str]) -> None:
     """Draw bars of bytes, one a preset, each class a colour; beside them the gradient's errors on a logarithmic scale.
 
@@ -68,7 +42,7 @@ def draw(before_bytes: Mapping[Saved, int], outcomes: Mapping[str, Outcome], pat
         ConfigError: as `check_picture`.
         OSError: the file cannot be written.
     """
-    check_picture(path)
+    check_picture(path, "an audit")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5, 2.1 + 0.62 * (1 + len(outcomes))), layout="constrained")

@@ -12,10 +12,10 @@ from torch import Tensor, UntypedStorage, nn
 
 from compact import Saved
 
-from .. import _policy
 from .._config import OffloadConfig
 from .._memory import streams
-from .._policy import KEEP, SEND, SHRINK, TOO_SMALL
+from .._plan import policy
+from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
 from .._record.known import Known
 from .._record.plain import shown_bytes, why_not_plain
@@ -28,6 +28,7 @@ from .._torch.weights import MARK, WEIGHT, Chains
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
 from .pending import Pending
+from .planner import Planner
 from .read_ahead import ReadAhead
 
 # A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
@@ -56,6 +57,7 @@ class Packing:
         pending: Pending,
         read_ahead: ReadAhead,
         settle: Callable[[], None],
+        planner: Planner | None,
     ) -> None:
         self.chains = Chains()
         self.whole = Whole(config.tier)
@@ -69,7 +71,8 @@ class Packing:
         self._compressor = pending.compressor
         self._derivations = pending.derivations
         self._settle = settle
-        self._decisions = _policy.decisions(config.tier, compresses=config.compress is not None)
+        self._planner = planner
+        self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
         self._min_slice_bytes = self._min_tensor_bytes // _SLICES
 
@@ -141,9 +144,9 @@ class Packing:
             return self._odd(tensor)
         self.step_bytes += nbytes
         if decision is not SHRINK and compressor is None and self.whole.keeps(sequence_nr(), nbytes):
-            return self.keep(tensor, nbytes, _policy.WHOLE)
+            return self.keep(tensor, nbytes, policy.WHOLE)
         if nbytes < storage_bytes:
-            begin, end = _policy.range_to_store(begin, end, storage_bytes)
+            begin, end = policy.range_to_store(begin, end, storage_bytes)
         record = Record(
             self.numbers,
             tensor,
@@ -163,6 +166,8 @@ class Packing:
             known = Known()
             setattr(storage, MARK, known)
         known.add(record)
+        if self._planner is not None and self._planner.saved(record):
+            record.go()
         if compressor is not None:
             compressor.choose(record, kind)
         if self._derivations is not None:
@@ -177,6 +182,8 @@ class Packing:
     def _known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
+        if self._planner is not None and record.number in self._planner.put_aside:
+            self._planner.saved(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
         return record, view

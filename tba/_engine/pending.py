@@ -19,9 +19,11 @@ from collections import deque
 
 from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
-from .._policy import DERIVED
+from .._derive.worth import Worth
+from .._plan.policy import DERIVED
 from .._record.record import PENDING, Record
 from .._stats import Counters
+from .._transfer.cost import Cost
 from .write_behind import WriteBehind
 
 
@@ -84,6 +86,15 @@ class Pending:
         for record in self.compressor.settle(wait=wait):
             if record.state is PENDING:
                 self._go(record)
+
+    def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:
+        """End a step, in which transfers took `cost`; so many records have been made since the start."""
+        if self.compressor is None or self.derivations is None:
+            return
+        worth.end_step(cost.per_byte_s)
+        further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
+        self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
+        self.derivations.end_step(numbers)
 
     def _compared(self, record: Record, *, replaced: bool) -> None:
         if replaced:

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Callable
 
 from .._memory import limits
+from .._plan.read_order import Orders, Walk
 from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
 from .._transfer.mover import Mover
-from .read_order import Orders, Walk
 from .write_behind import WriteBehind
 
 _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
@@ -126,6 +126,7 @@ class ReadAhead:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
+        self._write_behind.note(self.nbytes)
 
     def _is_here(self, record: Record) -> bool:
         """Whether the record counts already, for this budget or for write-behind's, or never moves."""
@@ -133,7 +134,7 @@ class ReadAhead:
 
     def _budget_bytes(self) -> int:
         """Bytes that may be resident here now; what write-behind holds comes first, as it was saved last."""
-        return min(self._mover.window_bytes - self._write_behind.nbytes, self._mover.read_ahead_bytes)
+        return min(self._write_behind.read_bytes, self._mover.read_ahead_bytes)
 
     def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
         need = self.nbytes + wanted.nbytes - budget_bytes

@@ -99,9 +99,8 @@ class Rest:
         self._asked = True
         if not self.possible:
             return False
-        try:
-            key = self._key(args, kwargs)
-        except Exception:  # an argument that does not tell how large it is
+        key = self.key(args, kwargs)
+        if key is None:
             self.resting = self.possible = False
             return False
         if self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
@@ -125,6 +124,13 @@ class Rest:
         forwards = room_bytes // (2 * _TIMES * self._kept_bytes) if self._kept_bytes else _MOST_FORWARDS
         self._forwards_left = max(1, min(forwards, _MOST_FORWARDS)) - 1
         return self._learn_in > 0
+
+    def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
+        """Describe how a forward is called; None where an argument does not tell how large it is."""
+        try:
+            return self._key(args, kwargs)
+        except Exception:  # whatever an object raises that is looked at
+            return None
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:
         model = self._model()

@@ -37,8 +37,7 @@ from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from .._record.view import View, is_edited
-from .._stats import Counters, OffloadStats, TraceEvent
-from .._text import size
+from .._stats import Counters, OffloadStats
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
@@ -47,6 +46,7 @@ from .._transfer.daily_allowance import projected_bytes_per_day
 from . import backward
 from .packing import Packed, Packing
 from .pending import Pending
+from .planner import Planner
 from .read_ahead import ReadAhead
 from .rest import Rest
 from .steps import Steps
@@ -73,10 +73,13 @@ class Saver(ForkAware):
         exact = self.compressor is not None and not self.compressor.lossy
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=exact)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
+        self.planner = Planner.of(config, model, self.write_behind, self.mover, self.pack, self.unpack)
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
-        self._packing = Packing(config, self.counters, self.mover, self.pending, self.read_ahead, self.settle)
+        self._packing = Packing(
+            config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
+        )
         self._remains = self._packing.remains
         self._started_s = time.monotonic()
 
@@ -160,6 +163,8 @@ class Saver(ForkAware):
                 self.pending.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)
+            if self.planner is not None:
+                self.planner.asked(record)
             if task != -1:
                 self.steps.backward_seen = True
             if record.restored is not None and is_edited(record.restored):
@@ -214,20 +219,15 @@ class Saver(ForkAware):
         """Whether `stop` was called: nothing is moved any more."""
         return self.mover.closed
 
-    def progress(self) -> str:
-        """Tell how much has been done, as "3 steps, 1.0 MiB offloaded"."""
-        steps = self.counters.steps
-        return f"{steps:,} step{'s' * (steps != 1)}, {size(self.counters.offloaded_bytes)} offloaded"
-
     @property
     def nothing_came(self) -> bool:
         """Whether nothing worth moving has ever been saved but weights."""
         return not self._packing.numbers
 
     @property
-    def may_rest(self) -> bool:
-        """Whether the hooks may ever stay off in a run that fits."""
-        return self.rest.possible
+    def watches(self) -> bool:
+        """Whether it matters when the model's forward begins and ends."""
+        return self.rest.possible or self.planner is not None
 
     def mode(self) -> SavedBy | None:
         """The torch-function mode to enter with the hooks, where `compress` needs one. Raises ConfigError."""
@@ -240,14 +240,24 @@ class Saver(ForkAware):
         return not self.rest.enter()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a forward of the model; whether the hooks are to be off in it."""
-        return self.rest.begins(args, kwargs)
+        """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
+        if self.dead:
+            return False
+        with self.locked():
+            if self.steps.over:
+                self.end_step()
+            rests = self.rest.begins(args, kwargs)
+            if self.planner is not None and not rests:
+                self.planner.begin_forward(self.rest.key(args, kwargs))
+        return rests
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context, by an exception if `failed`; `inside` another entry of it on this thread.
 
         `packed`: the hooks were on.
         """
+        if self.planner is not None:
+            self.planner.end_forward()
         self.rest.leave(failed=failed)
         if packed:
             self.end_packing(step_over=not inside)
@@ -306,16 +316,6 @@ class Saver(ForkAware):
                 projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
             )
 
-    @contextmanager
-    def trace(self) -> Iterator[list[TraceEvent]]:
-        """Collect an event for each write, read, wait and forwarded tensor."""
-        events: list[TraceEvent] = []
-        before, self.mover.trace = self.mover.trace, events
-        try:
-            yield events
-        finally:
-            self.mover.trace = before
-
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
         with self.locked():
@@ -364,12 +364,9 @@ class Saver(ForkAware):
         self.settle()
         self.read_ahead.end_walks()
         mover, moved_bytes = self.mover, self.mover.sent_bytes
-        if self.compressor is not None and self.derivations is not None:
-            worth, cost = self.worth, mover.cost
-            worth.end_step(cost.per_byte_s)
-            further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
-            self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
-            self.derivations.end_step(self._packing.numbers)
+        self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
+        if self.planner is not None:
+            self.planner.end_step()
         self.rest.end_step(
             kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
             moved_bytes=moved_bytes,

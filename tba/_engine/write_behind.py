@@ -10,17 +10,18 @@ Wants the engine's lock held.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from .. import _policy
 from .._config import OffloadConfig
 from .._memory import free_memory
 from .._memory import limits as _limits
 from .._memory.pressure import LOOK_EVERY_BYTES
+from .._plan import policy
 from .._record.record import Record, Remains
 from .._stats import Counters
 from .._transfer.mover import Mover
@@ -39,9 +40,16 @@ class WriteBehind:
         self._model = model
         self.members: dict[int, tuple[weakref.ref[Record], int]] = {}  # by number, oldest first: bytes of each
         self._adapts = config.tier == "auto"
+        self._limited = self._adapts and config.memory_budget is not None
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
+        self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
+        self._going: list[int] = []  # members that are to go by plan, a few at a time
+        self._going_bytes = 0
+        self._by_plan = (
+            False  # some of this step's go by plan: what it lets stay is not sent while others are on the way
+        )
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished, and send the oldest where that is too much."""
@@ -53,10 +61,20 @@ class WriteBehind:
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self.look_at_room()
-        budget_bytes = self._room_bytes if self._adapts else self._mover.window_bytes
-        if self.nbytes > budget_bytes:
-            staging_bytes = self._mover.limits.staging_bytes
-            self._send(budget_bytes - _limits.write_burst_bytes(budget_bytes, staging_bytes))
+        self.note(0)
+        limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self._limited else 0
+        burst_bytes = _limits.write_burst_bytes(limit_bytes, self._mover.limits.staging_bytes)
+        if record.goes:
+            self._by_plan = True
+            self._going.append(record.number)
+            self._going_bytes += record.nbytes
+            if self._going_bytes >= burst_bytes:
+                self._send_going()
+        over_bytes = self.nbytes + out_bytes - limit_bytes
+        if over_bytes > 0:
+            if over_bytes > self._mover.staging.bytes or not self._by_plan:
+                self._send(limit_bytes - burst_bytes)
+            self._wait_below_limit()
         if self.nbytes > self._counters.held_bytes:
             self._counters.held_bytes = self.nbytes
 
@@ -68,6 +86,7 @@ class WriteBehind:
     def end_step(self) -> None:
         """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
+        self._going, self._going_bytes, self._by_plan = [], 0, False
 
     def bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
@@ -76,15 +95,58 @@ class WriteBehind:
 
     def _send(self, budget_bytes: int) -> None:
         while self.members and self.nbytes > budget_bytes:
-            reference, nbytes = self.members.pop(next(iter(self.members)))
-            self.nbytes -= nbytes
-            record = reference()
-            if record is None:
-                continue
-            self._counters.kept_to_offloaded(record.set_offloaded(True), _policy.FITS)
-            why_not = self._mover.send(record)
-            if why_not is not None:
-                self._counters.kept_to_offloaded(record.set_offloaded(False), why_not)
+            self._send_one(next(iter(self.members)))
+
+    def _send_going(self) -> None:
+        going, self._going, self._going_bytes = self._going, [], 0
+        for number in going:
+            if number in self.members:
+                self._send_one(number)
+
+    def _send_one(self, number: int) -> None:
+        reference, nbytes = self.members.pop(number)
+        self.nbytes -= nbytes
+        record = reference()
+        if record is None:
+            return
+        self._counters.kept_to_offloaded(record.set_offloaded(True), policy.FITS)
+        why_not = self._mover.send(record)
+        if why_not is not None:
+            self._counters.kept_to_offloaded(record.set_offloaded(False), why_not)
+
+    def _wait_below_limit(self) -> None:
+        """Let forward wait while what is held and what is on its way out exceed a budget that was set."""
+        if self._limited:
+            staging = self._mover.staging
+            begun_s = time.perf_counter()
+            staging.wait_for_room(0, max(0, self._limit_bytes - self.nbytes))
+            waited_s = time.perf_counter() - begun_s
+            self._mover.cost.waited_s += waited_s
+            self._counters.backpressure_s += waited_s
+
+    @property
+    def _limit_bytes(self) -> int:
+        """Bytes that may be held; of a budget that was set, with those on their way out.
+
+        One of the largest tensors of such a budget is left free: it is there before a hook hears of it.
+        """
+        if not self._adapts:
+            return self._mover.window_bytes
+        return max(0, self._room_bytes - self._mover.largest_bytes) if self._limited else self._room_bytes
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that may be read ahead now."""
+        if not self._adapts:
+            return self._mover.window_bytes - self.nbytes
+        if not self._limited:
+            return self._mover.read_ahead_bytes  # the reserve has room for it
+        return self._limit_bytes - self._mover.staging.bytes - self.nbytes
+
+    def note(self, read_bytes: int) -> None:
+        """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""
+        if self.told is not None:
+            self.told(self.nbytes + self._mover.staging.bytes + read_bytes)
 
     @property
     def room_bytes(self) -> int:

@@ -96,6 +96,7 @@ class Record(Source):
         last_view: of a restored record with several views, the last that an operator was given: the next wants it too.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
+        goes: it is to be moved by plan, however much room there is.
         wanted: read-ahead or backward asked for it while it was being written: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
@@ -103,7 +104,7 @@ class Record(Source):
     """
 
     __slots__ = (
-        *("__weakref__", "asks", "codec", "decoded", "encoded", "last_view", "lent", "logical_bytes", "number"),
+        *("__weakref__", "asks", "codec", "decoded", "encoded", "goes", "last_view", "lent", "logical_bytes", "number"),
         *("offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves", "state", "stays", "stream"),
         *("view", "wanted", "write"),
     )
@@ -129,6 +130,7 @@ class Record(Source):
         self.logical_bytes = logical_bytes
         self.offloaded = offloaded
         self.stays = stays
+        self.goes = False
         self.state: RecordState = PENDING
         self.write: Ticket | None = None
         self.read: Ticket | None = None
@@ -244,6 +246,10 @@ class Record(Source):
     def want(self, wanted: bool = True) -> None:
         """Stay in memory when the write under way has ended, or no more."""
         self.wanted = wanted
+
+    def go(self) -> None:
+        """Be moved by plan, once the operator has finished."""
+        self.goes = True
 
     def add_saver(self) -> None:
         """Count one more saved tensor, or one more recipe, that will ask for it."""

@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from io_backends import Ticket
+
+_TOO_FEW_BYTES = 4 << 20  # to tell a rate by
+
+
+@dataclass
+class Way:
+    """One direction of a link: what it has carried, and how long it was busy with that.
+
+    Attributes:
+        nbytes: carried.
+        busy_s: seconds in which at least one transfer ran.
+    """
+
+    nbytes: int = 0
+    busy_s: float = 0.0
+    _until_s: float = float("-inf")
+
+    def add(self, ticket: Ticket) -> None:
+        """Count a transfer that has ended."""
+        self.nbytes += ticket.moved_bytes
+        self.busy_s += max(0.0, ticket.ended_s - max(ticket.started_s, self._until_s))
+        self._until_s = max(self._until_s, ticket.ended_s)
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes per second while busy; 0 where too little was carried to tell."""
+        return self.nbytes / self.busy_s if self.nbytes >= _TOO_FEW_BYTES and self.busy_s else 0.0
 
 
 @dataclass
@@ -17,21 +46,31 @@ class Cost:
         cpu_s: CPU seconds that this took.
         least_cpu_s_per_byte: of the transfer that took least; so much does a further byte cost one that goes anyway.
         waited_s: seconds that forward and backward stood still for transfers.
+        out, back: the two directions.
     """
 
     nbytes: int = 0
     cpu_s: float = 0.0
     least_cpu_s_per_byte: float = 0.0
     waited_s: float = 0.0
+    out: Way = field(default_factory=Way)
+    back: Way = field(default_factory=Way)
 
-    def add(self, nbytes: int, cpu_s: float) -> None:
-        """Count a transfer that has ended."""
+    def add(self, ticket: Ticket, way: Way) -> None:
+        """Count a transfer that has ended, on its `way`."""
+        nbytes, cpu_s = ticket.moved_bytes, ticket.cpu_s
         if not nbytes:
             return
+        way.add(ticket)
         least = self.least_cpu_s_per_byte
         self.least_cpu_s_per_byte = min(cpu_s / nbytes, least) if self.nbytes else cpu_s / nbytes
         self.nbytes += nbytes
         self.cpu_s += cpu_s
+
+    @property
+    def busy_per_byte_s(self) -> float:
+        """Seconds of the step for each byte that goes out and comes back, where nobody waits."""
+        return 4 * self.cpu_s / self.nbytes if self.nbytes else 0.0
 
     @property
     def per_byte_s(self) -> float:

@@ -39,13 +39,13 @@ from torch import Tensor
 
 from io_backends import Buffer, Store, StoreError, Ticket, interrupts
 
-from .. import _policy
 from .._errors import ClosedError, StalledError, TransferError
 from .._memory import limits as _limits
 from .._memory import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
+from .._plan import policy
 from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
 from .._stats import Counters, TraceEvent
 from .._torch.private import storage_use_count
@@ -110,13 +110,13 @@ class Mover:
             if not room:
                 if not interrupts.waiting():
                     self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
-                return _policy.NOT_WRITTEN
+                return policy.NOT_WRITTEN
         if (alias := record.alias) is None or record.state not in (PENDING, RESIDENT):
-            return _policy.FITS  # changed hands while we waited
+            return policy.FITS  # changed hands while we waited
         if record.was_moved():
             return _MOVED
         if not self.allowance.take(nbytes):
-            return _policy.DECLINED
+            return policy.DECLINED
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
@@ -127,13 +127,13 @@ class Mover:
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             self.allowance.give_back(nbytes)
             self._complain(f"a write could not be queued ({error}); tensors stay in memory")
-            return _policy.NOT_WRITTEN
+            return policy.NOT_WRITTEN
         finally:
             self._sending = False
         record.send(ticket)
         self.sent_bytes += nbytes
         self._in_flight[ticket] = record.ref
-        if nbytes > self._largest_bytes:
+        if nbytes > self.largest_bytes:
             self._learn_size(nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
@@ -166,7 +166,7 @@ class Mover:
             reference = self._in_flight.pop(ticket)
             self.staging.land(ticket.nbytes)
             self.counters.written_bytes += ticket.moved_bytes
-            self.cost.add(ticket.moved_bytes, ticket.cpu_s)
+            self.cost.add(ticket, self.cost.out)
             record = reference()
             if self.trace is not None:
                 label = record.name() if record is not None else "dropped"
@@ -183,10 +183,10 @@ class Mover:
         elif record.is_edited():
             record.poison()
         elif ticket.error is not None:
-            self._take_back(record, _policy.NOT_WRITTEN)
+            self._take_back(record, policy.NOT_WRITTEN)
             self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
         elif (there := self.store.resident(ticket.location)) is not None and there.owner is alias:
-            self._take_back(record, _policy.IN_HOST)  # the store keeps it where it is instead of copying
+            self._take_back(record, policy.IN_HOST)  # the store keeps it where it is instead of copying
         elif record.wanted:
             record.stay()
         else:
@@ -308,7 +308,7 @@ class Mover:
                 f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
             ) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
-        self.cost.add(ticket.moved_bytes, ticket.cpu_s)
+        self.cost.add(ticket, self.cost.back)
         if self.trace is not None:
             self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
         plain = record.stream is None and record.encoded is None
@@ -337,7 +337,7 @@ class Mover:
 
     def _learn_size(self, largest_bytes: int) -> None:
         """Note the largest tensor sent: the bytes to hold back from writing and to read ahead depend on it."""
-        self._largest_bytes = largest_bytes
+        self.largest_bytes = largest_bytes
         self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
         self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 

@@ -14,8 +14,8 @@ from typing import Annotated
 import typer
 
 from tba._audit.audit import PRESETS_AUDITED, audit
-from tba._audit.picture import check_picture
 from tba._errors import ConfigError, OffloadWarning
+from tba._text import check_picture
 from tba._torch.user_frames import users_part
 
 from ._audit_subject import subject
@@ -50,7 +50,7 @@ def audit_command(
     """
     try:
         if picture is not None:
-            check_picture(picture)
+            check_picture(picture, "an audit")
         with _blaming(model), warnings.catch_warnings(record=True) as caught:
             found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype)
             warnings.simplefilter("always", OffloadWarning)

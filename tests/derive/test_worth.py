@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,9 +85,14 @@ def test_derivations_of_a_step_are_added_up() -> None:
 def test_the_cost_of_transfers() -> None:
     cost = Cost()
     assert (cost.per_byte_s, cost.per_further_byte_s) == (0.0, 0.0)
-    cost.add(0, 5.0)  # an empty tensor
-    cost.add(100, 1.0)
-    cost.add(300, 1.0)
+    transfers = ((0, 5.0, 0.0, 9.0), (100, 1.0, 1.0, 2.0), (300, 1.0, 1.5, 4.0))  # the first of an empty tensor
+    for moved_bytes, cpu_s, started_s, ended_s in transfers:
+        ticket: Any = SimpleNamespace(moved_bytes=moved_bytes, cpu_s=cpu_s, started_s=started_s, ended_s=ended_s)
+        cost.add(ticket, cost.out)
+    assert (cost.out.nbytes, cost.out.busy_s) == (400, 3.0)  # two that overlap are busy once
+    assert (cost.back.nbytes, cost.back.bytes_per_s) == (0, 0.0)
+    assert cost.out.bytes_per_s == 0.0  # too few bytes to tell
+    assert cost.busy_per_byte_s == 2 * 2 * 2.0 / 400
     assert cost.per_byte_s == 2 * 2 * 2.0 / 400  # out and back, and each CPU second twice
     assert cost.per_further_byte_s == pytest.approx(2 * 2 * 1.0 / 300)
     cost.waited_s = 40.0  # the link binds

@@ -103,7 +103,7 @@ def test_where_a_setting_limits_bytes_the_hooks_stay_on(scratch: Path) -> None:
 
 def test_a_run_that_does_not_fit_keeps_its_hooks_and_moves(scratch: Path) -> None:
     model = Model()
-    with _used("", model, scratch, memory_budget=4096) as offload:
+    with _used("", model, scratch, memory_budget=8192) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
         assert offload.stats().offloaded_bytes > 0
@@ -180,8 +180,8 @@ def test_a_closed_engine_leaves_nothing_at_the_model(scratch: Path) -> None:
             r"first step saved .* KiB, memory has room for .* GiB of it: nothing moves, the hooks are off",
         ),
         (
-            {"memory_budget": 4096},
-            r"first step saved .* KiB, memory has room for 4\.0 KiB of it: .* went out of memory",
+            {"memory_budget": 8192},
+            r"first step saved .* KiB, memory has room for 8\.0 KiB of it: .* went out of memory",
         ),
     ],
 )

@@ -270,8 +270,8 @@ def test_nothing_reaches_through_the_saver() -> None:
 
 # Where counters are read: to be shown, to be logged, and one that is the most there ever was.
 READ = {
-    ("saver", "self.counters.steps"),
-    ("saver", "self.counters.offloaded_bytes"),
+    ("offloader", "counters.steps"),
+    ("offloader", "counters.offloaded_bytes"),
     ("saver", "self.counters.written_bytes"),
     ("steps", "self._counters.written_bytes"),
     ("write_behind", "self._counters.held_bytes"),

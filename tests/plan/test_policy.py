@@ -14,7 +14,7 @@ from tba._memory.limits import (
     window_bytes,
     write_burst_bytes,
 )
-from tba._policy import FITS, Decision, decisions, range_to_store
+from tba._plan.policy import FITS, Decision, decisions, range_to_store
 
 MIB = 1 << 20
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba._engine import read_order
-from tba._engine.read_order import Orders, Walk
+from tba._plan import read_order
+from tba._plan.read_order import Orders, Walk
 
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=100)
 

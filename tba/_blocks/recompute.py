@@ -1,0 +1,49 @@
+"""Recompute: runs a block's forward so that it saves its input only and runs again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+# The switch of transformers: a layer's forward that finds it on drops caches from its arguments, which a second run
+# would write to again, and has itself called by the function beside it.
+_LAYER = "GradientCheckpointingLayer"
+_SWITCH, _CALLS = "gradient_checkpointing", "_gradient_checkpointing_func"
+
+
+def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one."""
+    if has_switch(module):
+        return _switched(module, partial(checkpoint, use_reentrant=False), forward, args, kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def again(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a block's forward as its second run would be called."""
+    if has_switch(module):
+        return _switched(module, lambda function, *inputs: function(*inputs), forward, args, kwargs)
+    return forward(*args, **kwargs)
+
+
+def has_switch(module: nn.Module) -> bool:
+    """Whether it is a layer of transformers, and the switch is off."""
+    is_layer = any(kind.__name__ == _LAYER for kind in type(module).__mro__)
+    return is_layer and module.training and getattr(module, _SWITCH, None) is False
+
+
+def _switched(
+    module: nn.Module, calls: Callable[..., Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    mine = vars(module)
+    before = {name: mine[name] for name in (_SWITCH, _CALLS) if name in mine}
+    mine[_SWITCH], mine[_CALLS] = True, calls
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in (_SWITCH, _CALLS):
+            mine.pop(name, None)
+        mine.update(before)

@@ -1,0 +1,359 @@
+"""Planner: watches the steps of tier "auto", plans those that memory has no room for, and carries plans out.
+
+Steps of one kind give the model tensors of equal shapes. Of each kind, a first step that does not fit tells which
+modules are the model's blocks; the next when each storage is saved and wanted, what the link carries, and which blocks
+may recompute; the third is planned. Until then, and from where a step departs from what was seen, the rule of
+`WriteBehind` alone holds: over budget, the oldest goes first. It stays beneath every plan.
+
+Guarantees: a block recomputes only after its second run has given equal bits (`Trial`); a storage moves by plan only
+where one of as many bytes was seen in its place; outside the model's forward the model is as it was.
+
+All but what is called by a forward (`begin_forward`, `end_forward`) wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._blocks import find
+from .._blocks.forwards import Forwards
+from .._blocks.recompute import recompute
+from .._blocks.trial import Trial, Verdict
+from .._config import OffloadConfig
+from .._errors import BudgetError
+from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .._plan.greedy import decide
+from .._plan.plan import Measured, Plan
+from .._plan.prefix import prefix
+from .._record.record import Record
+from .._torch.private import transforming
+from .._transfer.mover import Mover
+from .write_behind import WriteBehind
+
+_MOST_KINDS = 16
+_UNKNOWN = 1e9, 1e9, 0.0  # bytes/s out and back, seconds a byte: of a link that has not carried enough to tell
+_SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
+_OTHER_BUDGET = 0.1  # share by which the budget has changed since
+_OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
+_FORGET = 0.5  # weight of the last step in what is known of link and pace: others may have run beside it
+
+
+@dataclass
+class _Kind:
+    """What is known of one kind of step.
+
+    Attributes:
+        modules: to stand around in its next step.
+        blocks: whether those are its blocks, and not only what may be.
+        visits: the module of each block, in order of forward.
+    """
+
+    modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    blocks: bool = False
+    visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    plan: Plan | None = None
+    sends: dict[Place, int] = field(default_factory=dict)
+    expected: dict[Place, int] = field(default_factory=dict)
+
+
+@dataclass
+class _Observed:
+    """What has been seen of the step under way; times without what transfers and waiting have taken."""
+
+    begun_s: float
+    saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)  # by record number
+    asked: dict[int, float] = field(default_factory=dict)
+    visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)  # begun, bytes of its input
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)  # saved so far, by block
+    inside: dict[nn.Module, int] = field(default_factory=dict)  # bytes that each candidate has saved
+    nbytes: int = 0
+    peak_bytes: int = 0
+    aside_s: float = 0.0
+    departed: bool = False
+
+
+class Planner:
+    """Observes, plans, and answers for each record whether it goes.
+
+    Attributes:
+        plan: the last that was made.
+        put_aside: numbers of records that a trial was the first to save; autograd may do so later.
+
+    Args:
+        budget: gives the bytes that saved tensors may hold, as far as is known now.
+        keep, give: the engine's hooks.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module | None],
+        mover: Mover,
+        budget: Callable[[], int],
+        config: OffloadConfig,
+        keep: Callable[[Tensor], Any],
+        give: Callable[[Any], Tensor],
+    ) -> None:
+        self.plan: Plan | None = None
+        self.put_aside: set[int] = set()
+        self._model = model
+        self._mover = mover
+        self._keep = keep
+        self._give = give
+        self._budget = budget
+        self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
+        self._by_rule = config.policy == "tba"
+        self._forwards = Forwards()
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._kind = self._kinds.setdefault(None, _Kind())  # of steps whose forward is not seen
+        self._now: _Observed | None = None
+        self._block = OUTSIDE
+        self._aside = False
+        self._link: Link | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: OffloadConfig,
+        model: Callable[[], nn.Module | None],
+        write_behind: WriteBehind,
+        mover: Mover,
+        *hooks: Callable[[Any], Any],
+    ) -> Planner | None:
+        """Make one where there is something to decide: under tier "auto", without a codec, whose bytes nobody knows."""
+        if config.tier != "auto" or config.compress is not None:
+            return None
+        planner = cls(model, mover, write_behind.look_at_room, config, *hooks)
+        write_behind.told = planner.holds
+        return planner
+
+    # -- around the model's forward --------------------------------------------------------------------------------
+
+    def begin_forward(self, key: Hashable) -> None:
+        """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
+        kind = self._kinds.setdefault(key, _Kind())
+        if (self._strict or self._by_rule) and not kind.blocks and not kind.modules:
+            self._candidates(kind)
+        if len(self._kinds) > _MOST_KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        self._kind = kind
+        self._block = OUTSIDE
+        if self._strict and kind.plan is not None and not kind.plan.fits:
+            raise BudgetError(kind.plan.shortfall())
+        modules = [module for reference in kind.modules if (module := reference()) is not None]
+        if modules and not torch.compiler.is_compiling():
+            self._forwards.put(modules, self._run if kind.blocks else self._survey)
+
+    def end_forward(self) -> None:
+        """End it."""
+        self._forwards.remove()
+        self._block = OUTSIDE
+
+    def _survey(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a module that may be a block; count what it saves."""
+        seen = self._seen()
+        before = seen.nbytes
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            seen.inside[module] = seen.inside.get(module, 0) + seen.nbytes - before
+
+    def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block: as it is, again in backward, or to be tried."""
+        if self._block != OUTSIDE or not torch.is_grad_enabled() or transforming():
+            return forward(*args, **kwargs)
+        seen, kind = self._seen(), self._kind
+        visit = self._block = len(seen.visits)
+        seen.visits.append((weakref.ref(module), self._at(seen), _input_bytes(args)))
+        try:
+            if kind.plan is None:
+                found = partial(seen.verdicts.__setitem__, visit)
+                return Trial(module, forward, self._keep, self._give, self._apart, found).call(args, kwargs)
+            if visit in kind.plan.recomputed and kind.visits[visit]() is module:
+                return recompute(module, forward, args, kwargs)
+            return forward(*args, **kwargs)
+        finally:
+            self._block = OUTSIDE
+
+    # -- saved tensors -----------------------------------------------------------------------------------------------
+
+    def saved(self, record: Record) -> bool:
+        """Note a new record; whether it is to go by plan."""
+        seen, kind = self._seen(), self._kind
+        if self._aside:
+            self.put_aside.add(record.number)
+        if self._aside or seen.asked:
+            return False
+        self.put_aside.discard(record.number)
+        number = seen.counts.get(self._block, 0)
+        seen.counts[self._block] = number + 1
+        place = Place(self._block, number)
+        seen.nbytes += record.nbytes
+        seen.saved[record.number] = place, record.nbytes, self._at(seen)
+        if kind.plan is None or seen.departed:
+            return False
+        if self._block not in kind.plan.recomputed and kind.expected.get(place) != record.nbytes:
+            seen.departed = True
+            return False
+        return place in kind.sends
+
+    def asked(self, record: Record) -> None:
+        """Note that backward asks for a record."""
+        seen = self._now
+        if seen is not None and not self._aside and record.number not in seen.asked:
+            seen.asked[record.number] = self._at(seen)
+
+    def holds(self, nbytes: int) -> None:
+        """Note how many bytes saved tensors hold in memory now."""
+        if self._now is not None and nbytes > self._now.peak_bytes:
+            self._now.peak_bytes = nbytes
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def end_step(self) -> None:
+        """End a step: learn from it, and plan the next of its kind."""
+        seen, self._now = self._now, None
+        self.put_aside.clear()
+        kind, self._kind = self._kind, self._kinds.setdefault(None, _Kind())
+        if seen is None or not seen.asked:
+            return
+        interval_s = time.perf_counter() - seen.begun_s
+        budget_bytes = self._budget()
+        self._learn_link()
+        if kind.plan is not None:
+            self._follow(kind, seen, budget_bytes, interval_s)
+        elif seen.nbytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
+            self._advance(kind, seen, budget_bytes, interval_s)
+
+    def _advance(self, kind: _Kind, seen: _Observed, budget_bytes: int, interval_s: float) -> None:
+        if kind.blocks or not (kind.modules or self._candidates(kind)):
+            self._set(kind, self._decide(self._facts(seen, interval_s), budget_bytes))
+            kind.visits = [module for module, _, _ in seen.visits]
+        elif seen.inside:
+            kind.modules = [weakref.ref(module) for module in find.blocks(seen.inside)]
+            kind.blocks = True
+
+    def _candidates(self, kind: _Kind) -> bool:
+        model = self._model()
+        found: Iterable[nn.Module] = find.candidates(model) if model is not None else ()
+        kind.modules = [weakref.ref(module) for module in found]
+        return bool(kind.modules)
+
+    def _follow(self, kind: _Kind, seen: _Observed, budget_bytes: int, interval_s: float) -> None:
+        """Compare a planned step with its plan, which is made anew where too much has changed."""
+        plan = kind.plan
+        assert plan is not None
+        if seen.departed:
+            kind.plan, kind.sends, kind.expected = None, {}, {}
+            return
+        link, was = self._link, plan.facts.link
+        changed = link is not None and any(
+            not 1 / _SURPRISE < now / before < _SURPRISE
+            for now, before in (
+                (link.write_bytes_per_s, was.write_bytes_per_s),
+                (link.read_bytes_per_s, was.read_bytes_per_s),
+            )
+        )
+        plan = replace(plan, measured=Measured(interval_s, seen.peak_bytes))
+        computed_s, expected_s = interval_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
+        ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
+        changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
+        if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
+            facts = replace(plan.facts.scaled(ratio**_FORGET), link=link)
+            new = self._decide(facts, budget_bytes)
+            plan = replace(new, measured=plan.measured) if new.decides_as(plan) else new
+        self._set(kind, plan)
+
+    def _decide(self, facts: Facts, budget_bytes: int) -> Plan:
+        return prefix(facts, budget_bytes) if self._by_rule else decide(facts, budget_bytes)
+
+    def _set(self, kind: _Kind, plan: Plan) -> None:
+        kind.plan = self.plan = plan
+        kind.sends = plan.sends
+        kind.expected = {each.place: each.nbytes for each in plan.facts.saved}
+
+    def _facts(self, seen: _Observed, interval_s: float) -> Facts:
+        asked = dict(zip(seen.asked, _ascending(seen.asked.values()), strict=True))
+        turn_s, last_s = min(asked.values()), max(asked.values())
+        times_s = _ascending(saved_s for _, _, saved_s in seen.saved.values())
+        saved = tuple(
+            Saved(place, nbytes, saved_s, asked.get(number, last_s) - turn_s)
+            for (number, (place, nbytes, _)), saved_s in zip(seen.saved.items(), times_s, strict=True)
+        )
+        blocks = []
+        for visit, (_, begin_s, input_bytes) in enumerate(seen.visits):
+            verdict = seen.verdicts.get(visit, Verdict(None, "its second run was not seen"))
+            blocks.append(Block(begin_s, verdict.seconds, input_bytes, verdict.why_not))
+        assert self._link is not None
+        return Facts(
+            saved=saved,
+            blocks=tuple(blocks),
+            forward_s=turn_s,
+            backward_s=last_s - turn_s,
+            link=self._link,
+            read_ahead_bytes=self._mover.read_ahead_bytes,
+            rest_s=max(0.0, interval_s - self._lost_s(seen) - last_s),
+        )
+
+    def _learn_link(self) -> None:
+        cost, limits = self._mover.cost, self._mover.limits
+        new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
+        if self._link is None:
+            out, back, taken = (each or unknown for each, unknown in zip(new, _UNKNOWN, strict=True))
+        else:
+            link = self._link
+            before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
+            out, back, taken = (
+                was + _FORGET * (each - was) if each else was for each, was in zip(new, before, strict=True)
+            )
+        self._link = Link(out, back, taken, limits.staging_bytes)
+
+    # -- clocks ------------------------------------------------------------------------------------------------------
+
+    def _seen(self) -> _Observed:
+        if self._now is None:
+            self._now = _Observed(time.perf_counter())
+        return self._now
+
+    def _at(self, seen: _Observed) -> float:
+        """Seconds of computation since the step began."""
+        return time.perf_counter() - seen.begun_s - self._lost_s(seen)
+
+    def _lost_s(self, seen: _Observed) -> float:
+        """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
+        cost = self._mover.cost
+        taken_s = cost.nbytes * self._link.step_s_per_byte / 2 if self._link is not None else 0.0
+        return cost.waited_s + seen.aside_s + taken_s
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Do what is none of the step's own: neither its tensors nor its time count."""
+        seen = self._seen()
+        since_s = self._at(seen)
+        self._aside = True
+        try:
+            yield
+        finally:
+            self._aside = False
+            seen.aside_s += self._at(seen) - since_s
+
+
+def _ascending(times_s: Iterable[float]) -> list[float]:
+    """Raise each time to those before it: what was taken off for transfers is an estimate, the order is not."""
+    return list(itertools.accumulate(times_s, max))
+
+
+def _input_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
+    storages = {arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if type(arg) is Tensor}
+    return sum(storages.values())

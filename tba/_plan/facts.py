@@ -1,0 +1,133 @@
+"""Facts: what one step saves, when, what its blocks take, and what a link carries. What a plan is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+OUTSIDE = -1  # the block of what no block saves
+
+
+class Place(NamedTuple):
+    """Where in a step a storage is saved: the block's index in order of forward, or OUTSIDE, and the how manyth there.
+
+    It stays while other blocks recompute, as positions in the whole step would not.
+    """
+
+    block: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One storage that the step saves.
+
+    Attributes:
+        place: where.
+        nbytes: of it that are saved.
+        saved_s: seconds from the begin of forward until it is saved.
+        wanted_s: seconds from the begin of backward until it is asked for first.
+    """
+
+    place: Place
+    nbytes: int
+    saved_s: float
+    wanted_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One of the model's alike blocks, which may recompute instead of saving.
+
+    Attributes:
+        begin_s: seconds from the begin of forward until its forward begins.
+        replay_s: seconds that running its forward again takes; None where it must not be.
+        input_bytes: what it saves when it recomputes.
+        why_not: why it must not recompute.
+    """
+
+    begin_s: float
+    replay_s: float | None
+    input_bytes: int
+    why_not: str = ""
+
+    def scaled(self, ratio: float) -> Block:
+        """Return a block that takes `ratio` times as long."""
+        replay_s = None if self.replay_s is None else self.replay_s * ratio
+        return replace(self, begin_s=self.begin_s * ratio, replay_s=replay_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What carries bytes out and back.
+
+    Attributes:
+        write_bytes_per_s, read_bytes_per_s: while it is busy.
+        step_s_per_byte: seconds that each byte, out and back, costs a step that never waits: transfers take cores,
+            caches and memory bandwidth from the computation.
+        in_flight_bytes: most bytes on their way out at once.
+    """
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    step_s_per_byte: float = 0.0
+    in_flight_bytes: int = 40 << 20
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of a step.
+
+    Attributes:
+        saved: in order of forward.
+        blocks: in order of forward.
+        forward_s, backward_s: seconds of computation, without waiting and without transfers.
+        rest_s: seconds of the step outside of both: optimizer, data.
+        link: that carries what moves.
+        read_ahead_bytes: most bytes read before they are asked for.
+    """
+
+    saved: tuple[Saved, ...]
+    blocks: tuple[Block, ...]
+    forward_s: float
+    backward_s: float
+    link: Link
+    read_ahead_bytes: int
+    rest_s: float = 0.0
+    by_block: dict[int, list[int]] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        by_block: dict[int, list[int]] = {}
+        for index, each in enumerate(self.saved):
+            by_block.setdefault(each.place.block, []).append(index)
+        object.__setattr__(self, "by_block", by_block)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the step saves where nothing is recomputed."""
+        return sum(each.nbytes for each in self.saved)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step that moves and recomputes nothing."""
+        return self.forward_s + self.backward_s + self.rest_s
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest saved storage."""
+        return max((each.nbytes for each in self.saved), default=0)
+
+    def scaled(self, ratio: float) -> Facts:
+        """Return the facts of a step whose computation takes `ratio` times as long."""
+        return replace(
+            self,
+            saved=tuple(replace(s, saved_s=s.saved_s * ratio, wanted_s=s.wanted_s * ratio) for s in self.saved),
+            blocks=tuple(block.scaled(ratio) for block in self.blocks),
+            forward_s=self.forward_s * ratio,
+            backward_s=self.backward_s * ratio,
+            rest_s=self.rest_s * ratio,
+        )
+
+    def block_bytes(self, block: int) -> int:
+        """Bytes that a block saves."""
+        return sum(self.saved[index].nbytes for index in self.by_block.get(block, ()))

@@ -1,0 +1,149 @@
+"""Plan: what becomes of each saved storage and of each block, and what that is predicted to take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from .._text import as_text, size
+from .facts import OUTSIDE, Facts, Place
+from .picture import draw
+from .simulate import Moment, Timeline
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a planned step has really taken: seconds, and most bytes that saved tensors held in memory."""
+
+    step_s: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Decisions about one kind of step.
+
+    Attributes:
+        facts: what they were made from.
+        budget_bytes: that saved tensors may hold.
+        moved: indices in `facts.saved` of what goes out and comes back.
+        recomputed: indices in `facts.blocks` of those that run again instead of saving.
+        predicted: the step as simulated.
+        measured: the last step that was carried out by it.
+    """
+
+    facts: Facts
+    budget_bytes: int
+    moved: frozenset[int]
+    recomputed: frozenset[int]
+    predicted: Timeline
+    measured: Measured | None = None
+
+    @cached_property
+    def sends(self) -> dict[Place, int]:
+        """Bytes of each storage that is to go, by where the step saves it."""
+        saved = (self.facts.saved[index] for index in self.moved)
+        return {each.place: each.nbytes for each in saved if each.place.block not in self.recomputed}
+
+    @property
+    def idle(self) -> bool:
+        """Whether it leaves the step as it is."""
+        return not (self.sends or self.recomputed)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted step stays within the budget, with room for the tensor that is just being computed."""
+        return self.missing_bytes <= 0
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes by which the predicted step exceeds the budget; what is left of it below 0."""
+        return max(self.predicted.over_bytes, self.predicted.peak.nbytes - self.budget_bytes)
+
+    def decides_as(self, other: Plan) -> bool:
+        """Whether another plan decides alike."""
+        return self.moved == other.moved and self.recomputed == other.recomputed
+
+    def binds(self) -> str:
+        """Tell where in the step memory is at its peak."""
+        return where(self.facts, self.predicted, self.predicted.peak)
+
+    def shortfall(self) -> str:
+        """Tell why it does not fit, and what would help; "" if it fits."""
+        if self.fits:
+            return ""
+        facts, peak = self.facts, self.predicted.peak
+        need = self.budget_bytes + self.missing_bytes
+        text = (
+            f"memory_budget={size(self.budget_bytes)} cannot be met: of {size(facts.saved_bytes)} that a step saves, "
+            f"the best plan keeps {size(peak.nbytes)} in memory {self.binds()}, beside the tensor being computed "
+            f"({size(facts.largest_bytes)}). Set it to {size(need)} or more, or make batch or sequence smaller"
+        )
+        refusals = ", ".join(f"{count} blocks: {why}" for why, count in sorted(self._refusals().items()))
+        return f"{text}. Not recomputed: {refusals}" if refusals else text
+
+    def picture(self, path: str | os.PathLike[str]) -> None:
+        """Draw memory over the predicted step, by what holds it, with the budget; beneath it what the link carries.
+
+        Args:
+            path: the file; its ending chooses the format (.png, .pdf, .svg).
+
+        Raises:
+            ConfigError: matplotlib is not installed or does not know the format, or there is no such directory.
+            OSError: the file cannot be written.
+        """
+        peak_bytes = None if self.measured is None else self.measured.peak_bytes
+        draw(self.predicted, self.budget_bytes, peak_bytes, path)
+
+    def __str__(self) -> str:
+        return as_text(list(self._rows()), [])
+
+    def _rows(self) -> Iterator[tuple[str, str, str]]:
+        facts, found = self.facts, self.predicted
+        total = facts.saved_bytes
+        gone = sum(facts.block_bytes(block) for block in self.recomputed)
+        sent = sum(self.sends.values())
+
+        def share(nbytes: int) -> str:
+            return f"{nbytes / total:.0%}" if total else ""
+
+        yield "a step saves", size(total), ""
+        yield "budget", size(self.budget_bytes), share(self.budget_bytes)
+        yield "  kept", size(total - gone - sent), share(total - gone - sent)
+        yield "  moved", size(sent), share(sent)
+        blocks = f"  recomputed, {len(self.recomputed)} of {len(facts.blocks)} blocks"
+        yield blocks, size(gone), share(gone)
+        yield "peak, predicted", size(found.peak.nbytes), self.binds()
+        yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
+        if self.measured is not None:
+            yield "peak, measured", size(self.measured.peak_bytes), ""
+            yield "step, measured", f"{self.measured.step_s:.3f} s", ""
+        yield "  waiting", f"{found.waited_s:.3f} s", ""
+        yield "  recomputing", f"{found.replayed_s:.3f} s", ""
+        for reason, count in sorted(self._refusals().items()):
+            yield "  never recomputed", f"{count} blocks", reason
+
+    def _refusals(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for block in self.facts.blocks:
+            if block.replay_s is None:
+                counts[block.why_not] = counts.get(block.why_not, 0) + 1
+        return counts
+
+
+def where(facts: Facts, found: Timeline, moment: Moment) -> str:
+    """Name the place of a moment in the step: forward, its end, or backward, and the block that is under way."""
+    behind_s = moment.at_s - found.turn_s
+    if behind_s <= 0:
+        if moment.nbytes <= next(each.nbytes for each in found.moments if each.at_s >= found.turn_s):
+            return "at the end of forward"
+        begun = [number for number, block in enumerate(facts.blocks) if block.begin_s <= moment.at_s]
+        return f"in forward, block {begun[-1]}" if begun else "in forward"
+    last = OUTSIDE
+    for each in sorted(facts.saved, key=lambda each: each.wanted_s):
+        if each.wanted_s > behind_s:
+            break
+        last = each.place.block
+    return "in backward" if last == OUTSIDE else f"in backward, block {last}"

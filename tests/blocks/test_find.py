@@ -1,0 +1,61 @@
+"""Which modules are a model's blocks: found by what they save, not by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tba._blocks import find
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.more = Inner(), nn.Sequential(nn.Linear(2, 2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.Sequential(Outer(), Outer()) for _ in range(2))
+        self.alone = Inner()
+
+
+def test_candidates_repeat_and_have_modules_of_their_own() -> None:
+    model = Model()
+    found = find.candidates(model)
+    assert {type(module) for module in found} == {Inner, Outer}
+    assert len(found) == 4 + 5
+
+
+def test_what_is_compiled_or_changed_is_no_candidate() -> None:
+    model = Model()
+    first, second = model.stages[0]
+    first.compile(backend="eager")
+    second.forward = second.forward
+    assert len([module for module in find.candidates(model) if isinstance(module, Outer)]) == 2
+
+
+def test_the_class_that_saves_most_are_the_blocks() -> None:
+    model = Model()
+    outers = [module for module in model.modules() if isinstance(module, Outer)]
+    inners = [module for module in model.modules() if isinstance(module, Inner)]
+    assert find.blocks(dict.fromkeys(outers, 10) | dict.fromkeys(inners, 5)) == outers
+    # Nearly as much by more, smaller modules: less comes back at once.
+    assert find.blocks(dict.fromkeys(outers, 10) | dict.fromkeys(inners, 8)) == inners
+    assert find.blocks({}) == []
+    assert find.blocks(dict.fromkeys(outers, 0)) == []
+
+
+def test_wrappable() -> None:
+    layer = nn.Linear(2, 2)
+    assert find.wrappable(layer)
+    layer.forward = lambda x: x
+    assert not find.wrappable(layer)
+    assert torch.equal(layer(torch.ones(2)), torch.ones(2))

@@ -1,0 +1,74 @@
+"""Standing around forwards: what it sees, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tba._blocks.forwards import Forwards
+from tba._blocks.recompute import has_switch, recompute
+
+
+def test_around_is_given_the_call_and_hooks_stay_outside() -> None:
+    calls: list[Any] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: calls.append("hook"))
+
+    def around(module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        calls.append((module, args, kwargs))
+        return forward(*args, **kwargs)
+
+    forwards, x = Forwards(), torch.ones(2)
+    forwards.put([layer], around)
+    layer(x)
+    assert calls == [(layer, (x,), {}), "hook"]
+    forwards.remove()
+    layer(x)
+    assert calls == [(layer, (x,), {}), "hook", "hook"]
+    assert "forward" not in vars(layer)
+
+
+def test_modules_that_are_changed_otherwise_are_left() -> None:
+    layer = nn.Linear(2, 2)
+    theirs = layer.forward = lambda x: x
+    forwards = Forwards()
+    forwards.put([layer], lambda *_: None)
+    forwards.remove()
+    assert layer.forward is theirs
+
+
+def test_putting_again_takes_off_what_was_put() -> None:
+    one, other, forwards = nn.Linear(2, 2), nn.Linear(2, 2), Forwards()
+    forwards.put([one], lambda *_: None)
+    forwards.put([other], lambda *_: None)
+    assert "forward" not in vars(one)
+    assert "forward" in vars(other)
+    forwards.remove()
+    assert "forward" not in vars(copy.deepcopy(other))
+
+
+def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
+    runs = []
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, scale: float) -> Tensor:
+            runs.append(scale)
+            return torch.dropout(self.linear(x), 0.5, True) * scale
+
+    layer, x = Layer(), torch.ones(3, 4, requires_grad=True)
+    assert not has_switch(layer)
+    gradients = []
+    for call in (lambda f: f(x, scale=2.0), lambda f: recompute(layer, f, (x,), {"scale": 2.0})):
+        torch.manual_seed(0)
+        call(layer.forward).sum().backward()
+        gradients.append((x.grad, layer.linear.weight.grad))
+        x.grad = layer.linear.weight.grad = None
+    assert len(runs) == 3
+    assert all(map(torch.equal, *gradients))

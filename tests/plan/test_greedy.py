@@ -1,0 +1,127 @@
+"""The greedy: its plans fit, cost no more than the dumbest ones, and are the best where all can be tried."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.plans import MIB, layers, storages
+from tba._plan.facts import Facts, Link
+from tba._plan.greedy import decide, diffuse, make, spread
+from tba._plan.simulate import simulate
+
+FAST, SLOW = 2e9, 50e6
+
+
+def test_what_fits_is_left_alone() -> None:
+    facts = layers(4, 4)
+    plan = decide(facts, facts.saved_bytes + facts.largest_bytes)
+    assert plan.idle
+    assert plan.fits
+    assert plan.predicted.step_s == pytest.approx(facts.step_s)
+    assert plan.shortfall() == ""
+
+
+@pytest.mark.parametrize("share", [0.25, 0.4, 0.55, 0.7, 0.85])
+@pytest.mark.parametrize("rate", [FAST, 4e8, 2e8, 1e8, SLOW])
+def test_a_plan_fits_and_is_no_slower_than_fixed_policies_that_do(share: float, rate: float) -> None:
+    facts = layers(12, 8, rate=rate)
+    budget = int(share * facts.saved_bytes)
+    plan = decide(facts, budget)
+    assert plan.fits
+    every, blocks = frozenset(range(len(facts.saved))), frozenset(range(len(facts.blocks)))
+    for fixed in (make(facts, budget, every, frozenset()), make(facts, budget, frozenset(), blocks)):
+        if fixed.fits:
+            assert plan.predicted.step_s <= 1.001 * fixed.predicted.step_s
+
+
+def test_a_fast_link_moves_and_a_slow_one_recomputes() -> None:
+    fast, slow = (decide(layers(12, 8, rate=rate), 60 * MIB) for rate in (FAST, SLOW))
+    assert fast.sends
+    assert not fast.recomputed
+    assert slow.recomputed
+    assert slow.predicted.moved_bytes < fast.predicted.moved_bytes
+
+
+def test_alike_layers_are_treated_alike() -> None:
+    facts = layers(12, 8)
+    plan = decide(facts, facts.saved_bytes // 2)
+    early = [sum(place.block == block for place in plan.sends) for block in range(9)]
+    assert max(early) - min(early) <= 1
+
+
+def test_what_must_not_recompute_does_not() -> None:
+    facts = layers(12, 8, rate=SLOW, replay_s=None)
+    assert not decide(facts, facts.saved_bytes // 2).recomputed
+
+
+def test_a_block_that_saves_no_more_than_its_input_does_not_recompute() -> None:
+    facts = layers(6, 1, rate=SLOW, input_bytes=2 * MIB)
+    assert not decide(facts, facts.saved_bytes // 2).recomputed
+
+
+def test_a_budget_that_no_plan_meets_is_told_with_numbers() -> None:
+    facts = layers(4, 4, replay_s=None)
+    plan = decide(facts, MIB)
+    assert not plan.fits
+    text = plan.shortfall()
+    assert "memory_budget=1.0 MiB cannot be met: of 32.0 MiB" in text
+    assert "Not recomputed: 4 blocks: it draws lots" in text
+
+
+def test_the_plan_tells_what_it_does() -> None:
+    text = str(decide(layers(12, 8), 60 * MIB))
+    assert "a step saves" in text
+    assert "recomputed, 0 of 12 blocks" in text
+    assert "at the end of forward" in text
+
+
+@given(st.lists(st.integers(0, 1 << 24), max_size=40), st.floats(0, 1))
+def test_diffusion_keeps_to_its_share_everywhere(sizes: list[int], share: float) -> None:
+    chosen = set(diffuse(sizes, share))
+    owed = 0.0
+    for position, nbytes in enumerate(sizes):
+        owed += share * nbytes - (nbytes if position in chosen else 0)
+        assert abs(owed) <= max(sizes)
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_spreading_takes_so_many(most: int, count: int) -> None:
+    count = min(count, most)
+    assert len(spread(range(most), count)) == count
+
+
+def best_of_all(facts: Facts, budget: int) -> float | None:
+    """The least step of all plans that fit: every set of storages, every set of blocks."""
+    steps = []
+    blocks = range(len(facts.blocks))
+    for recomputed in (set(some) for n in range(len(blocks) + 1) for some in combinations(blocks, n)):
+        free = [index for index, each in enumerate(facts.saved) if each.place.block not in recomputed]
+        for moved in (set(some) for n in range(len(free) + 1) for some in combinations(free, n)):
+            found = simulate(facts, moved, recomputed, budget)
+            if found.over_bytes <= 0 and found.peak.nbytes <= budget:
+                steps.append(found.step_s)
+    return min(steps, default=None)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
+def test_the_best_of_all_where_all_can_be_tried(sizes: list[int], share: float, rate: float) -> None:
+    facts = storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB)
+    budget = int(share * facts.saved_bytes)
+    best, plan = best_of_all(facts, budget), decide(facts, budget)
+    assert plan.fits == (best is not None)
+    assert best is None or plan.predicted.step_s == pytest.approx(best)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(2, 3), st.integers(2, 3), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
+def test_the_best_of_all_blocks_and_storages(blocks: int, each: int, share: float, rate: float) -> None:
+    facts = layers(blocks, each, rate=rate, input_bytes=MIB)
+    budget = int(share * facts.saved_bytes)
+    best, plan = best_of_all(facts, budget), decide(facts, budget)
+    assert plan.fits == (best is not None)
+    assert best is None or plan.predicted.step_s == pytest.approx(best)
