@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,34 @@ def step(
         return run_step([TINY], device=device, rounds=2, threads=threads, explain=explain)
     models, starts = [known[name] for name in names], starts or (1 if device == "cuda" else STARTS)
     return run_step(models, device=device, rounds=rounds, starts=starts, threads=threads, explain=explain)
+
+
+@command(app)
+def auto(
+    family: Annotated[
+        list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all, some 25 minutes).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
+    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
+    rate: Annotated[str | None, typer.Option(help="Limit the link to so much a second, such as 100MB.")] = None,
+    threads: Threads = 2,
+    quick: Quick = False,
+) -> Result:
+    """Tier auto at five budgets beside every fixed policy: time, peak, and what each plan predicted."""
+    from ._workload.families import FAMILIES
+    from .auto import run_auto
+    from .overlap import parse_rate
+
+    names = family or list(FAMILIES)
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    try:
+        limit = None if rate is None else parse_rate(rate)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if quick:
+        return run_auto(names[:1], rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit)
+    return run_auto(names, rounds=rounds, starts=starts, threads=threads, rate_bytes_per_s=limit)
 
 
 @command(app)

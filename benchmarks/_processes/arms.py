@@ -19,7 +19,7 @@ from .._report.results import CannotMeasure
 from .child import Child
 from .serve import Tell
 
-_WORKER = "benchmarks._arms.worker"
+_WORKER = "benchmarks._processes.worker"
 # A turn takes a few seconds; the timeout only ends one that hangs.
 _TURN_TIMEOUT_S = 600.0
 # The longest arm that is asked once is a quarter of an hour of training.

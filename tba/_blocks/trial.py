@@ -149,7 +149,7 @@ class _State:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore it for a region that keeps a graph, whose saved tensors nobody is shown."""
+        """Restore it for a region whose graph is never gone through: it saves nothing."""
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=range(len(self._cuda))))
             torch.set_rng_state(self._cpu)
@@ -158,8 +158,12 @@ class _State:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never))
             yield
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError("backward through a trial")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -31,6 +31,7 @@ from .._blocks.recompute import recompute
 from .._blocks.trial import Trial, Verdict
 from .._config import OffloadConfig
 from .._errors import BudgetError
+from .._memory.pressure import release
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .._plan.greedy import decide
 from .._plan.plan import Measured, Plan
@@ -91,7 +92,7 @@ class Planner:
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
 
     Args:
-        budget: gives the bytes that saved tensors may hold, as far as is known now.
+        write_behind: knows the bytes that saved tensors may hold, and do.
         keep, give: the engine's hooks.
     """
 
@@ -99,8 +100,8 @@ class Planner:
         self,
         model: Callable[[], nn.Module | None],
         mover: Mover,
-        budget: Callable[[], int],
         config: OffloadConfig,
+        write_behind: WriteBehind,
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
     ) -> None:
@@ -110,7 +111,8 @@ class Planner:
         self._mover = mover
         self._keep = keep
         self._give = give
-        self._budget = budget
+        self._write_behind = write_behind
+        write_behind.told = self.holds
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._forwards = Forwards()
@@ -133,9 +135,7 @@ class Planner:
         """Make one where there is something to decide: under tier "auto", without a codec, whose bytes nobody knows."""
         if config.tier != "auto" or config.compress is not None:
             return None
-        planner = cls(model, mover, write_behind.look_at_room, config, *hooks)
-        write_behind.told = planner.holds
-        return planner
+        return cls(model, mover, config, write_behind, *hooks)
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Planner:
         if seen is None or not seen.asked:
             return
         interval_s = time.perf_counter() - seen.begun_s
-        budget_bytes = self._budget()
+        budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
         if kind.plan is not None:
             self._follow(kind, seen, budget_bytes, interval_s)
@@ -240,8 +240,7 @@ class Planner:
             self._set(kind, self._decide(self._facts(seen, interval_s), budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
         elif seen.inside:
-            kind.modules = [weakref.ref(module) for module in find.blocks(seen.inside)]
-            kind.blocks = True
+            kind.modules, kind.blocks = [weakref.ref(module) for module in find.blocks(seen.inside)], True
 
     def _candidates(self, kind: _Kind) -> bool:
         model = self._model()
@@ -278,6 +277,9 @@ class Planner:
         return prefix(facts, budget_bytes) if self._by_rule else decide(facts, budget_bytes)
 
     def _set(self, kind: _Kind, plan: Plan) -> None:
+        if kind.plan is None or not plan.decides_as(kind.plan):
+            # The next step's blocks of memory lie otherwise: what this one has left free would stay beside them.
+            release()
         kind.plan = self.plan = plan
         kind.sends = plan.sends
         kind.expected = {each.place: each.nbytes for each in plan.facts.saved}

@@ -46,7 +46,7 @@ class Pressure:
         """Read free memory; below the reserve, ask the allocator to return memory first."""
         free = free_memory.free_bytes()
         if free < self.reserve_bytes:
-            _release()
+            release()
             free = free_memory.free_bytes()
         return free
 
@@ -62,4 +62,5 @@ def _find_release() -> Callable[[], object]:
     return lambda: library.malloc_trim(ctypes.c_size_t(0)) if hasattr(library, "malloc_trim") else None
 
 
-_release = _find_release()
+# Asks the allocator to return what memory it can.
+release = _find_release()

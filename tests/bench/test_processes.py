@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks._arms.worker import Worker
 from benchmarks._processes import arms
 from benchmarks._processes.arms import Spec, ask, ask_all, in_turns, plain_environment, running
 from benchmarks._processes.child import Child, ChildError
+from benchmarks._processes.worker import Worker
 
 TIMEOUT_S = 60.0
 UNKNOWN = Spec(name="wrong", role="worker:nonesuch", options={}, threads=1)

@@ -19,7 +19,7 @@ class Machine:
         self.free, self.hoarded = 64 * GIB, 0
         self.looks = self.asked = 0
         monkeypatch.setattr(free_memory, "free_bytes", self.look)
-        monkeypatch.setattr(pressure_file, "_release", self.release)
+        monkeypatch.setattr(pressure_file, "release", self.release)
 
     def look(self) -> int:
         self.looks += 1

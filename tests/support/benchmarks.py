@@ -17,8 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks._arms.worker import Worker
 from benchmarks._processes import arms
+from benchmarks._processes.worker import Worker
 from tba import OffloadWarning
 
 
@@ -29,7 +29,7 @@ class LocalChild:
     """
 
     def __init__(self, name: str, module: str, *, environment: Mapping[str, str]) -> None:
-        assert module == "benchmarks._arms.worker"
+        assert module == "benchmarks._processes.worker"
         self._worker = Worker()
         self._random = torch.get_rng_state()
         self._question = ""

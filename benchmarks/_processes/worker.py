@@ -1,7 +1,7 @@
 """Worker: builds the arm of a role in its own process and lets it take turns, or runs a role that answers once.
 
-`python -m benchmarks._arms.worker` is started by `_processes.arms`. Its questions:
-    {"role": "train:TrainArm", "options": {...}}   once, first: the module in this folder, and the name in it
+`python -m benchmarks._processes.worker` is started by `arms`. Its questions:
+    {"role": "train:TrainArm", "options": {...}}   once, first: the module of `_arms`, and the name in it
     {"turn": 3}                                    of an arm with turns: one for each round
     {"close": true}                                last
 Called with its options and `tell`, a role answers once, or returns an Arm.
@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Protocol
 
-from .._processes.serve import Tell, serve
+from .serve import Tell, serve
 
 
 class Arm(Protocol):
@@ -35,7 +35,7 @@ class Worker:
         """Answer one question."""
         if self._arm is None:
             module, _, name = question["role"].partition(":")
-            made = getattr(import_module(f".{module}", __package__), name)(question["options"], tell)
+            made = getattr(import_module(f"benchmarks._arms.{module}"), name)(question["options"], tell)
             if isinstance(made, dict):
                 return made
             self._arm = made

@@ -1,0 +1,146 @@
+"""The auto benchmark: tier "auto" at several budgets beside every fixed policy, for five families of models.
+
+A budget is a share of the bytes that a plain step saves in storages of at least the minimum size. A fixed policy meets
+it if the peak of its process is no higher than that of `auto` at this budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ._processes.arms import Spec
+from ._processes.measure import measure
+from ._report.bar import Bar, bar_table
+from ._report.environment import environment_block
+from ._report.ratios import doubt, median_ratio, ratios
+from ._report.results import Grid, Result, mib
+from ._report.steps import Measured, memory_share, same_gradients
+
+SHARES = (0.25, 0.4, 0.55, 0.7, 0.85)
+PLAIN, KEEP, NVME, CHECKPOINT, TBA = "plain", "keep", "nvme", "checkpoint", "tba"
+FIXED = (PLAIN, NVME, CHECKPOINT, TBA)
+# Steps until a plan stands: two are watched, and what they were predicted to take is corrected by the next ones.
+_WARM_UP = 6
+_SLOWER_BAR, _CHECKPOINT_BAR, _MEETS = 1.02, 0.85, 1.02
+
+
+def run_auto(
+    families: Sequence[str], *, rounds: int, starts: int, threads: int, rate_bytes_per_s: float | None = None
+) -> Result:
+    """Measure every family; `rate_bytes_per_s` limits the link, for each direction on its own."""
+    tables: list[Grid] = []
+    data: dict[str, Any] = {}
+    allocators: dict[str, str] = {}
+    for family in families:
+        saved_bytes = _saved_bytes(family, threads)
+        specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s)
+        arms = measure(specs, rounds=rounds, title=f"auto {family}", warm_up=_WARM_UP, starts=starts)
+        bars = make_bars(arms)
+        about = arms[PLAIN].about["family"]
+        note = (
+            f"A plain step saves {mib(saved_bytes)} MiB. Peak: resident, over idle. Held: most bytes that saved "
+            "tensors held, of the budget. Predicted: the plan's figure as a share of what the step took. Medians over "
+            f"{len(arms[PLAIN].wall_s)} rounds; losses and gradients of all arms bit-equal: "
+            f"{'yes' if same_gradients(list(arms.values())) else 'NO'}."
+        )
+        tables += [_table(about, arms, note), bar_table(bars, f"Bars, {family}")]
+        data[family] = {
+            "saved_bytes": saved_bytes,
+            "arms": {name: vars(arm) for name, arm in arms.items()},
+            "bars": [bar.data() for bar in bars],
+            "gradients_bit_equal": same_gradients(list(arms.values())),
+        }
+        allocators |= {name: arm.allocator for name, arm in arms.items()}
+    environment = environment_block(allocators, threads=threads)
+    environment["processes"] = f"{starts} of each arm, one after another"
+    theme = "auto" if rate_bytes_per_s is None else f"auto-{rate_bytes_per_s / 1e6:.0f}MBps"
+    found = {"families": data, "rate_bytes_per_s": rate_bytes_per_s}
+    return Result(theme=theme, tables=tables, data=found, environment=environment)
+
+
+def make_arms(family: str, threads: int, saved_bytes: int, rate_bytes_per_s: float | None) -> list[Spec]:
+    """List the arms: fixed policies, and `auto` at each budget."""
+    limits = {} if rate_bytes_per_s is None else {"max_write_rate": rate_bytes_per_s, "max_read_rate": rate_bytes_per_s}
+
+    def arm(name: str, *, checkpoint: bool = False, tier: str | None = None, **settings: Any) -> Spec:
+        options = {"family": family, "checkpoint": checkpoint, "tier": tier, "settings": limits | settings}
+        return Spec(name=name, role="family:FamilyArm", options=options, allocator="auto", threads=threads)
+
+    return [
+        arm(PLAIN),
+        arm(NVME, tier="nvme"),
+        arm(CHECKPOINT, checkpoint=True),
+        arm(TBA, tier="auto", policy="tba"),
+        *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in SHARES),
+    ]
+
+
+def make_bars(arms: Mapping[str, Measured]) -> list[Bar]:
+    """Limit each budget's step against the best fixed policy that meets it, its peak, and what was predicted."""
+    bars = []
+    for share in SHARES:
+        auto = arms[_auto(share)]
+        meet = [arms[name] for name in FIXED if arms[name].peak_bytes <= _MEETS * auto.peak_bytes]
+        if meet:
+            best = min(meet, key=lambda arm: median(arm.wall_s))
+            found = ratios(auto.wall_s, best.wall_s)
+            what = f"{auto.name}: wall / {best.name}, the fastest with no higher peak"
+            bars.append(Bar(what=what, measured=median(found), limit=_SLOWER_BAR, spread=doubt(found)))
+        held = auto.moved.get("measured_peak_bytes")
+        if held:
+            budget = auto.moved["budget_bytes"]
+            bars.append(Bar(what=f"{auto.name}: held / budget", measured=held / budget, limit=1.0))
+            predicted = auto.moved["predicted_peak_bytes"] / held
+            bars.append(Bar(what=f"{auto.name}: |predicted / held - 1|", measured=abs(predicted - 1), limit=0.05))
+            step = auto.moved["predicted_step_s"] / auto.moved["measured_step_s"]
+            bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=abs(step - 1), limit=0.10))
+    checkpoint = arms[CHECKPOINT]
+    near = [arms[_auto(s)] for s in SHARES if arms[_auto(s)].peak_bytes <= _MEETS * checkpoint.peak_bytes]
+    if near:
+        found = ratios(near[-1].wall_s, checkpoint.wall_s)
+        what = f"{near[-1].name}: wall / checkpoint, at no higher peak"
+        bars.append(Bar(what=what, measured=median(found), limit=_CHECKPOINT_BAR, spread=doubt(found)))
+    return bars
+
+
+def _table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
+    plain, rows = arms[PLAIN], []
+    for arm in arms.values():
+        moved = arm.moved
+        planned = ("-",) * 5
+        if "measured_peak_bytes" in moved:
+            planned = (
+                f"{moved['moved_share']:.0%}",
+                f"{moved['recomputed']:.0f} of {moved['blocks']:.0f}",
+                f"{moved['measured_peak_bytes'] / moved['budget_bytes']:.0%}",
+                f"{moved['predicted_peak_bytes'] / moved['measured_peak_bytes']:.2f}",
+                f"{moved['predicted_step_s'] / moved['measured_step_s']:.2f}",
+            )
+        rows.append(
+            (
+                arm.name,
+                mib(arm.peak_bytes),
+                f"{memory_share(arm, plain):.2f}",
+                f"{median(arm.wall_s):.3f}",
+                f"{median_ratio(arm.wall_s, plain.wall_s):.3f}",
+                f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}",
+                f"{mib(int(moved['written_bytes']))} MiB" if "written_bytes" in moved else "-",
+                *planned,
+            )
+        )
+    heads = ("arm", "peak MiB", "/ plain", "step s", "/ plain", "CPU / plain", "written")
+    of_plans = ("planned to move", "recomputed", "held", "predicted peak", "predicted step")
+    return Grid(title, (*heads, *of_plans), rows, note)
+
+
+def _saved_bytes(family: str, threads: int) -> int:
+    options = {"family": family, "tier": "keep"}
+    spec = Spec(name=KEEP, role="family:FamilyArm", options=options, allocator="auto", threads=threads)
+    moved = measure([spec], rounds=1, title=f"bytes {family}", warm_up=1)[KEEP].moved
+    return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])
+
+
+def _auto(share: float) -> str:
+    return f"auto {share:.2f}"
