@@ -81,6 +81,7 @@ class _Observed:
     nbytes: int = 0
     peak_bytes: int = 0
     aside_s: float = 0.0
+    step_s: float = 0.0  # until backward asked last
     departed: bool = False
 
 
@@ -210,7 +211,10 @@ class Planner:
     def asked(self, record: Record) -> None:
         """Note that backward asks for a record."""
         seen = self._now
-        if seen is not None and not self._aside and record.number not in seen.asked:
+        if seen is None or self._aside:
+            return
+        seen.step_s = time.perf_counter() - seen.begun_s
+        if record.number not in seen.asked:
             seen.asked[record.number] = self._at(seen)
 
     def holds(self, nbytes: int) -> None:
@@ -227,17 +231,16 @@ class Planner:
         kind, self._kind = self._kind, self._kinds.setdefault(None, _Kind())
         if seen is None or not seen.asked:
             return
-        interval_s = time.perf_counter() - seen.begun_s
         budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
         if kind.plan is not None:
-            self._follow(kind, seen, budget_bytes, interval_s)
+            self._follow(kind, seen, budget_bytes)
         elif seen.nbytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
-            self._advance(kind, seen, budget_bytes, interval_s)
+            self._advance(kind, seen, budget_bytes)
 
-    def _advance(self, kind: _Kind, seen: _Observed, budget_bytes: int, interval_s: float) -> None:
+    def _advance(self, kind: _Kind, seen: _Observed, budget_bytes: int) -> None:
         if kind.blocks or not (kind.modules or self._candidates(kind)):
-            self._set(kind, self._decide(self._facts(seen, interval_s), budget_bytes))
+            self._set(kind, self._decide(self._facts(seen), budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
         elif seen.inside:
             kind.modules, kind.blocks = [weakref.ref(module) for module in find.blocks(seen.inside)], True
@@ -248,7 +251,7 @@ class Planner:
         kind.modules = [weakref.ref(module) for module in found]
         return bool(kind.modules)
 
-    def _follow(self, kind: _Kind, seen: _Observed, budget_bytes: int, interval_s: float) -> None:
+    def _follow(self, kind: _Kind, seen: _Observed, budget_bytes: int) -> None:
         """Compare a planned step with its plan, which is made anew where too much has changed."""
         plan = kind.plan
         assert plan is not None
@@ -263,8 +266,8 @@ class Planner:
                 (link.read_bytes_per_s, was.read_bytes_per_s),
             )
         )
-        plan = replace(plan, measured=Measured(interval_s, seen.peak_bytes))
-        computed_s, expected_s = interval_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
+        plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
+        computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
@@ -284,7 +287,7 @@ class Planner:
         kind.sends = plan.sends
         kind.expected = {each.place: each.nbytes for each in plan.facts.saved}
 
-    def _facts(self, seen: _Observed, interval_s: float) -> Facts:
+    def _facts(self, seen: _Observed) -> Facts:
         asked = dict(zip(seen.asked, _ascending(seen.asked.values()), strict=True))
         turn_s, last_s = min(asked.values()), max(asked.values())
         times_s = _ascending(saved_s for _, _, saved_s in seen.saved.values())
@@ -304,7 +307,6 @@ class Planner:
             backward_s=last_s - turn_s,
             link=self._link,
             read_ahead_bytes=self._mover.read_ahead_bytes,
-            rest_s=max(0.0, interval_s - self._lost_s(seen) - last_s),
         )
 
     def _learn_link(self) -> None:

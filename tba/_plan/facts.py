@@ -82,7 +82,6 @@ class Facts:
         saved: in order of forward.
         blocks: in order of forward.
         forward_s, backward_s: seconds of computation, without waiting and without transfers.
-        rest_s: seconds of the step outside of both: optimizer, data.
         link: that carries what moves.
         read_ahead_bytes: most bytes read before they are asked for.
     """
@@ -93,7 +92,6 @@ class Facts:
     backward_s: float
     link: Link
     read_ahead_bytes: int
-    rest_s: float = 0.0
     by_block: dict[int, list[int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -109,8 +107,8 @@ class Facts:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step that moves and recomputes nothing."""
-        return self.forward_s + self.backward_s + self.rest_s
+        """Seconds of forward and backward that move and recompute nothing."""
+        return self.forward_s + self.backward_s
 
     @property
     def largest_bytes(self) -> int:
@@ -125,7 +123,6 @@ class Facts:
             blocks=tuple(block.scaled(ratio) for block in self.blocks),
             forward_s=self.forward_s * ratio,
             backward_s=self.backward_s * ratio,
-            rest_s=self.rest_s * ratio,
         )
 
     def block_bytes(self, block: int) -> int:

@@ -15,7 +15,10 @@ from .simulate import Moment, Timeline
 
 @dataclass(frozen=True)
 class Measured:
-    """What a planned step has really taken: seconds, and most bytes that saved tensors held in memory."""
+    """What a planned step has really taken: seconds from the first tensor saved to the last asked for, and most bytes.
+
+    Those are the bytes that saved tensors held in memory: kept, on their way out, read back.
+    """
 
     step_s: float
     peak_bytes: int
