@@ -33,7 +33,7 @@ from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._memory.pressure import release
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
-from .._plan.greedy import decide
+from .._plan.greedy import decide, make
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._record.record import Record
@@ -45,6 +45,7 @@ _MOST_KINDS = 16
 _UNKNOWN = 1e9, 1e9, 0.0  # bytes/s out and back, seconds a byte: of a link that has not carried enough to tell
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
+_WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
 _OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
 _FORGET = 0.5  # weight of the last step in what is known of link and pace: others may have run beside it
 
@@ -272,8 +273,9 @@ class Planner:
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
             facts = replace(plan.facts.scaled(ratio**_FORGET), link=link)
-            new = self._decide(facts, budget_bytes)
-            plan = replace(new, measured=plan.measured) if new.decides_as(plan) else new
+            still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
+            stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
+            plan = replace(still, measured=plan.measured) if stays else new
         self._set(kind, plan)
 
     def _decide(self, facts: Facts, budget_bytes: int) -> Plan:

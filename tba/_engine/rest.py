@@ -64,8 +64,9 @@ class Rest:
 
     @classmethod
     def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
-        """Make what the settings allow: no rest where a codec or a limit has to see tensors, or without a model."""
-        possible = config.tier == "auto" and config.compress is None and config.memory_budget is None
+        """Make what the settings allow: no rest where a codec, limit or rule has to see tensors, or without a model."""
+        decides = config.compress is None and config.memory_budget is None and config.policy == "budget"
+        possible = config.tier == "auto" and decides
         rest = cls(possible and model() is not None, model, room)
         rest._tells = config.tier == "auto"
         return rest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 OUTSIDE = -1  # the block of what no block saves
@@ -99,6 +100,11 @@ class Facts:
         for index, each in enumerate(self.saved):
             by_block.setdefault(each.place.block, []).append(index)
         object.__setattr__(self, "by_block", by_block)
+
+    @cached_property
+    def order_wanted(self) -> list[int]:
+        """Indices of what is saved, in the order in which backward asks."""
+        return sorted(range(len(self.saved)), key=lambda index: (self.saved[index].wanted_s, -index))
 
     @property
     def saved_bytes(self) -> int:

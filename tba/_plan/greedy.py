@@ -17,6 +17,7 @@ from .simulate import simulate
 
 _FEW = 12  # storages and blocks: all plans can be tried
 _TRIES = 8  # shares tried until the peak fits
+_NEAR = 0.005  # share above the lower bound at which no better plan is looked for
 _COARSE = 8  # numbers of blocks tried before looking closer
 
 
@@ -37,17 +38,26 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
     may = [number for number in range(len(facts.blocks)) if recomputes and _pays(facts, number)]
     if len(facts.saved) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, range(len(facts.saved)) if moves else (), may), key=_rank)
-    tried: dict[int, Plan] = {}
+    best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
+    ranks: dict[int, tuple[int, float]] = {}
 
-    def attempt(count: int) -> Plan:
-        if count not in tried:
-            tried[count] = _moving_enough(facts, budget_bytes, spread(may, count), moves=moves)
-        return tried[count]
+    def rank(count: int) -> tuple[int, float]:
+        nonlocal best
+        if count not in ranks:
+            recomputed = spread(may, count)
+            least_s = facts.step_s + sum(facts.blocks[number].replay_s or 0.0 for number in recomputed)
+            if best.fits and (best.predicted.step_s <= enough_s or least_s >= best.predicted.step_s):
+                return 0, max(least_s, best.predicted.step_s)  # no better, and not worth a simulation
+            plan = _moving_enough(facts, budget_bytes, recomputed, moves=moves)
+            best = min(best, plan, key=_rank)
+            ranks[count] = _rank(plan)
+        return ranks[count]
 
-    _search(attempt, len(may))
+    _search(rank, len(may))
+    if not moves or (best.fits and best.predicted.step_s <= enough_s):
+        return best
     # A fixed rule may be the best there is: all moves, and forward waits for it.
-    everything = frozenset(range(len(facts.saved))) if moves else frozenset()
-    return min([*tried.values(), make(facts, budget_bytes, everything, frozenset())], key=_rank)
+    return min(best, make(facts, budget_bytes, frozenset(range(len(facts.saved))), frozenset()), key=_rank)
 
 
 def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
@@ -84,19 +94,18 @@ def diffuse(nbytes: Sequence[int], share: float) -> list[int]:
     return chosen
 
 
-def _search(attempt: Callable[[int], Plan], most: int) -> None:
+def _search(rank: Callable[[int], tuple[int, float]], most: int) -> None:
     """Try numbers of blocks from 0 to `most`: some all over, then all between the neighbours of the best."""
     coarse = sorted({number * most // _COARSE for number in range(_COARSE + 1)})
-    best = min(coarse, key=lambda count: _rank(attempt(count)))
-    place = coarse.index(best)
+    place = coarse.index(min(coarse, key=rank))
     low, high = coarse[max(0, place - 1)], coarse[min(len(coarse) - 1, place + 1)]
     while high - low > _COARSE:
         step = (high - low) // 4
         inner = [low, low + step, low + 2 * step, low + 3 * step, high]
-        place = min(range(len(inner)), key=lambda i: _rank(attempt(inner[i])))
+        place = inner.index(min(inner, key=rank))
         low, high = inner[max(0, place - 1)], inner[min(len(inner) - 1, place + 1)]
     for count in range(low, high + 1):
-        attempt(count)
+        rank(count)
 
 
 def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], *, moves: bool) -> Plan:

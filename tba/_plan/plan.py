@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .._text import as_text, size
+from .bound import lower_bound_s
 from .facts import OUTSIDE, Facts, Place
 from .picture import draw
 from .simulate import Moment, Timeline
@@ -65,6 +66,11 @@ class Plan:
         """Bytes by which the predicted step exceeds the budget; what is left of it below 0."""
         return max(self.predicted.over_bytes, self.predicted.peak.nbytes - self.budget_bytes)
 
+    @cached_property
+    def bound_s(self) -> float:
+        """Seconds that no plan within the budget can do better than, by what was observed."""
+        return lower_bound_s(self.facts, self.budget_bytes)
+
     def decides_as(self, other: Plan) -> bool:
         """Whether another plan decides alike."""
         return self.moved == other.moved and self.recomputed == other.recomputed
@@ -120,6 +126,7 @@ class Plan:
         yield blocks, size(gone), share(gone)
         yield "peak, predicted", size(found.peak.nbytes), self.binds()
         yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
+        yield "  no plan can", f"{self.bound_s:.3f} s", ""
         if self.measured is not None:
             yield "peak, measured", size(self.measured.peak_bytes), ""
             yield "step, measured", f"{self.measured.step_s:.3f} s", ""

@@ -40,6 +40,9 @@ class Moment(NamedTuple):
         return self.kept_bytes + self.out_bytes + self.back_bytes + self.replayed_bytes
 
 
+_NOTHING = Moment(0.0, 0, 0, 0, 0)
+
+
 @dataclass
 class Timeline:
     """What a simulated step does.
@@ -52,6 +55,7 @@ class Timeline:
         moved_bytes: written.
         over_bytes: most bytes above what the budget leaves beside the tensor being computed, when no wait would help.
         read_bytes: read back; what is asked for while it is still on its way out is not.
+        peak: the first moment at which most bytes are in memory.
         moments: memory over the step.
         transfers: in the order of their start.
     """
@@ -63,13 +67,9 @@ class Timeline:
     moved_bytes: int = 0
     over_bytes: int = 0
     read_bytes: int = 0
+    peak: Moment = _NOTHING
     moments: list[Moment] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
-
-    @property
-    def peak(self) -> Moment:
-        """The first moment at which most bytes are in memory."""
-        return max(self.moments, key=lambda moment: moment.nbytes, default=Moment(0.0, 0, 0, 0, 0))
 
 
 class _Step:
@@ -79,6 +79,7 @@ class _Step:
         self.facts = facts
         self.budget_bytes = budget_bytes
         self.found = Timeline()
+        self.peak_bytes = 0
         self.late_s = 0.0  # by which the computation is behind what the facts say
         self.kept = self.out = self.back = self.replayed = 0
         self.link_free_s = 0.0
@@ -89,7 +90,10 @@ class _Step:
         return self.kept + self.out + self.back + self.replayed
 
     def note(self, now_s: float) -> None:
-        self.found.moments.append(Moment(now_s, self.kept, self.out, self.back, self.replayed))
+        moment = Moment(now_s, self.kept, self.out, self.back, self.replayed)
+        self.found.moments.append(moment)
+        if self.nbytes > self.peak_bytes:
+            self.peak_bytes, self.found.peak = self.nbytes, moment
 
     def transfer(self, kind: str, index: int, now_s: float) -> float:
         """Put a transfer on the link; returns when it ends."""
@@ -174,7 +178,7 @@ def _forward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -
 
 def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -> None:
     facts, turn_late_s = step.facts, step.facts.forward_s
-    order = sorted(range(len(facts.saved)), key=lambda index: (facts.saved[index].wanted_s, -index))
+    order = facts.order_wanted
     to_read = deque(i for i in order if i in moved and facts.saved[i].place.block not in recomputed)
     reading: dict[int, float] = {}  # when each that is read ahead arrives
     stayed: set[int] = set()  # moved, but asked for while still on the way out

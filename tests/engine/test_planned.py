@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba import BudgetError, Offloader, attach, offload_context
+from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach, offload_context
 
 MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 512, 128, 6
@@ -118,12 +118,18 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     budget = int(share * saved_bytes())
     training = Training()
     offload = auto(training.model, memory_budget=budget, **rates)
-    assert_equal(train(offload, training), train(None, Training()))
-    plan, stats = offload.plan, offload.stats()
+    plans = []
+    for number in range(8):
+        with offload:
+            training.step(number=number)
+        plans.append(offload.plan)
+    assert_equal(training.state(), train(None, Training(), steps=8))
+    measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
+    assert measured  # a plan made in the last step has not been carried out
+    assert all(each.peak_bytes <= budget for each in measured)
+    plan, stats = plans[-1], offload.stats()
     assert plan is not None
     assert plan.fits
-    assert plan.measured is not None
-    assert plan.measured.peak_bytes <= budget
     assert stats.last_step is not None
     gone = sum(plan.facts.block_bytes(block) - plan.facts.blocks[block].input_bytes for block in plan.recomputed)
     assert stats.last_step.offloaded_bytes + gone >= saved_bytes() - budget
@@ -358,3 +364,21 @@ def test_a_block_that_would_not_repeat_itself_does_not_recompute(
     assert not offload.plan.recomputed
     assert REFUSALS[block] in {each.why_not for each in offload.plan.facts.blocks}
     assert REFUSALS[block] in str(offload.plan)
+
+
+# -- the paper's rule --------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_rule_is_a_policy(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, policy="tba", max_write_rate="400MB")
+    assert_equal(train(offload, training), train(None, Training()))
+    assert offload.plan is not None
+    assert offload.stats().offloaded_bytes >= sum(offload.plan.sends.values())
+    assert not offload.plan.recomputed
+
+
+@pytest.mark.parametrize("other", [{"tier": "nvme"}, {"memory_budget": "1GiB"}, {"compress": "exact"}])
+def test_the_papers_rule_knows_no_budget(other: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"policy='tba' was given with tier=.*, memory_budget="):
+        OffloadConfig(policy="tba", **({"tier": "auto"} | other))

@@ -1,0 +1,67 @@
+"""Bound: seconds that no plan can do better than, whatever it decides on each storage and block.
+
+At the end of forward memory holds what is neither written by then nor left to be recomputed. So for each number of
+bytes that have gone, the rest above the budget is recomputed, by the blocks that cost least a byte and in fractions of
+blocks; forward lasts as long as it computes or as the link writes, whichever is longer, and backward as it computes
+and recomputes, or as the link reads. That is convex in the bytes gone; the least of it is the bound. The real step
+keeps storages whole, has a peak elsewhere too and reads in order: it can only take longer.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import accumulate
+
+from .facts import Facts
+
+_ROUNDS = 60  # of the search, each of which leaves two thirds of the range
+
+
+def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
+    """Return the seconds of forward and backward that no plan within the budget can stay below."""
+    excess_bytes = facts.saved_bytes - budget_bytes
+    if excess_bytes <= 0:
+        return facts.step_s
+    recompute_s = _Recompute(facts)
+    low, high = max(0.0, excess_bytes - recompute_s.most_bytes), float(excess_bytes)
+
+    def step_s(gone_bytes: float) -> float:
+        link = facts.link
+        taken_s = gone_bytes * link.step_s_per_byte / 2
+        replayed_s = recompute_s(excess_bytes - gone_bytes)
+        forward_s = max(facts.forward_s + taken_s, gone_bytes / link.write_bytes_per_s)
+        return forward_s + max(facts.backward_s + taken_s + replayed_s, gone_bytes / link.read_bytes_per_s)
+
+    for _ in range(_ROUNDS):
+        first, second = low + (high - low) / 3, high - (high - low) / 3
+        if step_s(first) <= step_s(second):
+            high = second
+        else:
+            low = first
+    return min(step_s(low), step_s((low + high) / 2), step_s(high))
+
+
+class _Recompute:
+    """The least seconds in which blocks, or fractions of them, save so many bytes by recomputing."""
+
+    def __init__(self, facts: Facts) -> None:
+        gains = []
+        for number, block in enumerate(facts.blocks):
+            nbytes = facts.block_bytes(number) - block.input_bytes
+            if block.replay_s is not None and nbytes > 0:
+                gains.append((block.replay_s / nbytes, nbytes))
+        gains.sort()
+        self._seconds_per_byte = [seconds for seconds, _ in gains]
+        self._bytes = list(accumulate((nbytes for _, nbytes in gains), initial=0))
+        self._seconds = list(accumulate((seconds * nbytes for seconds, nbytes in gains), initial=0.0))
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes that all of them save."""
+        return self._bytes[-1]
+
+    def __call__(self, nbytes: float) -> float:
+        place = min(bisect_right(self._bytes, nbytes), len(self._seconds_per_byte)) - 1
+        if nbytes <= 0 or place < 0:
+            return 0.0
+        return self._seconds[place] + (nbytes - self._bytes[place]) * self._seconds_per_byte[place]

@@ -1,0 +1,63 @@
+"""What a plan tells: its table, its picture, and the paper's rule beside it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from support.plans import MIB, layers
+from tba import ConfigError
+from tba._plan.greedy import decide
+from tba._plan.plan import Measured
+from tba._plan.prefix import prefix
+
+
+def test_predicted_and_measured_stand_side_by_side() -> None:
+    plan = decide(layers(12, 8, rate=2e8), 80 * MIB)
+    text = str(replace(plan, measured=Measured(1.5, 79 * MIB)))
+    lines = {line.split("  ")[0]: line for line in text.splitlines()}
+    assert "80.0 MiB" in lines["budget"]
+    assert "79.0 MiB" in lines["peak, measured"]
+    assert "1.500 s" in lines["step, measured"]
+    assert f"{plan.bound_s:.3f} s" in text
+
+
+def test_bytes_by_decision_add_up() -> None:
+    facts = layers(12, 8, rate=5e7)
+    plan = decide(facts, 80 * MIB)
+    sent = sum(plan.sends.values())
+    gone = sum(facts.block_bytes(block) for block in plan.recomputed)
+    assert plan.recomputed
+    assert facts.saved_bytes - sent - gone > 0
+    assert {place.block for place in plan.sends}.isdisjoint(plan.recomputed)
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
+    target = tmp_path / f"plan.{ending}"
+    plan = decide(layers(12, 8, rate=2e8), 80 * MIB)
+    replace(plan, measured=Measured(1.5, 79 * MIB)).picture(target)
+    assert target.stat().st_size > 5000
+
+
+def test_a_picture_of_no_kind_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="let it end in"):
+        decide(layers(4, 4), 10 * MIB).picture(tmp_path / "plan.txt")
+
+
+@pytest.mark.parametrize(("rate", "blocks"), [(1e12, 12), (1.0, 0)])
+def test_the_papers_rule_moves_all_or_nothing_at_the_ends(rate: float, blocks: int) -> None:
+    plan = prefix(layers(12, 8, rate=rate), 0)
+    assert len({place.block for place in plan.sends}) == blocks
+
+
+def test_the_papers_rule_moves_a_prefix_that_the_link_carries() -> None:
+    facts = layers(12, 8, rate=1e8)
+    plan = prefix(facts, 0)
+    moved = sorted({place.block for place in plan.sends})
+    assert moved == list(range(len(moved)))
+    assert 0 < len(moved) < 12
+    assert sum(plan.sends.values()) <= 1e8 * 3 * facts.forward_s
+    assert not plan.recomputed
