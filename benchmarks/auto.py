@@ -41,7 +41,8 @@ def run_auto(
         about = arms[PLAIN].about["family"]
         note = (
             f"A plain step saves {mib(saved_bytes)} MiB. Peak: resident, over idle. Held: most bytes that saved "
-            "tensors held, of the budget. Predicted: the plan's figure as a share of what the step took. Medians over "
+            "tensors held, of the budget. Predicted: a plan's figure before its step, as a share of what came of it; medians of "
+            "the last 16 steps. Times: medians over "
             f"{len(arms[PLAIN].wall_s)} rounds; losses and gradients of all arms bit-equal: "
             f"{'yes' if same_gradients(list(arms.values())) else 'NO'}."
         )
@@ -89,14 +90,13 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
             found = ratios(auto.wall_s, best.wall_s)
             what = f"{auto.name}: wall / {best.name}, the fastest with no higher peak"
             bars.append(Bar(what=what, measured=median(found), limit=_SLOWER_BAR, spread=doubt(found)))
-        held = auto.moved.get("measured_peak_bytes")
-        if held:
-            budget = auto.moved["budget_bytes"]
-            bars.append(Bar(what=f"{auto.name}: held / budget", measured=held / budget, limit=1.0))
-            predicted = auto.moved["predicted_peak_bytes"] / held
-            bars.append(Bar(what=f"{auto.name}: |predicted / held - 1|", measured=abs(predicted - 1), limit=0.05))
-            step = auto.moved["predicted_step_s"] / auto.moved["measured_step_s"]
-            bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=abs(step - 1), limit=0.10))
+        if "predicted_step" in auto.moved:
+            moved = auto.moved
+            held, peak = moved["held_bytes_by_plan"] / moved["budget_bytes"], abs(moved["predicted_peak"] - 1)
+            bars.append(Bar(what=f"{auto.name}: held / budget", measured=held, limit=1.0))
+            bars.append(Bar(what=f"{auto.name}: |predicted / held - 1|", measured=peak, limit=0.05))
+            step = abs(moved["predicted_step"] - 1)
+            bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=step, limit=0.10))
     checkpoint = arms[CHECKPOINT]
     near = [arms[_auto(s)] for s in SHARES if arms[_auto(s)].peak_bytes <= _MEETS * checkpoint.peak_bytes]
     if near:
@@ -111,13 +111,13 @@ def _table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
     for arm in arms.values():
         moved = arm.moved
         planned = ("-",) * 5
-        if "measured_peak_bytes" in moved:
+        if "predicted_step" in moved:
             planned = (
                 f"{moved['moved_share']:.0%}",
                 f"{moved['recomputed']:.0f} of {moved['blocks']:.0f}",
-                f"{moved['measured_peak_bytes'] / moved['budget_bytes']:.0%}",
-                f"{moved['predicted_peak_bytes'] / moved['measured_peak_bytes']:.2f}",
-                f"{moved['predicted_step_s'] / moved['measured_step_s']:.2f}",
+                f"{moved['held_bytes_by_plan'] / moved['budget_bytes']:.0%}",
+                f"{moved['predicted_peak']:.2f}",
+                f"{moved['predicted_step']:.2f}",
             )
         rows.append(
             (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from .._workload.families import FAMILIES
 from .train import Options, TrainArm
+
+# Steps over which what was predicted is compared with what came of it.
+_LAST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,23 +50,36 @@ class FamilyArm(TrainArm):
         return super().step(*batch)
 
     def describe(self) -> dict[str, Any]:
+        self._predicted: tuple[float, int] | None = None
+        self._step_ratios: list[float] = []
+        self._peak_ratios: list[float] = []
+        self._held_bytes = 0
         return {"family": FAMILIES[self.options.family].describe}
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
         plan = None if self.offload is None else self.offload.plan
-        if plan is not None:
+        if plan is None:
+            return answer
+        if plan.measured is not None and self._predicted is not None:
+            # What is measured is the step before: the engine learns of its end where the next begins.
+            step_s, peak_bytes = self._predicted
+            self._step_ratios.append(step_s / plan.measured.step_s)
+            self._peak_ratios.append(peak_bytes / plan.measured.peak_bytes)
+            self._held_bytes = max(self._held_bytes, plan.measured.peak_bytes)
+        self._predicted = plan.predicted.step_s, plan.predicted.peak.nbytes
+        answer["moved"] |= {
+            "budget_bytes": plan.budget_bytes,
+            "blocks": len(plan.facts.blocks),
+            "recomputed": len(plan.recomputed),
+            "moved_share": sum(plan.sends.values()) / max(1, plan.facts.saved_bytes),
+            "bound_s": plan.bound_s,
+            "predicted_s": plan.predicted.step_s,
+        }
+        if self._step_ratios:
             answer["moved"] |= {
-                "budget_bytes": plan.budget_bytes,
-                "blocks": len(plan.facts.blocks),
-                "recomputed": len(plan.recomputed),
-                "moved_share": sum(plan.sends.values()) / max(1, plan.facts.saved_bytes),
-                "predicted_peak_bytes": plan.predicted.peak.nbytes,
-                "predicted_step_s": plan.predicted.step_s,
+                "held_bytes_by_plan": self._held_bytes,
+                "predicted_step": median(self._step_ratios[-_LAST:]),
+                "predicted_peak": median(self._peak_ratios[-_LAST:]),
             }
-            if plan.measured is not None:
-                answer["moved"] |= {
-                    "measured_peak_bytes": plan.measured.peak_bytes,
-                    "measured_step_s": plan.measured.step_s,
-                }
         return answer
