@@ -41,8 +41,8 @@ def run_auto(
         about = arms[PLAIN].about["family"]
         note = (
             f"A plain step saves {mib(saved_bytes)} MiB. Peak: resident, over idle. Held: most bytes that saved "
-            "tensors held, of the budget. Predicted: a plan's figure before its step, as a share of what came of it; medians of "
-            "the last 16 steps. Times: medians over "
+            "tensors held, of the budget. Predicted: a plan's figure before its step, as a share of what came of it; "
+            "medians of the last 16 steps. Times: medians over "
             f"{len(arms[PLAIN].wall_s)} rounds; losses and gradients of all arms bit-equal: "
             f"{'yes' if same_gradients(list(arms.values())) else 'NO'}."
         )

@@ -152,6 +152,7 @@ class Planner:
         self._block = OUTSIDE
         if self._strict and kind.plan is not None and not kind.plan.fits:
             raise BudgetError(kind.plan.shortfall())
+        self._write_behind.plan_bytes = sum(kind.sends.values())
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
@@ -267,12 +268,13 @@ class Planner:
                 (link.read_bytes_per_s, was.read_bytes_per_s),
             )
         )
+        weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
         plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
         computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
-            facts = replace(plan.facts.scaled(ratio**_FORGET), link=link)
+            facts = replace(plan.facts.scaled(ratio**weight), link=link)
             still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
             plan = replace(still, measured=plan.measured) if stays else new
@@ -298,9 +300,14 @@ class Planner:
             for (number, (place, nbytes, _)), saved_s in zip(seen.saved.items(), times_s, strict=True)
         )
         blocks = []
-        for visit, (_, begin_s, input_bytes) in enumerate(seen.visits):
+        begins_s = _ascending(begin_s for _, begin_s, _ in seen.visits)
+        for visit, (_, _, input_bytes) in enumerate(seen.visits):
             verdict = seen.verdicts.get(visit, Verdict(None, "its second run was not seen"))
-            blocks.append(Block(begin_s, verdict.seconds, input_bytes, verdict.why_not))
+            replay_s = verdict.seconds
+            if replay_s is not None and visit + 1 < len(begins_s):
+                # Beside the transfers of backward a trial may take longer than a replay will.
+                replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
+            blocks.append(Block(begins_s[visit], replay_s, input_bytes, verdict.why_not))
         assert self._link is not None
         return Facts(
             saved=saved,

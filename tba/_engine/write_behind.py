@@ -26,6 +26,9 @@ from .._record.record import Record, Remains
 from .._stats import Counters
 from .._transfer.mover import Mover
 
+# A plan that moves little does so at once: what waits for others to go along would be late on a slow link.
+_PLAN_BURSTS = 16
+
 
 class WriteBehind:
     """Queue of records on their way out, as slow as memory allows."""
@@ -47,6 +50,7 @@ class WriteBehind:
         self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
+        self.plan_bytes = 0  # of a step that go by plan
         self._by_plan = (
             False  # some of this step's go by plan: what it lets stay is not sent while others are on the way
         )
@@ -68,7 +72,7 @@ class WriteBehind:
             self._by_plan = True
             self._going.append(record.number)
             self._going_bytes += record.nbytes
-            if self._going_bytes >= burst_bytes:
+            if self._going_bytes >= min(burst_bytes, self.plan_bytes // _PLAN_BURSTS):
                 self._send_going()
         over_bytes = self.nbytes + out_bytes - limit_bytes
         if over_bytes > 0:
