@@ -75,7 +75,8 @@ def auto(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if quick:
-        return run_auto(names[:1], rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit)
+        names, few = family or ["conv"], (0.4, 0.85)
+        return run_auto(names, rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit, shares=few)
     return run_auto(names, rounds=rounds, starts=starts, threads=threads, rate_bytes_per_s=limit)
 
 

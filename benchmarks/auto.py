@@ -27,15 +27,21 @@ _SLOWER_BAR, _CHECKPOINT_BAR, _MEETS = 1.02, 0.85, 1.02
 
 
 def run_auto(
-    families: Sequence[str], *, rounds: int, starts: int, threads: int, rate_bytes_per_s: float | None = None
+    families: Sequence[str],
+    *,
+    rounds: int,
+    starts: int,
+    threads: int,
+    rate_bytes_per_s: float | None = None,
+    shares: Sequence[float] = SHARES,
 ) -> Result:
-    """Measure every family; `rate_bytes_per_s` limits the link, for each direction on its own."""
+    """Measure every family at each share; `rate_bytes_per_s` limits the link, for each direction on its own."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     allocators: dict[str, str] = {}
     for family in families:
         saved_bytes = _saved_bytes(family, threads)
-        specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s)
+        specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s, shares)
         arms = measure(specs, rounds=rounds, title=f"auto {family}", warm_up=_WARM_UP, starts=starts)
         bars = make_bars(arms, saved_bytes)
         about = arms[PLAIN].about["family"]
@@ -61,7 +67,9 @@ def run_auto(
     return Result(theme=theme, tables=tables, data=found, environment=environment)
 
 
-def make_arms(family: str, threads: int, saved_bytes: int, rate_bytes_per_s: float | None) -> list[Spec]:
+def make_arms(
+    family: str, threads: int, saved_bytes: int, rate_bytes_per_s: float | None, shares: Sequence[float] = SHARES
+) -> list[Spec]:
     """List the arms: fixed policies, and `auto` at each budget."""
     limits = {} if rate_bytes_per_s is None else {"max_write_rate": rate_bytes_per_s, "max_read_rate": rate_bytes_per_s}
 
@@ -74,14 +82,15 @@ def make_arms(family: str, threads: int, saved_bytes: int, rate_bytes_per_s: flo
         arm(NVME, tier="nvme"),
         arm(CHECKPOINT, checkpoint=True),
         arm(TBA, tier="auto", policy="tba"),
-        *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in SHARES),
+        *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in shares),
     ]
 
 
 def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
     """Limit each budget's step against the best fixed policy that meets it, its peak, and what was predicted."""
     bars = []
-    for share in SHARES:
+    shares = [share for share in SHARES if _auto(share) in arms]
+    for share in shares:
         auto = arms[_auto(share)]
         room_bytes = int(share * saved_bytes) + max(0, arms[PLAIN].peak_bytes - saved_bytes)
         meet = [arms[name] for name in FIXED if arms[name].peak_bytes <= _MEETS * room_bytes]
@@ -98,7 +107,7 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
             step = abs(moved["predicted_step"] - 1)
             bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=step, limit=0.10))
     checkpoint = arms[CHECKPOINT]
-    near = [arms[_auto(s)] for s in SHARES if arms[_auto(s)].peak_bytes <= _MEETS * checkpoint.peak_bytes]
+    near = [arms[_auto(s)] for s in shares if arms[_auto(s)].peak_bytes <= _MEETS * checkpoint.peak_bytes]
     if near:
         found = ratios(near[-1].wall_s, checkpoint.wall_s)
         what = f"{near[-1].name}: wall / checkpoint, at no higher peak"

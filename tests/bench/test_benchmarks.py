@@ -34,6 +34,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "auto", "--threads", "1", "--quick", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    [family] = json.loads(done.stdout)["families"].values()
+    assert family["gradients_bit_equal"] is True
+    arms = family["arms"]
+    assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", "auto 0.40", "auto 0.85"}
+    planned = arms["auto 0.40"]["moved"]
+    assert planned["held_bytes_by_plan"] <= planned["budget_bytes"] < family["saved_bytes"]
+    assert planned["moved_share"] + planned["recomputed"] > 0
+    assert planned["predicted_s"] >= planned["bound_s"] > 0
+
+
+@pytest.mark.slow
 def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "step", "--threads", "1", "--explain", "--quick", "--json"],

@@ -17,7 +17,7 @@ from benchmarks._processes.child import Child, ChildError
 from benchmarks._processes.worker import Worker
 
 TIMEOUT_S = 60.0
-UNKNOWN = Spec(name="wrong", role="worker:nonesuch", options={}, threads=1)
+UNKNOWN = Spec(name="wrong", role="train:nonesuch", options={}, threads=1)
 
 
 @pytest.fixture
