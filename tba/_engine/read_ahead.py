@@ -126,7 +126,13 @@ class ReadAhead:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
-        self._write_behind.note(self.nbytes)
+        if self._write_behind.told is not None:
+            self._write_behind.note(self.nbytes - self._still_out_bytes())
+
+    def _still_out_bytes(self) -> int:
+        """Bytes of what counts here and is still on its way out, where it counts too."""
+        records = (reference() for number in self._members if (reference := self.records.get(number)) is not None)
+        return sum(record.nbytes for record in records if record is not None and record.state is WRITING)
 
     def _is_here(self, record: Record) -> bool:
         """Whether the record counts already, for this budget or for write-behind's, or never moves."""

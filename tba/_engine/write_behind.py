@@ -45,21 +45,21 @@ class WriteBehind:
         self._adapts = config.tier == "auto"
         self._limited = self._adapts and config.memory_budget is not None
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
+        self._largest_bytes = 0  # of all that was ever held
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
         self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self.plan_bytes = 0  # of a step that go by plan
-        self._by_plan = (
-            False  # some of this step's go by plan: what it lets stay is not sent while others are on the way
-        )
+        self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
         """Hold a record whose operator has finished, and send the oldest where that is too much."""
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
+        self._largest_bytes = max(self._largest_bytes, record.nbytes)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
@@ -68,13 +68,13 @@ class WriteBehind:
         self.note(0)
         limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self._limited else 0
         burst_bytes = _limits.write_burst_bytes(limit_bytes, self._mover.limits.staging_bytes)
+        over_bytes = self.nbytes + out_bytes - limit_bytes
         if record.goes:
             self._by_plan = True
             self._going.append(record.number)
             self._going_bytes += record.nbytes
             if self._going_bytes >= min(burst_bytes, self.plan_bytes // _PLAN_BURSTS):
                 self._send_going()
-        over_bytes = self.nbytes + out_bytes - limit_bytes
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
                 self._send(limit_bytes - burst_bytes)
@@ -136,7 +136,7 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        return max(0, self._room_bytes - self._mover.largest_bytes) if self._limited else self._room_bytes
+        return max(0, self._room_bytes - self._largest_bytes) if self._limited else self._room_bytes
 
     @property
     def read_bytes(self) -> int:

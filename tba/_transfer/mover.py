@@ -133,7 +133,7 @@ class Mover:
         record.send(ticket)
         self.sent_bytes += nbytes
         self._in_flight[ticket] = record.ref
-        if nbytes > self.largest_bytes:
+        if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
@@ -337,7 +337,7 @@ class Mover:
 
     def _learn_size(self, largest_bytes: int) -> None:
         """Note the largest tensor sent: the bytes to hold back from writing and to read ahead depend on it."""
-        self.largest_bytes = largest_bytes
+        self._largest_bytes = largest_bytes
         self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
         self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 

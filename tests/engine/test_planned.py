@@ -126,7 +126,7 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     assert_equal(training.state(), train(None, Training(), steps=8))
     measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
     assert measured  # a plan made in the last step has not been carried out
-    assert all(each.peak_bytes <= budget for each in measured)
+    assert max(each.peak_bytes for each in measured) <= budget
     plan, stats = plans[-1], offload.stats()
     assert plan is not None
     assert plan.fits
