@@ -58,7 +58,7 @@ def _rank_main(rank: int, folder: str) -> None:
     if rank == 0:
         torch.testing.assert_close(_space(model[0].weight).grad, alone / 2)
     torch.save([p.detach() for p in model.parameters()], f"{folder}/{rank}.pt")
-    # Both ranks are done, and nobody refers to the group, before its threads end: torch aborts once in a while otherwise.
+    # Both ranks are done, and nothing refers to the group, before its threads end: torch has aborted here once.
     del parallel
     dist.barrier()
     dist.destroy_process_group()
