@@ -33,19 +33,24 @@ from support.benchmarks import run_benchmark
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
-def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
+def quick(name: str, scratch: Path, *options: str) -> Any:
+    """Run a benchmark with `--quick` in processes of its own; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "auto", "--threads", "1", "--quick", "--json"],
+        [sys.executable, "-m", "benchmarks", name, "--threads", "1", *options, "--quick", "--json"],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(tmp_path)},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)},
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    [family] = json.loads(done.stdout)["families"].values()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
+    [family] = quick("auto", tmp_path)["families"].values()
     assert family["gradients_bit_equal"] is True
     arms = family["arms"]
     assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", "auto 0.40", "auto 0.85"}
@@ -57,17 +62,7 @@ def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "step", "--threads", "1", "--explain", "--quick", "--json"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = quick("step", tmp_path, "--explain")
     [model] = found["models"].values()
     assert model["gradients_bit_equal"] is True
     arms = model["arms"]
