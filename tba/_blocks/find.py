@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 # Containers, which repeat by accident of how a model is put together.
@@ -23,6 +24,8 @@ def candidates(model: nn.Module) -> list[nn.Module]:
 
 def wrappable(module: nn.Module) -> bool:
     """Whether its forward may be replaced: it is Python, and no compiled one takes its place."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     return getattr(module, "_compiled_call_impl", None) is None and "forward" not in vars(module)
 
 

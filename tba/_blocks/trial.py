@@ -65,7 +65,14 @@ class Trial:
         """Call the forward for the first time, and have it tried when backward comes to what it returns."""
         state = _State()
         buffers = [buffer._version for buffer in self._module.buffers()]
-        out = self._forward(*args, **kwargs)
+        saved: list[tuple[Any, ...]] = []
+
+        def note(tensor: Tensor) -> Any:
+            saved.append(_shape(tensor))
+            return self._keep(tensor)
+
+        with torch.autograd.graph.saved_tensors_hooks(note, self._give):
+            out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         last = next((tensor for tensor in reversed(outputs) if tensor.requires_grad and not tensor.is_leaf), None)
         if last is None:
@@ -79,7 +86,7 @@ class Trial:
             with self._apart():
                 inputs = [self._pack(leaf) for leaf in leaves]
                 kept = [self._pack(tensor) for tensor in outputs]
-            last.register_hook(lambda _: self._try(inputs, form, kept, state))
+            last.register_hook(lambda _: self._try(inputs, form, kept, saved, state))
         return out
 
     def _odd(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -98,13 +105,13 @@ class Trial:
         is_tensor, value, requires_grad = packed
         return self._give(value).detach().requires_grad_(requires_grad) if is_tensor else value
 
-    def _try(self, inputs: list[Any], form: Any, kept: list[Any], state: _State) -> None:
+    def _try(self, inputs: list[Any], form: Any, kept: list[Any], saved: list[Any], state: _State) -> None:
         if self._report is None:
             return  # a second backward through the graph
         with self._apart():
-            self._run_again(inputs, form, kept, state)
+            self._run_again(inputs, form, kept, saved, state)
 
-    def _run_again(self, inputs: list[Any], form: Any, kept: list[Any], state: _State) -> None:
+    def _run_again(self, inputs: list[Any], form: Any, kept: list[Any], saved: list[Any], state: _State) -> None:
         try:
             leaves = [self._unpack(packed) for packed in inputs]
             before = [self._unpack(packed) for packed in kept]
@@ -112,7 +119,8 @@ class Trial:
             kept.clear()
             args, kwargs = tree_unflatten(leaves, form)
             buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
-            with state.restored():
+            again_saved: list[tuple[Any, ...]] = []
+            with state.restored(lambda tensor: again_saved.append(_shape(tensor))):
                 begun_s = time.perf_counter()
                 out = again(self._module, self._forward, args, kwargs)
                 seconds = time.perf_counter() - begun_s
@@ -126,6 +134,8 @@ class Trial:
         after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         if changed:
             self._tell("it changes its buffers")
+        elif saved != again_saved:
+            self._tell("its second run saves other tensors")
         elif len(after) != len(before) or not all(map(_equal, before, after)):
             self._tell("its second run gives other values")
         else:
@@ -148,8 +158,8 @@ class _State:
         self._cache = torch.is_autocast_cache_enabled()
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore it for a region whose graph is never gone through: it saves nothing."""
+    def restored(self, note: Callable[[Tensor], None]) -> Iterator[None]:
+        """Restore it for a region whose graph is never gone through: what it would save is noted and let go."""
         with ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng(devices=range(len(self._cuda))))
             torch.set_rng_state(self._cpu)
@@ -158,8 +168,12 @@ class _State:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _never))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
+
+
+def _shape(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, *tensor.shape
 
 
 def _never(_: None) -> Tensor:

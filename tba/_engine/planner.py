@@ -43,6 +43,7 @@ from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
 _UNKNOWN = 1e9, 1e9, 0.0  # bytes/s out and back, seconds a byte: of a link that has not carried enough to tell
+_MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
 _WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
@@ -57,11 +58,15 @@ class _Kind:
     Attributes:
         modules: to stand around in its next step.
         blocks: whether those are its blocks, and not only what may be.
+        watched: a step of it has been seen.
+        departures: steps that were not what the ones before it had been.
         visits: the module of each block, in order of forward.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
     blocks: bool = False
+    watched: bool = False
+    departures: int = 0
     visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
     plan: Plan | None = None
     sends: dict[Place, int] = field(default_factory=dict)
@@ -144,7 +149,7 @@ class Planner:
     def begin_forward(self, key: Hashable) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
         kind = self._kinds.setdefault(key, _Kind())
-        if (self._strict or self._by_rule) and not kind.blocks and not kind.modules:
+        if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
@@ -235,10 +240,15 @@ class Planner:
             return
         budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
+        kind.watched = True
         if kind.plan is not None:
             self._follow(kind, seen, budget_bytes)
+        elif kind.departures >= _MOST_DEPARTURES:
+            kind.modules.clear()
         elif seen.nbytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
             self._advance(kind, seen, budget_bytes)
+        else:
+            kind.modules.clear()
 
     def _advance(self, kind: _Kind, seen: _Observed, budget_bytes: int) -> None:
         if kind.blocks or not (kind.modules or self._candidates(kind)):
@@ -259,6 +269,7 @@ class Planner:
         assert plan is not None
         if seen.departed:
             kind.plan, kind.sends, kind.expected = None, {}, {}
+            kind.departures += 1
             return
         link, was = self._link, plan.facts.link
         changed = link is not None and any(

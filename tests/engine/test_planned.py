@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach, offload_context
+from tba._blocks.forwards import Forwards
 
 MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 512, 128, 6
@@ -127,7 +128,7 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
     assert measured  # a plan made in the last step has not been carried out
     assert max(each.peak_bytes for each in measured) <= budget
-    plan, stats = plans[-1], offload.stats()
+    plan, stats = plans[-2], offload.stats()  # the plan that the last step was carried out by
     assert plan is not None
     assert plan.fits
     assert stats.last_step is not None
@@ -160,6 +161,40 @@ def test_a_run_that_fits_is_not_planned(auto: Callable[..., Offloader]) -> None:
     assert_equal(train(offload, training), train(None, Training()))
     assert offload.plan is None
     assert offload.stats().offloaded_bytes == 0
+
+
+def test_steps_that_never_repeat_are_watched_no_more(auto: Callable[..., Offloader]) -> None:
+    """Called alike, they save other sizes each time: after some tries no block is run again to be tried."""
+    runs = []
+
+    class Uneven(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            runs.append(len(x))
+            return super().forward(torch.cat([x, x[: steps[0]]]))[: len(x)]
+
+    steps = [0]
+
+    training = Training(Uneven)
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()))
+    counts = []
+    for number in range(14):
+        before, steps[0] = len(runs), 8 + 8 * number
+        with offload:
+            training.step(number=number)
+        counts.append(len(runs) - before)
+    assert max(counts) == 2 * LAYERS  # some steps ran each block twice
+    assert counts[-3:] == [LAYERS] * 3
+    assert all("forward" not in vars(module) for module in training.model.modules())
+
+
+def test_a_budget_that_is_never_reached_stands_around_nothing(
+    auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, put = Training(), []
+    monkeypatch.setattr(Forwards, "put", lambda _self, modules, _around: put.append(len(list(modules))))
+    offload = auto(training.model, memory_budget="1GiB")
+    train(offload, training, steps=4)
+    assert len(put) == 1  # in the first step, which tells that it fits
 
 
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:
@@ -364,6 +399,24 @@ def test_a_block_that_would_not_repeat_itself_does_not_recompute(
     assert not offload.plan.recomputed
     assert REFUSALS[block] in {each.why_not for each in offload.plan.facts.blocks}
     assert REFUSALS[block] in str(offload.plan)
+
+
+def test_a_block_that_saves_other_tensors_each_time_does_not_recompute(auto: Callable[..., Offloader]) -> None:
+    """Its values do not tell: PyTorch's checkpoint would raise in the middle of a backward."""
+    runs = []
+
+    class Growing(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            runs.append(len(x))
+            return super().forward(torch.cat([x, x[: 8 + len(runs) % 13]]))[: len(x)]
+
+    training = Training(Growing)
+    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
+    for number in range(6):
+        with offload:
+            training.step(number=number)
+            plan = offload.plan
+            assert plan is None or not plan.recomputed
 
 
 # -- the paper's rule --------------------------------------------------------------------------------------------------
