@@ -75,6 +75,12 @@ def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list
     assert (mover.staging.count, mover.staging.bytes, offload._saver.write_behind.nbytes) == (0, 0, 0)
 
 
+def _plans(place: Any) -> bool:
+    """Whether it is passed only when a plan is made, which depends on how long steps have taken."""
+    file = Path(place.code.co_filename)
+    return file.name == "planner.py" or file.parent.name == "_plan"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "every"),
@@ -99,7 +105,7 @@ def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(settings: An
     assert len(found) > 500
     missed = []
     for number, place in enumerate(found[::every]):
-        if not interrupted_at(place, lambda: _scenario(offload, model, x)):
+        if not interrupted_at(place, lambda: _scenario(offload, model, x)) and not _plans(place):
             missed.append(place)  # not passed this time, as it depends on when a worker has ended
         try:
             _check_whole(offload, model, x, expected)

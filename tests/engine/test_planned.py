@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,100 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach, offload_context
+from support.planned import LAYERS, ROWS, SLOW, WIDTH, Block, Training, assert_equal, nothing, saved_bytes, train
+from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach
 from tba._blocks.forwards import Forwards
-
-MIB = 1 << 20
-ROWS, WIDTH, LAYERS = 512, 128, 6
-BLOCK_BYTES = ROWS * WIDTH * 4 * 10  # about, of one block
-SLOW = {"max_write_rate": "30MB", "max_read_rate": "30MB"}
-
-
-class Block(nn.Module):
-    """One residual block: what it saves, besides its input, is four times as wide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        inner = self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
-        return x + (inner if scale is None else inner * scale)
-
-
-class Net(nn.Module):
-    """A stack of blocks."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(layers))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
-        for layer in self.layers:
-            x = layer(x, **kwargs)
-        return self.head(x)
-
-
-class Training:
-    """One training from one seed, plain or offloaded, step by step."""
-
-    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
-        torch.manual_seed(1)
-        self.model = Net(block, layers)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-
-    def step(self, rows: int = ROWS, number: int = 0, **kwargs: Any) -> None:
-        generator = torch.Generator().manual_seed(number)
-        torch.manual_seed(100 + number)
-        self.model(torch.randn(rows, WIDTH, generator=generator), **kwargs).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def state(self) -> list[Tensor]:
-        return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
-
-
-@pytest.fixture
-def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
-    """Makes contexts of tier auto, which are closed at the end."""
-    made = []
-
-    def make(model: nn.Module | None, **settings: Any) -> Offloader:
-        offload = offload_context(model, "auto", storage_paths=scratch, min_tensor_bytes=4096, **settings)
-        made.append(offload)
-        return offload
-
-    yield make
-    for offload in made:
-        offload.close()
-
-
-def train(offload: Offloader | None, training: Training, steps: int = 6, **kwargs: Any) -> list[Tensor]:
-    for number in range(steps):
-        with offload if offload is not None else nothing():
-            training.step(number=number, **kwargs)
-    return training.state()
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
-
-
-def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
-    assert all(map(torch.equal, one, other))
-
-
-def saved_bytes() -> int:
-    """Bytes that a step of the plain training saves in storages of at least the minimum size."""
-    with offload_context(None, "auto", min_tensor_bytes=4096) as offload:
-        Training().step()
-    stats = offload.stats()
-    offload.close()
-    return stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
@@ -313,110 +220,6 @@ def test_a_budget_that_cannot_be_met_is_an_error_with_numbers(auto: Callable[...
         train(offload, training, steps=5)
     offload.close()
     train(None, training, steps=1)  # the model trains on without it
-
-
-# -- blocks that must not recompute ------------------------------------------------------------------------------------
-
-
-class Counting(Block):
-    """Updates a buffer at each call, as batch norm does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        self.calls += 1
-        return super().forward(x) * (1 + 0.01 * self.calls)
-
-
-class Random(Block):
-    """Routes by a generator that nobody restores."""
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        return super().forward(x) * DICE.choice([0.5, 1.0, 1.5, 2.0, 3.0])
-
-
-class Hooked(Block):
-    """Is told something by a hook, for as long as its call lasts."""
-
-    factor = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, _: setattr(module, "factor", 0.5))
-        self.register_forward_hook(lambda module, *_: setattr(module, "factor", 1.0))
-
-    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        return super().forward(x) * self.factor
-
-
-class Cached(Block):
-    """Adds to what it is given, as a layer with a cache does."""
-
-    def forward(self, x: Tensor, scale: Tensor | None = None, cache: Any = None) -> Tensor:
-        cache.calls += 1
-        return super().forward(x) * (1 + 0.01 * cache.calls)
-
-
-class Cache:
-    """A cache."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-
-DICE = random.Random(0)
-REFUSALS: dict[type[Block], str] = {
-    Counting: "it changes its buffers",
-    Random: "its second run gives other values",
-    Hooked: "its second run gives other values",
-    Cached: "it is given a Cache, which may remember its calls",
-}
-
-
-@pytest.mark.parametrize("block", REFUSALS, ids=lambda block: block.__name__)
-def test_a_block_that_would_not_repeat_itself_does_not_recompute(
-    auto: Callable[..., Offloader], block: type[Block]
-) -> None:
-    def run(training: Training, offload: Offloader | None) -> list[Tensor]:
-        DICE.seed(3)
-        for number in range(6):
-            kwargs = {"cache": Cache()} if block is Cached else {}
-            with offload if offload is not None else nothing():
-                training.step(number=number, **kwargs)
-        return training.state()
-
-    training = Training(block)
-    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
-    moved = run(training, offload)
-    plain = run(Training(block), None)
-    if block is Random:  # a trial draws lots too: the sequence is another, as with any second run
-        DICE.seed(3)
-    else:
-        assert_equal(moved, plain)
-    assert offload.plan is not None
-    assert not offload.plan.recomputed
-    assert REFUSALS[block] in {each.why_not for each in offload.plan.facts.blocks}
-    assert REFUSALS[block] in str(offload.plan)
-
-
-def test_a_block_that_saves_other_tensors_each_time_does_not_recompute(auto: Callable[..., Offloader]) -> None:
-    """Its values do not tell: PyTorch's checkpoint would raise in the middle of a backward."""
-    runs = []
-
-    class Growing(Block):
-        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-            runs.append(len(x))
-            return super().forward(torch.cat([x, x[: 8 + len(runs) % 13]]))[: len(x)]
-
-    training = Training(Growing)
-    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
-    for number in range(6):
-        with offload:
-            training.step(number=number)
-            plan = offload.plan
-            assert plan is None or not plan.recomputed
 
 
 # -- the paper's rule --------------------------------------------------------------------------------------------------

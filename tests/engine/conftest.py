@@ -1,0 +1,27 @@
+"""Fixtures of tests of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tba import Offloader, offload_context
+
+
+@pytest.fixture
+def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
+    """Makes contexts of tier auto, which are closed at the end."""
+    made = []
+
+    def make(model: nn.Module | None, **settings: Any) -> Offloader:
+        offload = offload_context(model, "auto", storage_paths=scratch, min_tensor_bytes=4096, **settings)
+        made.append(offload)
+        return offload
+
+    yield make
+    for offload in made:
+        offload.close()

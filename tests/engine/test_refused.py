@@ -1,0 +1,115 @@
+"""Blocks that would not repeat themselves in backward, and never recompute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.planned import SLOW, Block, Training, assert_equal, nothing, saved_bytes
+from tba import Offloader
+
+
+class Counting(Block):
+    """Updates a buffer at each call, as batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class Random(Block):
+    """Routes by a generator that nobody restores."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) * DICE.choice([0.5, 1.0, 1.5, 2.0, 3.0])
+
+
+class Hooked(Block):
+    """Is told something by a hook, for as long as its call lasts."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_pre_hook(lambda module, _: setattr(module, "factor", 0.5))
+        self.register_forward_hook(lambda module, *_: setattr(module, "factor", 1.0))
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+class Cached(Block):
+    """Adds to what it is given, as a layer with a cache does."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, cache: Any = None) -> Tensor:
+        cache.calls += 1
+        return super().forward(x) * (1 + 0.01 * cache.calls)
+
+
+class Cache:
+    """A cache."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+DICE = random.Random(0)
+REFUSALS: dict[type[Block], str] = {
+    Counting: "it changes its buffers",
+    Random: "its second run gives other values",
+    Hooked: "its second run gives other values",
+    Cached: "it is given a Cache, which may remember its calls",
+}
+
+
+@pytest.mark.parametrize("block", REFUSALS, ids=lambda block: block.__name__)
+def test_a_block_that_would_not_repeat_itself_does_not_recompute(
+    auto: Callable[..., Offloader], block: type[Block]
+) -> None:
+    def run(training: Training, offload: Offloader | None) -> list[Tensor]:
+        DICE.seed(3)
+        for number in range(6):
+            kwargs = {"cache": Cache()} if block is Cached else {}
+            with offload if offload is not None else nothing():
+                training.step(number=number, **kwargs)
+        return training.state()
+
+    training = Training(block)
+    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
+    moved = run(training, offload)
+    plain = run(Training(block), None)
+    if block is Random:  # a trial draws lots too: the sequence is another, as with any second run
+        DICE.seed(3)
+    else:
+        assert_equal(moved, plain)
+    assert offload.plan is not None
+    assert not offload.plan.recomputed
+    assert REFUSALS[block] in {each.why_not for each in offload.plan.facts.blocks}
+    assert REFUSALS[block] in str(offload.plan)
+
+
+def test_a_block_that_saves_other_tensors_each_time_does_not_recompute(auto: Callable[..., Offloader]) -> None:
+    """Its values do not tell: PyTorch's checkpoint would raise in the middle of a backward."""
+    runs = []
+
+    class Growing(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            runs.append(len(x))
+            return super().forward(torch.cat([x, x[: 8 + len(runs) % 13]]))[: len(x)]
+
+    training = Training(Growing)
+    offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
+    for number in range(6):
+        with offload:
+            training.step(number=number)
+            plan = offload.plan
+            assert plan is None or not plan.recomputed

@@ -1,0 +1,89 @@
+"""A small model of alike blocks and its training, plain or offloaded by plan, for tests of tier auto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tba import Offloader, offload_context
+
+MIB = 1 << 20
+ROWS, WIDTH, LAYERS = 512, 128, 6
+BLOCK_BYTES = ROWS * WIDTH * 4 * 10  # about, of one block
+SLOW = {"max_write_rate": "30MB", "max_read_rate": "30MB"}
+
+
+class Block(nn.Module):
+    """One residual block: what it saves, besides its input, is four times as wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        inner = self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        return x + (inner if scale is None else inner * scale)
+
+
+class Net(nn.Module):
+    """A stack of blocks."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(layers))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, **kwargs)
+        return self.head(x)
+
+
+class Training:
+    """One training from one seed, plain or offloaded, step by step."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
+        torch.manual_seed(1)
+        self.model = Net(block, layers)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
+
+    def step(self, rows: int = ROWS, number: int = 0, **kwargs: Any) -> None:
+        generator = torch.Generator().manual_seed(number)
+        torch.manual_seed(100 + number)
+        self.model(torch.randn(rows, WIDTH, generator=generator), **kwargs).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> list[Tensor]:
+        return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
+
+
+def train(offload: Offloader | None, training: Training, steps: int = 6, **kwargs: Any) -> list[Tensor]:
+    for number in range(steps):
+        with offload if offload is not None else nothing():
+            training.step(number=number, **kwargs)
+    return training.state()
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
+    assert all(map(torch.equal, one, other))
+
+
+def saved_bytes() -> int:
+    """Bytes that a step of the plain training saves in storages of at least the minimum size."""
+    with offload_context(None, "auto", min_tensor_bytes=4096) as offload:
+        Training().step()
+    stats = offload.stats()
+    offload.close()
+    return stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
