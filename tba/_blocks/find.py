@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -39,8 +39,4 @@ def blocks(saved_bytes: Mapping[nn.Module, int]) -> list[nn.Module]:
     if not most:
         return []
     near = [kind for kind, nbytes in total.items() if nbytes >= _NEARLY * most]
-    return by_class[max(near, key=lambda kind: (_count(by_class[kind]), total[kind]))]
-
-
-def _count(modules: Iterable[nn.Module]) -> int:
-    return len(list(modules))
+    return by_class[max(near, key=lambda kind: (len(by_class[kind]), total[kind]))]

@@ -152,7 +152,7 @@ def where(facts: Facts, found: Timeline, moment: Moment) -> str:
         begun = [number for number, block in enumerate(facts.blocks) if block.begin_s <= moment.at_s]
         return f"in forward, block {begun[-1]}" if begun else "in forward"
     last = OUTSIDE
-    for each in sorted(facts.saved, key=lambda each: each.wanted_s):
+    for each in map(facts.saved.__getitem__, facts.order_wanted):
         if each.wanted_s > behind_s:
             break
         last = each.place.block
