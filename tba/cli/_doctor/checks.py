@@ -211,7 +211,7 @@ def _huge_pages(facts: Facts) -> Iterator[Finding]:
         return
     if facts.huge_pages == "never":
         text = (
-            "this process gets no transparent huge pages: direct I/O pins its memory in pages of 4 KiB, one by one, which "
+            "this process gets no transparent huge pages: direct I/O pins its memory in pages of 4 KiB, which "
             "cost a step 3.6% where it was measured"
         )
         do = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (in a container: on its host)"
