@@ -24,7 +24,7 @@ from .._record.record import Record, Remains
 from .._record.user_code import Detached
 from .._record.view import View, span
 from .._stats import Counters
-from .._torch.private import current_graph_task_id, graph_is_kept, is_shard, sequence_nr
+from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
 from .._torch.weights import MARK, WEIGHT, Chains, is_parameter
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
@@ -228,7 +228,7 @@ class Packing:
             return None
         shell, inner = apart
         compressor = self._compressor
-        kind = compressor.kind(tensor) if compressor is not None and is_shard(tensor) else Saved.UNKNOWN
+        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
         within = outer or Within(tensor if base is None else base, shell.counter, kind)
         parts = tuple(self.activation(each, each._base, each.is_cpu, within) for each in inner)
         moved = [type(part[0]) in (Record, Shell) for part in parts]
