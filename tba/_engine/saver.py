@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from .._derive.derivations import Derivations, again
 from .._derive.worth import Worth
 from .._errors import StalledError, edited_in_place
 from .._memory import streams
+from .._record.plain import Shell
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
@@ -121,8 +123,8 @@ class Saver(ForkAware):
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Packed) -> Tensor:
-        """Unpack a saved tensor for autograd, any number of times.
+    def unpack(self, packed: Packed, asker: FrameType | None = None) -> Tensor:
+        """Unpack a saved tensor for autograd, any number of times; `asker`: the innermost frame outside of the hook.
 
         Raises:
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
@@ -131,18 +133,20 @@ class Saver(ForkAware):
         first: Any
         second: Any
         first, second = packed
+        asker = asker or sys._getframe().f_back
         if type(first) is not Record:
+            if type(first) is Shell:
+                with quiet():
+                    return first.around(self.unpack(part, asker) for part in second)
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
-                current_graph_task_id(), sys._getframe().f_back
-            ):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
-        to_code = goes_to_code(task, sys._getframe().f_back)
+        to_code = goes_to_code(task, asker)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._unpack(first, second, task, to_code)
