@@ -59,7 +59,7 @@ class WriteBehind:
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        self._largest_bytes = max(self._largest_bytes, record.plain_bytes)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
