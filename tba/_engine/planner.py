@@ -43,7 +43,7 @@ from .._transfer.mover import Mover
 from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
-_UNKNOWN = 1e9, 1e9, 0.0  # bytes/s out and back, seconds a byte: of a link that has not carried enough to tell
+_UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
@@ -123,6 +123,8 @@ class Planner:
         self._block = OUTSIDE
         self._aside = False
         self._link: Link | None = None
+        rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
+        self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
 
     @classmethod
     def of(
@@ -338,7 +340,7 @@ class Planner:
         cost, limits = self._mover.cost, self._mover.limits
         new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
         if self._link is None:
-            out, back, taken = (each or unknown for each, unknown in zip(new, _UNKNOWN, strict=True))
+            out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
         else:
             link = self._link
             before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
