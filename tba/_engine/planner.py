@@ -211,7 +211,9 @@ class Planner:
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
         if kind.lends and (lent := kind.lends.get(seen.whereabouts(self._block, record.root()))) is not None:
-            return lent in kind.sends  # the block that saved it when the step was watched has recomputed
+            return (
+                not seen.departed and lent in kind.sends
+            )  # the block that saved it when the step was watched has recomputed
         place = seen.place(self._block)
         if kind.plan is None:
             seen.saved[record.number] = place, nbytes, self._at(seen)
