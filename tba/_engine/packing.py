@@ -204,8 +204,8 @@ class Packing:
     def _known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
-        if self._planner is not None and record.number in self._planner.put_aside:
-            self._planner.saved(record)
+        if self._planner is not None:
+            self._planner.joined(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
         return record, view

@@ -72,11 +72,12 @@ class Saver(ForkAware):
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         # What a lossy preset makes must not depend on timing.
-        exact = self.compressor is not None and not self.compressor.lossy
-        self.worth = Worth(on_disk=config.tier == "nvme", leaves=exact)
+        lossy = self.compressor is not None and self.compressor.lossy
+        self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = Planner.of(config, model, self.write_behind, self.mover, self.pack, self.unpack)
-        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
+        self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
+        told = self.planner.packed if self.planner is not None and self.compressor is not None else None
+        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._packing = Packing(
@@ -167,7 +168,7 @@ class Saver(ForkAware):
                 self.pending.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)
-            if self.planner is not None:
+            if self.planner is not None and task != -1:
                 self.planner.asked(record)
             if task != -1:
                 self.steps.backward_seen = True
@@ -250,9 +251,10 @@ class Saver(ForkAware):
         with self.locked():
             if self.steps.over:
                 self.end_step()
-            rests = self.rest.begins(args, kwargs)
+            key = self.rest.key(args, kwargs) if self.watches else None
+            rests = self.rest.begins(key)
             if self.planner is not None and not rests:
-                self.planner.begin_forward(self.rest.key(args, kwargs))
+                self.planner.begin_forward(key)
         return rests
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:

@@ -302,6 +302,11 @@ class Record(Source):
         dtype, shape = self.label
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} #{self.number}"
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of it before any codec."""
+        return self.nbytes if self.encoded is None else self.encoded.end - self.encoded.begin
+
     def may_be_joined(self, root: Tensor) -> bool:
         """Whether a save of `root`, at the version this was saved at, finds its bytes here."""
         return self.state is not POISONED and self.is_of(root)
