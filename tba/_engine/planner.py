@@ -31,14 +31,16 @@ from .._blocks.recompute import recompute
 from .._blocks.trial import Trial, Verdict
 from .._config import OffloadConfig
 from .._errors import BudgetError
+from .._memory.budgets import local_ranks
 from .._memory.pressure import release
-from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .._plan.facts import OUTSIDE, Block, Cap, Facts, Link, Place, Saved
 from .._plan.greedy import decide, make
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._record.record import Record
 from .._torch.private import transforming
 from .._transfer.mover import Mover
+from .._transfer.write_cap import write_cap
 from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
@@ -284,8 +286,11 @@ class Planner:
         computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
+        capped = replace(plan.facts, cap=self._cap(len(plan.facts.saved)))
+        changed = changed or plan.predicted.moved_bytes > capped.most_moved_bytes
+        changed = changed or capped.most_moved_bytes > _SURPRISE * plan.facts.most_moved_bytes
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
-            facts = replace(plan.facts.scaled(ratio**weight), link=link)
+            facts = replace(capped.scaled(ratio**weight), link=link)
             still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
             plan = replace(still, measured=plan.measured) if stays else new
@@ -327,7 +332,13 @@ class Planner:
             backward_s=last_s - turn_s,
             link=self._link,
             read_ahead_bytes=self._mover.read_ahead_bytes,
+            cap=self._cap(len(saved)),
         )
+
+    def _cap(self, storages: int) -> Cap | None:
+        store = self._mover.store
+        capacity_bytes = None if store is None else store.capacity_bytes
+        return write_cap(capacity_bytes, self._mover.allowance, local_ranks(), storages)
 
     def _learn_link(self) -> None:
         cost, limits = self._mover.cost, self._mover.limits

@@ -23,7 +23,8 @@ def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
     if excess_bytes <= 0:
         return facts.step_s
     recompute_s = _Recompute(facts)
-    low, high = max(0.0, excess_bytes - recompute_s.most_bytes), float(excess_bytes)
+    high = float(min(excess_bytes, facts.most_moved_bytes))
+    low = min(high, max(0.0, excess_bytes - recompute_s.most_bytes))
 
     def step_s(gone_bytes: float) -> float:
         link = facts.link

@@ -75,6 +75,19 @@ class Link:
     in_flight_bytes: int = 40 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """Most bytes that a step may write.
+
+    Attributes:
+        nbytes: so many.
+        why: the setting that leaves no more, with its figures, for messages.
+    """
+
+    nbytes: int
+    why: str
+
+
 @dataclass(frozen=True)
 class Facts:
     """All that is known of a step.
@@ -85,6 +98,7 @@ class Facts:
         forward_s, backward_s: seconds of computation, without waiting and without transfers.
         link: that carries what moves.
         read_ahead_bytes: most bytes read before they are asked for.
+        cap: on what moves; None for none.
     """
 
     saved: tuple[Saved, ...]
@@ -93,6 +107,7 @@ class Facts:
     backward_s: float
     link: Link
     read_ahead_bytes: int
+    cap: Cap | None = None
     by_block: dict[int, list[int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -110,6 +125,11 @@ class Facts:
     def saved_bytes(self) -> int:
         """Bytes that the step saves where nothing is recomputed."""
         return sum(each.nbytes for each in self.saved)
+
+    @property
+    def most_moved_bytes(self) -> int:
+        """Bytes that may move: all that is saved, unless a cap is below that."""
+        return self.saved_bytes if self.cap is None else min(self.cap.nbytes, self.saved_bytes)
 
     @property
     def step_s(self) -> float:

@@ -9,6 +9,8 @@ little to decide on, all plans are tried.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations
 
 from .facts import Facts
@@ -30,14 +32,20 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         moves, recomputes: what is allowed.
 
     Returns:
-        The fastest plan found that fits the budget; if none does, the one with the least peak.
+        The fastest plan found that fits the budget; if none does, the one with the least peak. None exceeds the cap.
     """
+    best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
+    return replace(best, decide=partial(decide, moves=moves, recomputes=recomputes))
+
+
+def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:
     nothing = make(facts, budget_bytes, frozenset(), frozenset())
     if nothing.fits:
         return nothing
     may = [number for number in range(len(facts.blocks)) if recomputes and _pays(facts, number)]
     if len(facts.saved) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, range(len(facts.saved)) if moves else (), may), key=_rank)
+    moves = moves and facts.most_moved_bytes > 0
     best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
     ranks: dict[int, tuple[int, float]] = {}
 
@@ -83,14 +91,15 @@ def spread(among: Sequence[int], count: int) -> frozenset[int]:
     return frozenset(among[number * len(among) // count] for number in range(count)) if count else frozenset()
 
 
-def diffuse(nbytes: Sequence[int], share: float) -> list[int]:
-    """Choose positions so that up to each of them about this share of the bytes is chosen."""
+def diffuse(nbytes: Sequence[int], share: float, most_bytes: int = 1 << 62) -> list[int]:
+    """Choose positions so that up to each of them about this share of the bytes is chosen, and `most_bytes` in all."""
     chosen, owed = [], 0.0
     for position, each in enumerate(nbytes):
         owed += share * each
-        if owed >= each / 2 and owed > 0:
+        if owed >= each / 2 and owed > 0 and each <= most_bytes:
             chosen.append(position)
             owed -= each
+            most_bytes -= each
     return chosen
 
 
@@ -113,13 +122,14 @@ def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], 
     candidates = _movable(facts, recomputed, budget_bytes) if moves else []
     sizes = [facts.saved[index].nbytes for index in candidates]
     total, share = sum(sizes), 0.0
+    most_share = min(1.0, facts.most_moved_bytes / total) if total else 0.0
     best = plan
     for _ in range(_TRIES):
         missing = plan.missing_bytes
-        if missing <= 0 or share >= 1 or not total:
+        if missing <= 0 or share >= most_share:
             break
-        share = min(1.0, share + 1.02 * missing / total)
-        moved = frozenset(candidates[position] for position in diffuse(sizes, share))
+        share = min(most_share, share + 1.02 * missing / total)
+        moved = frozenset(candidates[position] for position in diffuse(sizes, share, facts.most_moved_bytes))
         plan = make(facts, budget_bytes, moved, recomputed)
         best = min(best, plan, key=_rank)
     return best
@@ -150,4 +160,4 @@ def _rank(plan: Plan) -> tuple[int, float]:
     """Order plans: what fits before what does not, then by time, or by how far from fitting."""
     if plan.fits:
         return 0, plan.predicted.step_s
-    return 1, plan.missing_bytes
+    return 1 if plan.within_cap else 2, plan.missing_bytes
