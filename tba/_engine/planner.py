@@ -160,6 +160,8 @@ class Planner:
         if self._strict and kind.plan is not None and not kind.plan.fits:
             raise BudgetError(kind.plan.shortfall())
         self._write_behind.plan_bytes = sum(kind.sends.values())
+        plan = kind.plan
+        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -121,7 +122,7 @@ class Facts:
         """Indices of what is saved, in the order in which backward asks."""
         return sorted(range(len(self.saved)), key=lambda index: (self.saved[index].wanted_s, -index))
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """Bytes that the step saves where nothing is recomputed."""
         return sum(each.nbytes for each in self.saved)
@@ -136,7 +137,7 @@ class Facts:
         """Seconds of forward and backward that move and recompute nothing."""
         return self.forward_s + self.backward_s
 
-    @property
+    @cached_property
     def largest_bytes(self) -> int:
         """Bytes of the largest saved storage."""
         return max((each.nbytes for each in self.saved), default=0)
@@ -151,6 +152,14 @@ class Facts:
             backward_s=self.backward_s * ratio,
         )
 
+    def replay_bytes(self, recomputed: Iterable[int]) -> int:
+        """Bytes that come back at once where blocks recompute: those of the largest."""
+        return max(map(self.block_bytes, recomputed), default=0)
+
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""
-        return sum(self.saved[index].nbytes for index in self.by_block.get(block, ()))
+        return self._bytes_by_block.get(block, 0)
+
+    @cached_property
+    def _bytes_by_block(self) -> dict[int, int]:
+        return {block: sum(self.saved[index].nbytes for index in inside) for block, inside in self.by_block.items()}
