@@ -95,6 +95,11 @@ class Store(abc.ABC):
         """`close` without waiting, for finalisers: safe on any thread at any bytecode. Idempotent."""
 
     @property
+    def capacity_bytes(self) -> int | None:
+        """Most bytes that it may hold at once, each write in whole blocks. Default: None, it knows no limit."""
+        return None
+
+    @property
     def used_bytes(self) -> int:
         """Bytes that belong to writes begun and not yet discarded. Default: `allocated_bytes()`."""
         return self.allocated_bytes()

@@ -140,7 +140,7 @@ FLOORS = {
         ("__main__",),
     ],
 }
-MOST_ROOMS, MOST_ARROWS, MOST_FILES = 19, 73, 9
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 19, 74, 9
 
 
 def room_of(module: str) -> str:

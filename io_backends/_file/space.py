@@ -68,7 +68,7 @@ class Space:
 
     def __init__(self, directory: str, syscalls: Syscalls, capacity_bytes: int | None = None) -> None:
         self._directory = directory
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._syscalls = syscalls
         self._lock = threading.Lock()  # of the extents
         self._layout = threading.Lock()  # while the file's blocks are added to or given back
@@ -91,7 +91,7 @@ class Space:
         if offset is None:
             raise StoreFull(
                 f"{length} bytes do not fit into a scratch file in {self._directory!r} that may have "
-                f"{self._capacity_bytes} bytes, {self.used_bytes} of them in use; raise that or discard writes"
+                f"{self.capacity_bytes} bytes, {self.used_bytes} of them in use; raise that or discard writes"
             )
         return offset
 

@@ -134,6 +134,10 @@ class FileStore(Store, Generic[File]):
         return nbytes if file is self._file else 0  # the number may be another file's by now
 
     @property
+    def capacity_bytes(self) -> int | None:
+        return self._space.capacity_bytes
+
+    @property
     def used_bytes(self) -> int:
         return self._space.used_bytes
 

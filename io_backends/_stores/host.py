@@ -59,6 +59,10 @@ class HostStore(Store):
         vars(ticket)["discarded"] = True
         ticket.location = None  # and `_store`, which sets it, looks at `discarded` afterwards
 
+    @property
+    def capacity_bytes(self) -> int | None:
+        return self.budget_bytes
+
     def allocated_bytes(self) -> int:
         """Bytes of the memory that is kept."""
         with self._lock:

@@ -120,6 +120,11 @@ class StripedStore(Store, ForkAware):
         return sum(store.allocated_bytes() for store in self.stores)
 
     @property
+    def capacity_bytes(self) -> int | None:
+        known = [store.capacity_bytes for store in self.stores]
+        return sum(each or 0 for each in known) if None not in known else None
+
+    @property
     def used_bytes(self) -> int:
         return sum(store.used_bytes for store in self.stores)
 

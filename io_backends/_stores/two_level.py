@@ -150,6 +150,11 @@ class TwoLevelStore(Store):
             return self._host.read(location.host, buffer, on_done=on_done, before=before)
 
     @property
+    def capacity_bytes(self) -> int | None:
+        below = self._file.capacity_bytes
+        return None if below is None else self.budget_bytes + below
+
+    @property
     def used_bytes(self) -> int:
         return self.host_bytes + self._file.used_bytes
 

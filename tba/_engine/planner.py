@@ -32,14 +32,16 @@ from .._blocks.trial import Trial, Verdict
 from .._blocks.watch import Watch, by_storage, input_bytes
 from .._config import OffloadConfig
 from .._errors import BudgetError
+from .._memory.budgets import local_ranks
 from .._memory.pressure import release
-from .._plan.facts import OUTSIDE, Facts, Link, Place
+from .._plan.facts import OUTSIDE, Cap, Facts, Link, Place
 from .._plan.greedy import decide, make
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._record.record import DERIVED, Record
 from .._torch.private import transforming
 from .._transfer.mover import Mover
+from .._transfer.write_cap import write_cap
 from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
@@ -153,6 +155,8 @@ class Planner:
         if self._strict and kind.plan is not None and not kind.plan.fits:
             raise BudgetError(kind.plan.shortfall())
         self._write_behind.plan_bytes = sum(kind.sends.values())
+        plan = kind.plan
+        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
@@ -284,6 +288,7 @@ class Planner:
         if kind.blocks or not (kind.modules or self._candidates(kind)):
             assert self._link is not None
             facts = seen.facts(self._link, self._mover.read_ahead_bytes)
+            facts = replace(facts, cap=self._cap(len(facts.saved)))
             kind.elsewhere, kind.lends = seen.elsewhere(), seen.lends()
             self._set(kind, self._decide(facts, budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
@@ -318,8 +323,10 @@ class Planner:
         computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
-        facts = plan.facts.holding(seen.held_by_place())
+        facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(len(plan.facts.saved)))
         changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
+        changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
+        changed = changed or facts.most_moved_bytes > _SURPRISE * plan.facts.most_moved_bytes
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
             facts = replace(facts.scaled(ratio**weight), link=link)
             still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
@@ -337,6 +344,11 @@ class Planner:
         kind.plan = self.plan = plan
         kind.sends = plan.sends
         kind.expected = {each.place: each.replayed_bytes for each in plan.facts.saved}
+
+    def _cap(self, storages: int) -> Cap | None:
+        store = self._mover.store
+        capacity_bytes = None if store is None else store.capacity_bytes
+        return write_cap(capacity_bytes, self._mover.allowance, local_ranks(), storages)
 
     def _learn_link(self) -> None:
         cost, limits = self._mover.cost, self._mover.limits

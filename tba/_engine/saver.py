@@ -71,18 +71,16 @@ class Saver(ForkAware):
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
-        # What a lossy preset makes must not depend on timing.
-        lossy = self.compressor is not None and self.compressor.lossy
+        lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
-        told = self.planner.packed if self.planner is not None and self.compressor is not None else None
+        planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
+        self.planner = planner
+        told = planner.packed if planner is not None and self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
-        self._packing = Packing(
-            config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
-        )
+        self._packing = Packing(config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, planner)
         self._remains = self._packing.remains
         self._started_s = time.monotonic()
 

@@ -54,6 +54,7 @@ class WriteBehind:
         self._going_bytes = 0
         self.plan_bytes = 0  # of a step that go by plan
         self._planned_bytes = 0  # of them, that have been saved in this step
+        self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -154,7 +155,7 @@ class WriteBehind:
             return self._mover.window_bytes - self.nbytes
         if not self._limited:
             return self._mover.read_ahead_bytes  # the reserve has room for it
-        return self._limit_bytes - self._mover.staging.bytes - self.nbytes
+        return self._limit_bytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
 
     def note(self, read_bytes: int) -> None:
         """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""

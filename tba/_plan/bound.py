@@ -3,7 +3,9 @@
 At the end of forward memory holds what is neither written by then nor left to be recomputed. So for each number of
 bytes that have gone, the rest above the budget is recomputed, by the blocks that cost least a byte and in fractions of
 blocks; forward lasts as long as it computes or as the link writes, whichever is longer, and backward as it computes
-and recomputes, or as the link reads. That is convex in the bytes gone; the least of it is the bound. The real step
+and recomputes, or as the link reads. That is convex in the bytes gone; the least of it is a bound. So is, over all
+numbers of blocks, the least that a step takes in which so many recompute, each as fast as the fastest ones and saving
+as much as the largest: few blocks are coarse, and that counts them whole. The larger of the two is told. The real step
 keeps storages whole, has a peak elsewhere too and reads in order: it can only take longer.
 """
 
@@ -23,14 +25,11 @@ def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
     if excess_bytes <= 0:
         return facts.step_s
     recompute_s = _Recompute(facts)
-    low, high = max(0.0, excess_bytes - recompute_s.most_bytes), float(excess_bytes)
+    high = float(min(excess_bytes, facts.most_moved_bytes))
+    low = min(high, max(0.0, excess_bytes - recompute_s.most_bytes))
 
     def step_s(gone_bytes: float) -> float:
-        link = facts.link
-        taken_s = gone_bytes * link.step_s_per_byte / 2
-        replayed_s = recompute_s(excess_bytes - gone_bytes)
-        forward_s = max(facts.forward_s + taken_s, gone_bytes / link.write_bytes_per_s)
-        return forward_s + max(facts.backward_s + taken_s + replayed_s, gone_bytes / link.read_bytes_per_s)
+        return least_s(facts, gone_bytes, recompute_s(excess_bytes - gone_bytes))
 
     for _ in range(_ROUNDS):
         first, second = low + (high - low) / 3, high - (high - low) / 3
@@ -38,7 +37,26 @@ def lower_bound_s(facts: Facts, budget_bytes: int) -> float:
             high = second
         else:
             low = first
-    return min(step_s(low), step_s((low + high) / 2), step_s(high))
+    return max(min(step_s(low), step_s((low + high) / 2), step_s(high)), _whole_blocks_s(facts, excess_bytes))
+
+
+def _whole_blocks_s(facts: Facts, excess_bytes: int) -> float:
+    """Return the seconds that no step can stay below in which a whole number of blocks recomputes."""
+    may = [number for number, block in enumerate(facts.blocks) if block.replay_s is not None]
+    gains = sorted((facts.block_bytes(number) - facts.blocks[number].input_bytes for number in may), reverse=True)
+    replays_s = sorted(facts.blocks[number].replay_s or 0.0 for number in may)
+    missing = [max(0, excess_bytes - gained) for gained in accumulate(gains, initial=0)]
+    steps = list(zip(missing, accumulate(replays_s, initial=0.0), strict=True))
+    can = [each for each in steps if each[0] <= facts.most_moved_bytes]
+    return min((least_s(facts, *each) for each in can), default=0.0)
+
+
+def least_s(facts: Facts, gone_bytes: float, replayed_s: float) -> float:
+    """Return the least seconds of a step that writes so many bytes, reads them back and recomputes for so long."""
+    link = facts.link
+    taken_s = gone_bytes * link.step_s_per_byte / 2
+    forward_s = max(facts.forward_s + taken_s, gone_bytes / link.write_bytes_per_s)
+    return forward_s + max(facts.backward_s + taken_s + replayed_s, gone_bytes / link.read_bytes_per_s)
 
 
 class _Recompute:

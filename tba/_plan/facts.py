@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -83,6 +83,19 @@ class Link:
     in_flight_bytes: int = 40 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Cap:
+    """Most bytes that a step may write.
+
+    Attributes:
+        nbytes: so many.
+        why: the setting that leaves no more, with its figures, for messages.
+    """
+
+    nbytes: int
+    why: str
+
+
 @dataclass(frozen=True)
 class Facts:
     """All that is known of a step.
@@ -93,6 +106,7 @@ class Facts:
         forward_s, backward_s: seconds of computation, without waiting and without transfers.
         link: that carries what moves.
         read_ahead_bytes: most bytes read before they are asked for.
+        cap: on what moves; None for none.
     """
 
     saved: tuple[Saved, ...]
@@ -101,6 +115,7 @@ class Facts:
     backward_s: float
     link: Link
     read_ahead_bytes: int
+    cap: Cap | None = None
     by_block: dict[int, list[int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -114,17 +129,22 @@ class Facts:
         """Indices of what is saved, in the order in which backward asks."""
         return sorted(range(len(self.saved)), key=lambda index: (self.saved[index].wanted_s, -index))
 
-    @property
+    @cached_property
     def saved_bytes(self) -> int:
         """Bytes that the step saves where nothing is recomputed."""
         return sum(each.nbytes for each in self.saved)
+
+    @property
+    def most_moved_bytes(self) -> int:
+        """Bytes that may move: all that is saved, unless a cap is below that."""
+        return self.saved_bytes if self.cap is None else min(self.cap.nbytes, self.saved_bytes)
 
     @property
     def step_s(self) -> float:
         """Seconds of forward and backward that move and recompute nothing."""
         return self.forward_s + self.backward_s
 
-    @property
+    @cached_property
     def largest_bytes(self) -> int:
         """Bytes of the largest saved storage, before any codec: there it is when it is computed."""
         return max((each.replayed_bytes for each in self.saved), default=0)
@@ -146,15 +166,29 @@ class Facts:
         saved = (replace(each, nbytes=nbytes.get(each.place, each.nbytes)) for each in self.saved)
         return replace(self, saved=tuple(saved))
 
-    def block_bytes(self, block: int) -> int:
-        """Bytes that a block saves."""
-        return sum(self.saved[index].nbytes for index in self.by_block.get(block, ()))
-
-    def replayed_bytes(self, block: int) -> int:
-        """Bytes that a block saves where it runs again."""
-        return sum(self.saved[index].replayed_bytes for index in self.by_block.get(block, ()))
-
     @cached_property
     def movable(self) -> list[int]:
         """Indices of what has bytes to move."""
         return [index for index, each in enumerate(self.saved) if each.nbytes]
+
+    def block_bytes(self, block: int) -> int:
+        """Bytes that a block saves."""
+        return self._bytes_by_block.get(block, (0, 0))[0]
+
+    def replayed_bytes(self, block: int) -> int:
+        """Bytes that a block saves where it runs again, which no codec sees."""
+        return self._bytes_by_block.get(block, (0, 0))[1]
+
+    def replay_bytes(self, recomputed: Iterable[int]) -> int:
+        """Bytes that come back at once where blocks recompute: those of the largest."""
+        return max(map(self.replayed_bytes, recomputed), default=0)
+
+    @cached_property
+    def _bytes_by_block(self) -> dict[int, tuple[int, int]]:
+        return {
+            block: (
+                sum(self.saved[index].nbytes for index in inside),
+                sum(self.saved[index].replayed_bytes for index in inside),
+            )
+            for block, inside in self.by_block.items()
+        }

@@ -1,24 +1,29 @@
 """Greedy: decides what moves and which blocks recompute, by trying how many blocks are worth it.
 
-For each number of recomputing blocks just enough of the rest moves for the peak to fit the budget, and the simulated
-step that takes least time wins. Both are spread evenly over the step: alike layers are treated alike, writes begin with
-the first layer, and reads keep an even pace, which is what a slow link needs most. Where there is
-little to decide on, all plans are tried.
+For each number of recomputing blocks just enough of the rest moves for the peak to fit the budget, and more where that
+is faster; the simulated step that takes least time wins. Numbers are tried in the order of what such a step takes at
+least, so most never are. Blocks and what moves are spread evenly over the step: alike layers are treated alike, writes
+begin with the first layer, and reads keep an even pace, which is what a slow link needs most. Where there is little to
+decide on, all plans are tried.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain, combinations
 
+from .bound import least_s
 from .facts import Facts
 from .plan import Plan
 from .simulate import simulate
 
 _FEW = 12  # storages and blocks: all plans can be tried
-_TRIES = 8  # shares tried until the peak fits
-_NEAR = 0.005  # share above the lower bound at which no better plan is looked for
-_COARSE = 8  # numbers of blocks tried before looking closer
+_TRIES = 12  # shares tried until the peak fits
+_NEAR = 0.002  # share above the lower bound at which no better plan is looked for
+_PATIENCE = 4  # numbers of blocks tried in a row that give no better plan
+_COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
 
 
 def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: bool = True) -> Plan:
@@ -30,8 +35,13 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
         moves, recomputes: what is allowed.
 
     Returns:
-        The fastest plan found that fits the budget; if none does, the one with the least peak.
+        The fastest plan found that fits the budget; if none does, the one with the least peak. None exceeds the cap.
     """
+    best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
+    return replace(best, decide=partial(decide, moves=moves, recomputes=recomputes))
+
+
+def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:
     nothing = make(facts, budget_bytes, frozenset(), frozenset())
     if nothing.fits:
         return nothing
@@ -39,25 +49,36 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
     if len(facts.movable) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
     best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
-    ranks: dict[int, tuple[int, float]] = {}
-
-    def rank(count: int) -> tuple[int, float]:
-        nonlocal best
-        if count not in ranks:
-            recomputed = spread(may, count)
-            least_s = facts.step_s + sum(facts.blocks[number].replay_s or 0.0 for number in recomputed)
-            if best.fits and (best.predicted.step_s <= enough_s or least_s >= best.predicted.step_s):
-                return 0, max(least_s, best.predicted.step_s)  # no better, and not worth a simulation
-            plan = _moving_enough(facts, budget_bytes, recomputed, moves=moves)
-            best = min(best, plan, key=_rank)
-            ranks[count] = _rank(plan)
-        return ranks[count]
-
-    _search(rank, len(may))
+    missed = in_vain = 0
+    for least, count in _counts(facts, budget_bytes, may, moves=moves):
+        if best.fits and (best.predicted.step_s <= enough_s or least >= best.predicted.step_s or in_vain > _PATIENCE):
+            break
+        if count < missed:
+            continue
+        plan = _moving_enough(facts, budget_bytes, spread(may, count), moves=moves)
+        if not plan.fits:
+            missed = count + max(1, len(may) // _COARSE)
+        better = _rank(plan) < _rank(best)
+        in_vain = 0 if better else in_vain + 1
+        best = plan if better else best
     if not moves or (best.fits and best.predicted.step_s <= enough_s):
         return best
     # A fixed rule may be the best there is: all moves, and forward waits for it.
     return min(best, make(facts, budget_bytes, frozenset(facts.movable), frozenset()), key=_rank)
+
+
+def _counts(facts: Facts, budget_bytes: int, may: Sequence[int], *, moves: bool) -> list[tuple[float, int]]:
+    """List how many blocks may recompute, each with a lower bound of the step; the most promising first."""
+    most_bytes = facts.most_moved_bytes if moves else 0
+    found = []
+    for count in range(len(may) + 1):
+        blocks = spread(may, count)
+        gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
+        gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
+        if gone_bytes <= most_bytes or count == len(may):
+            replayed_s = sum(facts.blocks[number].replay_s or 0.0 for number in blocks)
+            found.append((least_s(facts, gone_bytes, replayed_s), count))
+    return sorted(found)
 
 
 def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
@@ -83,45 +104,44 @@ def spread(among: Sequence[int], count: int) -> frozenset[int]:
     return frozenset(among[number * len(among) // count] for number in range(count)) if count else frozenset()
 
 
-def diffuse(nbytes: Sequence[int], share: float) -> list[int]:
-    """Choose positions so that up to each of them about this share of the bytes is chosen."""
+def diffuse(nbytes: Sequence[int], share: float, most_bytes: int = 1 << 62) -> list[int]:
+    """Choose positions so that up to each of them about this share of the bytes is chosen, and `most_bytes` in all."""
     chosen, owed = [], 0.0
     for position, each in enumerate(nbytes):
         owed += share * each
-        if owed >= each / 2 and owed > 0:
+        if owed >= each / 2 and owed > 0 and each <= most_bytes:
             chosen.append(position)
             owed -= each
+            most_bytes -= each
     return chosen
 
 
-def _search(rank: Callable[[int], tuple[int, float]], most: int) -> None:
-    """Try numbers of blocks from 0 to `most`: some all over, then all between the neighbours of the best."""
-    coarse = sorted({number * most // _COARSE for number in range(_COARSE + 1)})
-    place = coarse.index(min(coarse, key=rank))
-    low, high = coarse[max(0, place - 1)], coarse[min(len(coarse) - 1, place + 1)]
-    while high - low > _COARSE:
-        step = (high - low) // 4
-        inner = [low, low + step, low + 2 * step, low + 3 * step, high]
-        place = inner.index(min(inner, key=rank))
-        low, high = inner[max(0, place - 1)], inner[min(len(inner) - 1, place + 1)]
-    for count in range(low, high + 1):
-        rank(count)
-
-
 def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], *, moves: bool) -> Plan:
-    plan = make(facts, budget_bytes, frozenset(), recomputed)
+    """Move just as much as the budget asks for, and then more, as long as that makes the step faster."""
     candidates = _movable(facts, recomputed, budget_bytes) if moves else []
     sizes = [facts.saved[index].nbytes for index in candidates]
-    total, share = sum(sizes), 0.0
-    best = plan
+    most_bytes = min(sum(sizes), facts.most_moved_bytes)
+
+    def moving(nbytes: float) -> Plan:
+        moved = diffuse(sizes, nbytes / max(1, sum(sizes)), most_bytes)
+        return make(facts, budget_bytes, frozenset(candidates[position] for position in moved), recomputed)
+
+    best = plan = moving(0)
+    nbytes = 0.0
     for _ in range(_TRIES):
-        missing = plan.missing_bytes
-        if missing <= 0 or share >= 1 or not total:
+        if plan.missing_bytes <= 0 or nbytes >= most_bytes:
             break
-        share = min(1.0, share + 1.02 * missing / total)
-        moved = frozenset(candidates[position] for position in diffuse(sizes, share))
-        plan = make(facts, budget_bytes, moved, recomputed)
+        nbytes = min(most_bytes, nbytes + max(plan.missing_bytes, facts.largest_bytes))
+        plan = moving(nbytes)
         best = min(best, plan, key=_rank)
+    further_bytes = max(facts.largest_bytes, nbytes / 100)
+    while best.fits and best.predicted.waited_s > 0 and nbytes < most_bytes:
+        nbytes = min(most_bytes, nbytes + further_bytes)
+        further_bytes *= 2
+        plan = moving(nbytes)
+        if _rank(plan) > _rank(best):
+            break
+        best = plan
     return best
 
 
@@ -134,7 +154,9 @@ def _pays(facts: Facts, number: int) -> bool:
 def _movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list[int]:
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
-    window_bytes = min(facts.read_ahead_bytes, (budget_bytes - facts.largest_bytes) // 2)
+    window_bytes = min(
+        facts.read_ahead_bytes + facts.replay_bytes(recomputed), (budget_bytes - facts.largest_bytes) // 2
+    )
     for index in reversed(facts.movable):
         each = facts.saved[index]
         if each.place.block in recomputed:
@@ -150,4 +172,4 @@ def _rank(plan: Plan) -> tuple[int, float]:
     """Order plans: what fits before what does not, then by time, or by how far from fitting."""
     if plan.fits:
         return 0, plan.predicted.step_s
-    return 1, plan.missing_bytes
+    return 1 if plan.within_cap else 2, plan.missing_bytes

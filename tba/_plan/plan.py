@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .._text import as_text, size
@@ -12,6 +12,8 @@ from .bound import lower_bound_s
 from .facts import OUTSIDE, Facts, Place
 from .picture import draw
 from .simulate import Moment, Timeline
+
+_MORE_BYTES, _MORE_BYTES_PER_S = 1 << 30, 1e9  # whose worth a plan tells
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Plan:
         recomputed: indices in `facts.blocks` of those that run again instead of saving.
         predicted: the step as simulated.
         measured: the last step that was carried out by it.
+        decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
     """
 
     facts: Facts
@@ -44,6 +47,7 @@ class Plan:
     recomputed: frozenset[int]
     predicted: Timeline
     measured: Measured | None = None
+    decide: Callable[[Facts, int], Plan] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def sends(self) -> dict[Place, int]:
@@ -58,8 +62,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted step stays within the budget, with room for the tensor that is just being computed."""
-        return self.missing_bytes <= 0
+        """Whether the predicted step stays within the budget, with room for the tensor just being computed, and cap."""
+        return self.missing_bytes <= 0 and self.within_cap
+
+    @property
+    def within_cap(self) -> bool:
+        """Whether no more moves than may."""
+        return self.predicted.moved_bytes <= self.facts.most_moved_bytes
 
     @property
     def missing_bytes(self) -> int:
@@ -75,6 +84,21 @@ class Plan:
         """Whether another plan decides alike."""
         return self.moved == other.moved and self.recomputed == other.recomputed
 
+    @cached_property
+    def prices(self) -> dict[str, float]:
+        """Seconds of the predicted step that more memory, or a faster link, would save: decided anew with those."""
+        if self.decide is None or self.idle or not self.fits:
+            return {}
+        link = self.facts.link
+        more = (link.write_bytes_per_s + _MORE_BYTES_PER_S, link.read_bytes_per_s + _MORE_BYTES_PER_S)
+        faster = replace(self.facts, link=replace(link, write_bytes_per_s=more[0], read_bytes_per_s=more[1]))
+        others = {
+            "1 GiB more memory": self.decide(self.facts, self.budget_bytes + _MORE_BYTES),
+            "1 GB/s more disk": self.decide(faster, self.budget_bytes),
+        }
+        now_s = self.predicted.step_s
+        return {what: max(0.0, now_s - other.predicted.step_s) for what, other in others.items()}
+
     def binds(self) -> str:
         """Tell where in the step memory is at its peak."""
         return where(self.facts, self.predicted, self.predicted.peak)
@@ -84,7 +108,15 @@ class Plan:
         if self.fits:
             return ""
         facts, peak = self.facts, self.predicted.peak
-        need = self.budget_bytes + self.missing_bytes
+        need = self.budget_bytes + max(0, self.missing_bytes)
+        if facts.cap is not None and self.decide is not None:
+            uncapped = self.decide(replace(facts, cap=None), self.budget_bytes)
+            if uncapped.fits:
+                return (
+                    f"memory_budget={size(self.budget_bytes)} cannot be met: of {size(facts.saved_bytes)} that a step "
+                    f"saves, {size(uncapped.predicted.moved_bytes)} would have to be written, and {facts.cap.why}. "
+                    f"Raise that, set memory_budget to {size(need)} or more, or make batch or sequence smaller"
+                )
         text = (
             f"memory_budget={size(self.budget_bytes)} cannot be met: of {size(facts.saved_bytes)} that a step saves, "
             f"the best plan keeps {size(peak.nbytes)} in memory {self.binds()}, beside the tensor being computed "
@@ -132,6 +164,8 @@ class Plan:
         if self.measured is not None:
             yield "peak, measured", size(self.measured.peak_bytes), ""
             yield "step, measured", f"{self.measured.step_s:.3f} s", ""
+        for what, seconds in self.prices.items():
+            yield f"{what} would save", f"{seconds:.3f} s", ""
         yield "  waiting", f"{found.waited_s:.3f} s", ""
         yield "  recomputing", f"{found.replayed_s:.3f} s", ""
         for reason, count in sorted(self._refusals().items()):

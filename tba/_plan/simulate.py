@@ -3,7 +3,7 @@
 One link carries a transfer at a time, first come, first served. Forward waits where as much is in flight as may be, or
 where memory is at the budget and something in flight will free it; backward waits for what has not arrived. A saved
 storage is freed when backward has asked for the next one. A block that recomputes keeps its input, and has all that it
-saves in memory from the moment when backward reaches it.
+saves in memory from the moment when backward reaches it; what is read ahead leaves room for the largest of them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from .facts import OUTSIDE, Facts
@@ -56,8 +57,7 @@ class Timeline:
         over_bytes: most bytes above what the budget leaves beside the tensor being computed, when no wait would help.
         read_bytes: read back; what is asked for while it is still on its way out is not.
         peak: the first moment at which most bytes are in memory.
-        moments: memory over the step.
-        transfers: in the order of their start.
+        seen, carried: fields of `moments` and `transfers`, which are made when somebody looks at them.
     """
 
     step_s: float = 0.0
@@ -68,8 +68,18 @@ class Timeline:
     over_bytes: int = 0
     read_bytes: int = 0
     peak: Moment = _NOTHING
-    moments: list[Moment] = field(default_factory=list)
-    transfers: list[Transfer] = field(default_factory=list)
+    seen: list[tuple[float, int, int, int, int]] = field(default_factory=list)
+    carried: list[tuple[str, int, float, float]] = field(default_factory=list)
+
+    @cached_property
+    def moments(self) -> list[Moment]:
+        """Memory over the step."""
+        return [Moment(*each) for each in self.seen]
+
+    @cached_property
+    def transfers(self) -> list[Transfer]:
+        """All transfers, in the order of their start."""
+        return [Transfer(*each) for each in self.carried]
 
 
 class _Step:
@@ -90,10 +100,11 @@ class _Step:
         return self.kept + self.out + self.back + self.replayed
 
     def note(self, now_s: float) -> None:
-        moment = Moment(now_s, self.kept, self.out, self.back, self.replayed)
-        self.found.moments.append(moment)
-        if self.nbytes > self.peak_bytes:
-            self.peak_bytes, self.found.peak = self.nbytes, moment
+        kept, out, back, replayed = self.kept, self.out, self.back, self.replayed
+        self.found.seen.append((now_s, kept, out, back, replayed))
+        nbytes = kept + out + back + replayed
+        if nbytes > self.peak_bytes:
+            self.peak_bytes, self.found.peak = nbytes, Moment(now_s, kept, out, back, replayed)
 
     def transfer(self, kind: str, index: int, now_s: float) -> float:
         """Put a transfer on the link; returns when it ends."""
@@ -102,7 +113,7 @@ class _Step:
         start_s = max(now_s, self.link_free_s)
         self.link_free_s = start_s + nbytes / rate
         self.late_s += nbytes * link.step_s_per_byte / 2
-        self.found.transfers.append(Transfer(kind, index, start_s, self.link_free_s))
+        self.found.carried.append((kind, index, start_s, self.link_free_s))
         return self.link_free_s
 
     def land(self, now_s: float) -> None:
@@ -184,6 +195,7 @@ def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) 
     stayed: set[int] = set()  # moved, but asked for while still on the way out
     used: int | None = None
     replayed: set[int] = set()
+    ahead_bytes = step.budget_bytes - facts.replay_bytes(recomputed)  # of all but what a block has recomputed
     waiting_inputs: dict[int, int] = {b: len(facts.by_block.get(b, ())) for b in recomputed}
 
     def read_ahead(now_s: float) -> None:
@@ -191,7 +203,7 @@ def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) 
             nbytes = facts.saved[to_read[0]].nbytes
             if step.back and step.back + nbytes > facts.read_ahead_bytes:
                 return
-            if step.nbytes + nbytes > step.budget_bytes:
+            if step.nbytes - step.replayed + nbytes > ahead_bytes:
                 return
             index = to_read.popleft()
             if _stays(step, index):

@@ -222,6 +222,57 @@ def test_a_budget_that_cannot_be_met_is_an_error_with_numbers(auto: Callable[...
     train(None, training, steps=1)  # the model trains on without it
 
 
+# -- what may be written -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:offloading. the write of:UserWarning")  # of the steps that are watched
+def test_a_small_disk_is_kept_to_by_recomputing(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    budget, disk = int(0.4 * saved_bytes()), int(0.2 * saved_bytes())
+    offload = auto(training.model, memory_budget=budget, nvme_budget=disk)
+    assert_equal(train(offload, training, steps=8), train(None, Training(), steps=8))
+    plan, last = offload.plan, offload.stats().last_step
+    assert plan is not None
+    assert plan.fits
+    assert plan.recomputed
+    assert plan.facts.most_moved_bytes < disk
+    assert last is not None
+    assert 0 < last.offloaded_bytes <= disk
+
+
+@pytest.mark.filterwarnings("ignore:offloading. the write of:UserWarning")
+def test_a_disk_that_is_too_small_is_an_error_with_numbers(auto: Callable[..., Offloader]) -> None:
+    class Random(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(x, scale) * next(draws)
+
+    draws = (1.0 + number / 1000 for number in range(10**6))
+    training = Training(Random)
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), nvme_budget="256KiB")
+    message = r"would have to be written, and scratch files may take 256.0 KiB \(nvme_budget\)\. Raise that"
+    with pytest.raises(BudgetError, match=message):
+        train(offload, training, steps=6)
+
+
+def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
+    auto: Callable[..., Offloader], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    training = Training()
+    budget, allowance = int(0.5 * saved_bytes()), int(3.2 * saved_bytes())
+    offload = auto(training.model, memory_budget=budget, max_write_bytes_per_day=allowance)
+    recomputed = []
+    for number in range(14):
+        with offload:
+            training.step(number=number)
+        assert offload.plan is None or offload.plan.fits
+        recomputed.append(0 if offload.plan is None else len(offload.plan.recomputed))
+    written = offload.stats().written_bytes
+    assert_equal(training.state(), train(None, Training(), steps=14))
+    assert 0 < written <= allowance
+    assert recomputed[-1] > recomputed[3]
+
+
 # -- the paper's rule --------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import MIB, layers, storages
-from tba._plan.facts import Facts, Link
+from tba._plan.facts import Cap, Facts, Link
 from tba._plan.greedy import decide, diffuse, make, spread
 from tba._plan.simulate import simulate
 
@@ -102,26 +104,71 @@ def best_of_all(facts: Facts, budget: int) -> float | None:
         free = [index for index, each in enumerate(facts.saved) if each.place.block not in recomputed]
         for moved in (set(some) for n in range(len(free) + 1) for some in combinations(free, n)):
             found = simulate(facts, moved, recomputed, budget)
-            if found.over_bytes <= 0 and found.peak.nbytes <= budget:
+            if found.over_bytes <= 0 and found.peak.nbytes <= budget and found.moved_bytes <= facts.most_moved_bytes:
                 steps.append(found.step_s)
     return min(steps, default=None)
 
 
+SMALL_CASES = st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]), st.one_of(st.none(), st.floats(0, 0.5))
+
+
+def capped(facts: Facts, share: float | None) -> Facts:
+    """The facts, where no more than a share of the bytes may move."""
+    return facts if share is None else replace(facts, cap=Cap(int(share * facts.saved_bytes), "a small disk"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 8), min_size=2, max_size=8), *SMALL_CASES)
+def test_the_best_of_all_where_all_can_be_tried(sizes: list[int], share: float, rate: float, cap: float | None) -> None:
+    facts = capped(storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB), cap)
+    budget = int(share * facts.saved_bytes)
+    best, plan = best_of_all(facts, budget), decide(facts, budget)
+    assert plan.fits == (best is not None)
+    assert best is None or plan.predicted.step_s == pytest.approx(best)
+
+
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
-def test_the_best_of_all_where_all_can_be_tried(sizes: list[int], share: float, rate: float) -> None:
-    facts = storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB)
+@given(st.integers(2, 3), st.integers(2, 3), *SMALL_CASES)
+def test_the_best_of_all_blocks_and_storages(
+    blocks: int, each: int, share: float, rate: float, cap: float | None
+) -> None:
+    facts = capped(layers(blocks, each, rate=rate, input_bytes=MIB), cap)
     budget = int(share * facts.saved_bytes)
     best, plan = best_of_all(facts, budget), decide(facts, budget)
     assert plan.fits == (best is not None)
     assert best is None or plan.predicted.step_s == pytest.approx(best)
+    assert best is None or best >= plan.bound_s - 1e-9
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(2, 3), st.integers(2, 3), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
-def test_the_best_of_all_blocks_and_storages(blocks: int, each: int, share: float, rate: float) -> None:
-    facts = layers(blocks, each, rate=rate, input_bytes=MIB)
-    budget = int(share * facts.saved_bytes)
-    best, plan = best_of_all(facts, budget), decide(facts, budget)
-    assert plan.fits == (best is not None)
-    assert best is None or plan.predicted.step_s == pytest.approx(best)
+# -- caps --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_a_small_disk_is_kept_to_by_recomputing_more(share: float) -> None:
+    facts = layers(12, 8)
+    budget = 60 * MIB
+    free, plan = decide(facts, budget), decide(capped(facts, share), budget)
+    assert plan.fits
+    assert not free.recomputed
+    assert plan.recomputed
+    assert plan.predicted.moved_bytes <= share * facts.saved_bytes < free.predicted.moved_bytes
+    assert free.bound_s <= plan.bound_s <= plan.predicted.step_s
+
+
+@given(st.floats(0, 1), st.floats(0.1, 1.0), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_no_plan_moves_more_than_may(share: float, budget: float, recomputes: bool) -> None:
+    facts = capped(layers(8, 6, rate=4e8, replay_s=0.0 if recomputes else None), share)
+    plan = decide(facts, int(budget * facts.saved_bytes))
+    assert plan.predicted.moved_bytes <= facts.most_moved_bytes
+
+
+def test_a_cap_that_leaves_no_plan_is_named_with_numbers() -> None:
+    facts = layers(4, 4, replay_s=None)
+    plan = decide(replace(facts, cap=Cap(2 * MIB, "scratch files may take 2.0 MiB (nvme_budget)")), 16 * MIB)
+    assert not plan.fits
+    text = plan.shortfall()
+    assert "memory_budget=16.0 MiB cannot be met: of 32.0 MiB" in text
+    assert "would have to be written, and scratch files may take 2.0 MiB (nvme_budget). Raise that" in text
+    least = int(float(re.findall(r"set memory_budget to ([0-9.]+) MiB or more", text)[0]) * MIB)
+    assert decide(plan.facts, least).fits

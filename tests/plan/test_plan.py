@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,3 +62,19 @@ def test_the_papers_rule_moves_a_prefix_that_the_link_carries() -> None:
     assert 0 < len(moved) < 12
     assert sum(plan.sends.values()) <= 1e8 * 3 * facts.forward_s
     assert not plan.recomputed
+
+
+def test_prices_are_what_plans_with_more_would_take() -> None:
+    plan = decide(layers(12, 8, rate=1e8), 60 * MIB)
+    prices = plan.prices
+    assert prices["1 GiB more memory"] == pytest.approx(plan.predicted.step_s - plan.facts.step_s)
+    assert 0 < prices["1 GB/s more disk"] < prices["1 GiB more memory"]
+    text = str(plan)
+    assert f"1 GB/s more disk would save  {prices['1 GB/s more disk']:.3f} s" in re.sub(" {2,}", "  ", text)
+    assert len(text.splitlines()) < 20
+
+
+def test_what_has_no_use_for_more_has_no_price() -> None:
+    facts = layers(4, 4)
+    assert decide(facts, 1 << 30).prices == {}
+    assert prefix(facts, 0).prices == {}
