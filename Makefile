@@ -6,8 +6,6 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
-# What `make wheel` tries the wheel with.
-TORCH ?= torch==2.13.0
 
 .PHONY: help .venv demo allocator test lint docs wheel gpu clean
 
@@ -65,6 +63,7 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs
 	$(BIN)/python docs/site/assemble.py out/site-source
 	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs/site out/site-source out/site
+	cp out/site-source/llms.txt out/site
 	@echo "the site: out/site/index.html"
 
 $(VENV)/.release: $(VENV)/.installed
@@ -78,7 +77,7 @@ wheel: $(VENV)/.release
 	$(BIN)/python -m build --outdir dist out/wheel/source
 	$(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv out/wheel/venv
-	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt $(TORCH)
+	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
 	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd out/wheel && venv/bin/python -I $(CURDIR)/tests/support/smoke.py && venv/bin/tba --version
 

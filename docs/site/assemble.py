@@ -30,6 +30,8 @@ def assemble(target: Path) -> None:
     lines = (ROOT / "docs" / "site" / "index.md").read_text().splitlines(keepends=True)
     (target / "index.md").write_text("".join(line for line in lines if "*" not in line or _matches(line, target)))
     shutil.copytree(ROOT / "docs" / "site" / "api", target / "api")
+    # The site has no .md: what language models read there leads to its pages.
+    (target / "llms.txt").write_text((ROOT / "llms.txt").read_text().replace(".md)", ".html)"))
     (target / "benchmarks" / "results.md").write_text(page(ROOT / "benchmarks" / "results"))
 
 

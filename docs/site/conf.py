@@ -39,7 +39,6 @@ html_theme = "furo"
 html_title = f"tba {release}"
 html_static_path = [str(Path(__file__).parent / "static")]
 html_css_files = ["tba.css"]
-html_extra_path = [str(ROOT / "llms.txt")]
 html_show_sphinx = False
 html_copy_source = False
 
