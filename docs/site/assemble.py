@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from results import page
@@ -27,17 +28,27 @@ def assemble(target: Path) -> None:
             place = target / source.relative_to(ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(source, place)
-    lines = (ROOT / "docs" / "site" / "index.md").read_text().splitlines(keepends=True)
-    (target / "index.md").write_text("".join(line for line in lines if "*" not in line or _matches(line, target)))
+    front = (ROOT / "docs" / "site" / "index.md").read_text()
+    (target / "index.md").write_text("".join(expanded(front.splitlines(keepends=True), target)))
     shutil.copytree(ROOT / "docs" / "site" / "api", target / "api")
     # The site has no .md: what language models read there leads to its pages.
     (target / "llms.txt").write_text((ROOT / "llms.txt").read_text().replace(".md)", ".html)"))
     (target / "benchmarks" / "results.md").write_text(page(ROOT / "benchmarks" / "results"))
 
 
-def _matches(line: str, target: Path) -> bool:
-    """Tell whether a line of the front page is text or a pattern with pages: Sphinx complains of one without."""
-    return not line.startswith("docs/") or any(target.glob(line.strip() + ".md"))
+def expanded(lines: list[str], target: Path) -> Iterator[str]:
+    """Yield the front page with each pattern of its contents replaced by the pages that no other line names.
+
+    So a page that another change brings is in the contents, and a pattern without a page is no error.
+    """
+    named = {line.strip() for line in lines}
+    for line in lines:
+        if not line.startswith("docs/") or "*" not in line:
+            yield line
+            continue
+        found = {str(page.relative_to(target).with_suffix("")) for page in target.glob(line.strip() + ".md")} - named
+        named |= found
+        yield from (f"{page}\n" for page in sorted(found))
 
 
 if __name__ == "__main__":
