@@ -18,12 +18,14 @@ from ._report.ratios import doubt, median_ratio, ratios
 from ._report.results import Grid, Result, mib
 from ._report.steps import Measured, memory_share, same_gradients
 
-SHARES = (0.25, 0.4, 0.55, 0.7, 0.85)
+# The first brings the peak of the process down to about that of full checkpointing.
+SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85)
 PLAIN, KEEP, NVME, CHECKPOINT, TBA = "plain", "keep", "nvme", "checkpoint", "tba"
 FIXED = (PLAIN, NVME, CHECKPOINT, TBA)
 # Steps until a plan stands: two are watched, and what they were predicted to take is corrected by the next ones.
 _WARM_UP = 6
-_SLOWER_BAR, _CHECKPOINT_BAR, _MEETS = 1.02, 0.85, 1.02
+_SLOWER_BAR, _CHECKPOINT_BAR = 1.02, 0.85
+_MEETS, _EQUAL = 1.02, 1.05  # a peak so many times another's counts as no higher, as equal
 
 
 def run_auto(
@@ -107,10 +109,10 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
             step = abs(moved["predicted_step"] - 1)
             bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=step, limit=0.10))
     checkpoint = arms[CHECKPOINT]
-    near = [arms[_auto(s)] for s in shares if arms[_auto(s)].peak_bytes <= _MEETS * checkpoint.peak_bytes]
+    near = [arms[_auto(s)] for s in shares if arms[_auto(s)].peak_bytes <= _EQUAL * checkpoint.peak_bytes]
     if near:
         found = ratios(near[-1].wall_s, checkpoint.wall_s)
-        what = f"{near[-1].name}: wall / checkpoint, at no higher peak"
+        what = f"{near[-1].name}: wall / checkpoint, its peak {near[-1].peak_bytes / checkpoint.peak_bytes:.2f} of that"
         bars.append(Bar(what=what, measured=median(found), limit=_CHECKPOINT_BAR, spread=doubt(found)))
     return bars
 

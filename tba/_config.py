@@ -62,6 +62,21 @@ def _rank(value: Any) -> Any:
     return value
 
 
+def _blocks(value: Any) -> Any:
+    """Accept a name, several joined by `,`, a class, or a list of both; returns a tuple of names."""
+    parts: Any = [value]
+    if isinstance(value, str):
+        parts = [part.strip() for part in value.split(",") if part.strip()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        parts = value
+    names = tuple(f"{part.__module__}.{part.__qualname__}" if isinstance(part, type) else part for part in parts)
+    if value is None:
+        return None
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("it names nothing; modules themselves are taken by offload_context(model, blocks=...) alone")
+    return names
+
+
 def _directories(value: Any) -> Any:
     """Accept one path, several joined by `:`, or a sequence of paths; returns a tuple of absolute ones."""
     if value is None:
@@ -100,6 +115,8 @@ _ACCEPTS = {
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
     "policy": f"one of {', '.join(map(repr, _POLICIES))}",
+    "blocks": "a class of modules or its name, the path of a module such as 'model.layers', or several, in a list or "
+    "joined by ','",
     "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
@@ -155,6 +172,10 @@ class OffloadConfig(BaseModel):
     policy: Literal["budget", "tba"] = "budget"
     """What tier "auto" plans by: "budget" moves and recomputes just enough for `memory_budget`, in least time; "tba" is
     the rule of the paper TBA/SSDTrain, a baseline: the first blocks move, as many as the link can carry."""
+    blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_blocks)] = None
+    """Modules that tier "auto" may recompute, by class or by path: `Block`, "Block", "model.layers", or several. A
+    ModuleList or ModuleDict stands for its children, and so does a Sequential that is named alone. None: found by what
+    they save."""
     cpu_budget: Size | None = None
     """Cap of host memory in bytes, shared by the ranks of a node: each gets it divided by LOCAL_WORLD_SIZE where that
     variable is set. None: half of the memory."""
@@ -201,6 +222,11 @@ class OffloadConfig(BaseModel):
                 f"policy='tba' was given with tier={self.tier!r}, memory_budget={self.memory_budget} and "
                 f"compress={self.compress!r}: it is a rule for tier 'auto' that knows no budget and no codec; leave "
                 "them unset, or use policy='budget'"
+            )
+        if self.blocks is not None and self.tier != "auto":
+            raise ConfigError(
+                f"blocks={self.blocks!r} was given with tier={self.tier!r}, under which nothing recomputes; use tier "
+                "'auto', or leave blocks unset"
             )
         self.__dict__[_ORIGINS] = origins
 

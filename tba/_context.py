@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,9 @@ from compact import Preset
 from ._config import OffloadConfig
 from ._errors import ConfigError
 from ._offloader import Offloader
+
+# What may be named as blocks: see `OffloadConfig.blocks`.
+Blocks = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]
 
 
 class _Known:
@@ -36,6 +40,7 @@ def offload_context(
     tier: str | None = None,
     *,
     compress: str | Preset | None = None,
+    blocks: Blocks | None = None,
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
@@ -52,15 +57,20 @@ def offload_context(
             "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
         compress: a preset of `compact` by name, or a `compact.Preset`: what makes saved tensors smaller, under any
             tier. "exact" changes no bit; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
+        blocks: the modules that tier "auto" may recompute: a class or its name, a path such as "model.layers" (its
+            children), or a list of those or of modules. Default: found by what they save.
         config: settings to start from; `overrides` are single fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: a setting is unknown or malformed, or there is nothing for the preset "compact" to project.
+        ConfigError: a setting is unknown or malformed, there is nothing for the preset "compact" to project, or the
+            model has no such blocks.
         RankError: a rank above the width of a layer, which it names.
         StorageError: the storage path cannot be used.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise ConfigError(f"model must be a torch.nn.Module or None, got {type(model).__name__}: {model!r}")
+    if blocks is not None:
+        overrides["blocks"] = _named(model, blocks)
     if model is None:
         return Offloader(None, _resolve(tier, compress, config, overrides))
     known = _offloaders.setdefault(model, _Known())
@@ -80,6 +90,7 @@ def attach(
     tier: str | None = None,
     *,
     compress: str | Preset | None = None,
+    blocks: Blocks | None = None,
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
@@ -91,7 +102,7 @@ def attach(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
-    offloader = offload_context(model, tier, compress=compress, config=config, **overrides)
+    offloader = offload_context(model, tier, compress=compress, blocks=blocks, config=config, **overrides)
     for other in _offloaders[model].by_settings.values():
         if other is not offloader and other.tied and not other.closed:
             raise ConfigError(
@@ -100,6 +111,23 @@ def attach(
             )
     offloader.tie_to(model)
     return offloader
+
+
+def _named(model: nn.Module | None, blocks: Blocks) -> str | tuple[str | type[nn.Module], ...]:
+    """Name modules by their paths in the model: settings hold none, as they outlive models and are compared."""
+    if isinstance(blocks, str) or not isinstance(blocks, type | nn.Module | Iterable):
+        return blocks
+    parts = (blocks,) if isinstance(blocks, type | nn.Module) else tuple(blocks)
+    if not any(isinstance(part, nn.Module) for part in parts):
+        return parts  # type: ignore[return-value]  # which mypy does not conclude
+    paths = {module: path for path, module in model.named_modules()} if model is not None else {}
+    for part in parts:
+        if isinstance(part, nn.Module) and not paths.get(part):
+            raise ConfigError(
+                f"blocks: a {type(part).__name__} was given that is no module inside of the {type(model).__name__}; "
+                "give modules of the model itself"
+            )
+    return tuple(paths[part] if isinstance(part, nn.Module) else part for part in parts)
 
 
 def _resolve(

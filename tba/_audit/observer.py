@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from .._config import OffloadConfig
 from .._engine.packing import Packed
 from .._engine.saver import Saver
 from .._errors import ConfigError
+from .._record.plain import Shell
 from .._record.record import DERIVED, Record
 from .._record.user_code import is_for_operators
 from .._torch.hook_stack import Pair
@@ -120,27 +122,27 @@ class Observer(Saver):
         kind = Saved.LINEAR_INPUT if self._projecting else kind_of(tensor)
         weight_bytes = self.counters.weight_bytes
         packed = super().pack(tensor)
-        record = packed[0]
-        if isinstance(record, Record):
+        records = list(_records(packed))
+        for record in records:
             if record.number not in self._pieces:
                 self._pieces[record.number] = _Piece(record, record.nbytes)
             self._pieces[record.number].kinds.add(kind)
-        elif self.counters.weight_bytes == weight_bytes:
+        if not records and self.counters.weight_bytes == weight_bytes:
             self._kept_bytes += _nbytes(tensor)
         return packed
 
-    def unpack(self, packed: Packed) -> Tensor:
+    def unpack(self, packed: Packed, asker: FrameType | None = None) -> Tensor:
         """Restore a tensor for autograd or for a recipe, and note which node asked for it first."""
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
-        asker = sys._getframe(1)
+        asker = asker or sys._getframe(1)
         if piece is not None and piece.asked_by is NEVER_ASKED and not is_for_operators(asker):
             # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
             node = current_node()
             if node is not None:
                 by_checkpoint = asker.f_globals.get("__name__") == _CHECKPOINT
                 piece.asked_by = _CHECKPOINT if by_checkpoint else node.name()
-        return super().unpack(packed)
+        return super().unpack(packed, asker)
 
     def unrecognised_bytes(self) -> Counter[str]:
         """Bytes of the class UNKNOWN, by the node that asked for them in backward."""
@@ -175,6 +177,17 @@ class Observer(Saver):
             after[piece.kind] += 0 if record.state is DERIVED else record.nbytes
             self.lossy += record.encoded is not None and not record.encoded.codec.properties.exact
         self.before_bytes, self.after_bytes = _in_order(before), _in_order(after)
+
+
+def _records(packed: Packed) -> Iterator[Record]:
+    """Yield the record of a packed tensor, or those of a wrapper subclass."""
+    first: Any = packed[0]
+    parts: Any = packed[1]
+    if isinstance(first, Record):
+        yield first
+    elif isinstance(first, Shell):
+        for part in parts:
+            yield from _records(part)
 
 
 def _in_order(nbytes: Counter[Saved]) -> dict[Saved, int]:

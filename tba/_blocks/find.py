@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from .._errors import ConfigError
+
 # Containers, which repeat by accident of how a model is put together.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Those that have no forward, so that naming one can only mean its children.
+_NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
+_MOST_NAMED = 5  # names that an error lists
 # Of what the class that saves most saves: another class with this share of it, of more and smaller modules, is better.
 _NEARLY = 0.9
 
@@ -20,6 +26,52 @@ def candidates(model: nn.Module) -> list[nn.Module]:
         if module is not model and not isinstance(module, _CONTAINERS) and any(module.children()):
             by_class.setdefault(type(module), []).append(module)
     return [module for alike in by_class.values() if len(alike) > 1 for module in alike if wrappable(module)]
+
+
+def named(model: nn.Module | None, names: tuple[str, ...]) -> list[nn.Module]:
+    """List the modules that settings name as blocks, by path or class, in the model's order.
+
+    Raises:
+        ConfigError: no module has such a name, or those that do cannot recompute.
+    """
+    if model is None:
+        raise ConfigError(f"blocks={names!r} was given without a model to find them in: offload_context(model, ...)")
+    inside = {path: module for path, module in model.named_modules() if path}
+    chosen: set[nn.Module] = set()
+    for name in names:
+        found = inside.get(name)
+        if found is None:
+            alike = [module for module in inside.values() if name in _names_of(type(module))]
+        elif isinstance(found, _NEVER_CALLED) or (isinstance(found, nn.Sequential) and len(names) == 1):
+            alike = list(found.children())
+        else:
+            alike = [found]
+        if not alike:
+            raise ConfigError(_nothing_named(name, model, inside))
+        if not any(map(wrappable, alike)):
+            raise ConfigError(
+                f"blocks={name!r} names {len(alike)} modules of {type(model).__name__}, none of which can recompute: "
+                "they are compiled, or something has replaced their forward; name others, or attach before that is done"
+            )
+        chosen.update(alike)
+    return [module for module in inside.values() if module in chosen]
+
+
+def _names_of(kind: type[nn.Module]) -> set[str]:
+    """Give the names by which a class may be asked for, those of the classes it is made from included."""
+    return {name for each in kind.__mro__ for name in (each.__name__, f"{each.__module__}.{each.__qualname__}")}
+
+
+def _nothing_named(name: str, model: nn.Module, inside: Mapping[str, nn.Module]) -> str:
+    have = {type(module).__name__ for module in candidates(model)}
+    have |= {path for path, module in inside.items() if isinstance(module, _CONTAINERS)}
+    asked = name.rpartition(".")[2] if name not in inside and ".<locals>." in name else name
+    near = difflib.get_close_matches(asked, sorted(have | inside.keys()), n=_MOST_NAMED, cutoff=0.5)
+    found = near or sorted(have)[:_MOST_NAMED]
+    text = f"blocks={name!r} names no class of modules in {type(model).__name__}, and no path to one"
+    if name in inside:
+        text = f"blocks={name!r} is a {type(inside[name]).__name__} without children"
+    return f"{text}; the nearest it has: {', '.join(map(repr, found))}" if found else f"{text}: it has none inside"
 
 
 def wrappable(module: nn.Module) -> bool:

@@ -9,14 +9,14 @@ with those of a second run, at the point where a recomputation would run. The st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .recompute import again, has_switch
 
@@ -64,7 +64,9 @@ class Trial:
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward for the first time, and have it tried when backward comes to what it returns."""
         state = _State()
-        buffers = [buffer._version for buffer in self._module.buffers()]
+        buffers = _versions(self._module.buffers())
+        others = [*self._module.parameters(), *filter(_is_tensor, tree_leaves((args, kwargs)))]
+        versions = _versions(others)
         saved: list[tuple[Any, ...]] = []
 
         def note(tensor: Tensor) -> Any:
@@ -79,8 +81,10 @@ class Trial:
             self._tell("its output needs no gradient")
         elif (odd := self._odd(args, kwargs)) is not None:
             self._tell(f"it is given a {odd}, which may remember its calls")
-        elif buffers != [buffer._version for buffer in self._module.buffers()]:
+        elif buffers != _versions(self._module.buffers()):
             self._tell("it changes its buffers")
+        elif versions != _versions(others):
+            self._tell("it edits its weights or what it is given")
         else:
             leaves, form = tree_flatten((args, kwargs))
             with self._apart():
@@ -170,6 +174,14 @@ class _State:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ from compact import Saved
 from io_backends import interrupts
 
 from .._torch.module_hooks import ModelHook
+from .._torch.private import is_shard
 from .._torch.weights import is_weight
 from .classes import INTEGERS, RULES, Call, argument, kind_in, other
 
@@ -147,10 +148,13 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def kind_of(tensor: Tensor) -> Saved:
     """Return the class of the tensor that autograd is saving on this thread, inside a pack hook.
 
-    UNKNOWN for floats outside any recorded call, for weights, their views and casts, and for subclasses of Tensor.
+    UNKNOWN for floats outside any recorded call, for weights, their views and casts, and for subclasses of Tensor but
+    shards: rules count the elements of the whole, as the arguments do.
     """
     call, norms = _now.call, _now.norms
-    if type(tensor) is not Tensor or (call is None and not norms and tensor.dtype not in INTEGERS):
+    if not (type(tensor) is Tensor or is_shard(tensor)) or (
+        call is None and not norms and tensor.dtype not in INTEGERS
+    ):
         return Saved.UNKNOWN
     kind = kind_in(tensor, call, norms[-1][1] if norms else None)
     return Saved.UNKNOWN if kind is not Saved.UNKNOWN and is_weight(tensor) else kind
@@ -181,5 +185,6 @@ class _NormHook(ModelHook):
         if result:  # after the forward; (None,) if it has raised
             if norms and norms[-1][0] == id(module):
                 norms.pop()
-        elif args and type(args[0]) is Tensor and not is_weight(args[0]):  # a parametrization's norm is of weights
+        elif args and (type(args[0]) is Tensor or is_shard(args[0])) and not is_weight(args[0]):
+            # A parametrization's norm is of weights.
             norms.append((id(module), args[0].numel()))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, UntypedStorage, nn
 
@@ -18,13 +19,13 @@ from .._plan import policy
 from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
 from .._record.known import Known
-from .._record.plain import shown_bytes, why_not_plain
+from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plain
 from .._record.record import Record, Remains
 from .._record.user_code import Detached
 from .._record.view import View, span
 from .._stats import Counters
 from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
-from .._torch.weights import MARK, WEIGHT, Chains
+from .._torch.weights import MARK, WEIGHT, Chains, is_parameter
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
 from .pending import Pending
@@ -34,8 +35,20 @@ from .read_ahead import ReadAhead
 # A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
 _SLICES = 16
 
-# What pack gives to autograd: a record and how to look at it, or a tensor that stays, and its version.
-Packed = tuple[Record, View] | tuple[Tensor, int]
+# What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
+# subclass without its inner tensors, and those packed (mypy knows no recursive alias within a tuple).
+Packed = tuple[Record, View] | tuple[Tensor, int] | tuple[Shell, tuple[Any, ...]]
+
+
+class Within(NamedTuple):
+    """What is known of the wrapper subclass that an inner tensor belongs to: its base if it is a view, else itself.
+
+    Its version counter, and the class of what was saved, if that is the inner tensor's too.
+    """
+
+    root: Tensor
+    counter: Tensor
+    kind: Saved
 
 
 class Packing:
@@ -69,6 +82,8 @@ class Packing:
         self._pending = pending
         self._read_ahead = read_ahead
         self._compressor = pending.compressor
+        # What a lossy preset makes must not depend on timing.
+        self._joins_alike = self._compressor is None or not self._compressor.lossy
         self._derivations = pending.derivations
         self._settle = settle
         self._planner = planner
@@ -84,34 +99,31 @@ class Packing:
 
     def weight(self, tensor: Tensor) -> Packed:
         """Pass a weight as it is."""
-        try:
-            self._counters.weight_bytes += tensor.nbytes
-        except RuntimeError:  # a sparse one has no such count
-            self._counters.weight_bytes += tensor.numel() * tensor.itemsize
+        self._counters.weight_bytes += held_bytes(tensor)
         # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
         if tensor.is_leaf or self.chains.lead_to_parameter(tensor):
             return tensor, tensor._version
         return Detached((tensor.detach(), tensor._version))
 
-    def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool) -> Packed:
+    def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, within: Within | None = None) -> Packed:
         """Pack a tensor that is no parameter, though it may be a cast or view of one; `base` is that of a view."""
         if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
-            return self._odd(tensor)
+            return self._odd(tensor, within)
         try:
             storage = tensor.untyped_storage()
         except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, a zero tensor once: plain by type
-            return self._odd(tensor)
+            return self._odd(tensor, within)
         if getattr(storage, MARK, None) is WEIGHT:
             return self.weight(tensor)
         if storage.nbytes() < self._min_tensor_bytes:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
         if tensor.is_nested:
-            return self._odd(tensor)
+            return self._odd(tensor, within)
         if self.remains or self._mover.unconfirmed or self._mover.ended:
             self._settle()
         if self.chains.lead_to_parameter(tensor):
             return self.weight(tensor)
-        packed = self._stored(tensor, base, on_cpu, storage)
+        packed = self._stored(tensor, base, on_cpu, storage, within)
         # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
         if self._pending.local.queue:
             self._pending.pass_on(sequence_nr())
@@ -119,7 +131,9 @@ class Packing:
             self._pending.settle(wait=False)
         return packed
 
-    def _stored(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage) -> Packed:
+    def _stored(
+        self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage, within: Within | None
+    ) -> Packed:
         compressor, nbytes, storage_bytes = self._compressor, tensor.nbytes, storage.nbytes()
         decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
         if decision is KEEP or not nbytes or self._mover.closed:
@@ -128,20 +142,26 @@ class Packing:
         begin, end = span(tensor, view)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
-        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
+        kind = Saved.UNKNOWN if compressor is None else compressor.kind(tensor) if within is None else within.kind
         known: Known | None = getattr(storage, MARK, None)
         if known is not None:
-            record = known.find(root, begin, end, self.remains)
+            record = known.find(root if within is None else within.root, begin, end, self.remains)
             if record is not None and (compressor is None or compressor.also(record, kind)):
                 return self._known(record, tensor, view, nbytes)
             record = joined(reversed(self._pending.local.queue), sequence_nr(), storage, begin, end)
+            together = record is not None
+            if record is None and self._joins_alike and end - begin == tensor.nbytes:
+                record = known.find_alike(begin, end, self.remains, pending=self._planner is not None)
+                self.numbers += record is not None  # those that follow do not depend on whether it was found in time
             if record is not None and (compressor is None or compressor.also(record, kind)):
-                record.join(tensor)
+                record.join(tensor, together=together)
+                if within is not None:
+                    record.watch(within.counter)
                 return self._known(record, tensor, view, nbytes)
         if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
-            return self._odd(tensor)
+            return self._odd(tensor, within)
         self.step_bytes += nbytes
         if decision is not SHRINK and compressor is None and self.whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
@@ -165,12 +185,14 @@ class Packing:
         if known is None:
             known = Known()
             setattr(storage, MARK, known)
+        if within is not None:
+            record.belong(within.root, within.counter)
         known.add(record)
         if self._planner is not None and self._planner.saved(record):
             record.go()
         if compressor is not None:
             compressor.choose(record, kind)
-        if self._derivations is not None:
+        if self._derivations is not None and within is None:
             self._derivations.look_for(record)
         if record.offloaded:
             self._counters.offloaded_bytes += nbytes
@@ -182,21 +204,45 @@ class Packing:
     def _known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
-        if self._planner is not None and record.number in self._planner.put_aside:
-            self._planner.saved(record)
+        if self._planner is not None:
+            self._planner.joined(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
         return record, view
 
-    def _odd(self, tensor: Tensor) -> Packed:
+    def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""
         if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
             return self.weight(tensor)
+        if type(tensor) is not Tensor and (packed := self._wrapper(tensor, within)) is not None:
+            return packed
         return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
+
+    def _wrapper(self, tensor: Tensor, outer: Within | None) -> Packed | None:
+        """Pack a wrapper subclass, perhaps within an `outer` one. None for a subclass that cannot be taken apart."""
+        base = tensor._base
+        if is_parameter(tensor) or (base is not None and is_parameter(base)) or self.chains.lead_to_parameter(tensor):
+            return self.weight(tensor)
+        apart = opened(tensor)
+        if apart is None:
+            return None
+        shell, inner = apart
+        compressor = self._compressor
+        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
+        within = outer or Within(tensor if base is None else base, shell.counter, kind)
+        parts = tuple(self.activation(each, each._base, each.is_cpu, within) for each in inner)
+        moved = [type(part[0]) in (Record, Shell) for part in parts]
+        if not any(moved):
+            return self._as_it_is(tensor)
+        shell.bound = not all(moved)
+        return shell, parts
 
     def keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         """Let a tensor stay in memory, for `reason`."""
         self._counters.kept_by_reason[reason] += nbytes
+        return self._as_it_is(tensor)
+
+    def _as_it_is(self, tensor: Tensor) -> Packed:
         if tensor.is_leaf:
             return tensor, tensor._version
         # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
@@ -43,11 +44,13 @@ class Pending:
         counters: Counters,
         compressor: Compressor | None,
         derivations: Derivations | None,
+        packed: Callable[[Record], None] | None = None,
     ) -> None:
         self._write_behind = write_behind
         self._counters = counters
         self.derivations = derivations
         self.compressor = compressor
+        self._packed = packed  # gets each record once it is known what a codec leaves of it
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
@@ -69,6 +72,8 @@ class Pending:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
         if self.compressor is not None and not self.compressor.encode(record):
             self.settle(wait=True)
+        if self._packed is not None:
+            self._packed(record)
         record.hold()
 
     @property
@@ -103,10 +108,14 @@ class Pending:
             self._go(record)
 
     def _let_go(self, record: Record) -> None:
+        if self._packed is not None:
+            self._packed(record)
         self._counters.derived_bytes += record.nbytes
         self._counters.kept_to_offloaded(record.set_offloaded(False), DERIVED)
 
     def _go(self, record: Record) -> None:
+        if self._packed is not None:
+            self._packed(record)
         if record.stays:
             record.hold()
         else:

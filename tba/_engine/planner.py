@@ -3,7 +3,8 @@
 Steps of one kind give the model tensors of equal shapes. Of each kind, a first step that does not fit tells which
 modules are the model's blocks; the next when each storage is saved and wanted, what the link carries, and which blocks
 may recompute; the third is planned. Until then, and from where a step departs from what was seen, the rule of
-`WriteBehind` alone holds: over budget, the oldest goes first. It stays beneath every plan.
+`WriteBehind` alone holds: over budget, the oldest goes first. It stays beneath every plan. A storage counts with the
+bytes that a codec leaves of it, which are what is kept and what moves.
 
 Guarantees: a block recomputes only after its second run has given equal bits (`Trial`); a storage moves by plan only
 where one of as many bytes was seen in its place; outside the model's forward the model is as it was.
@@ -13,7 +14,6 @@ All but what is called by a forward (`begin_forward`, `end_forward`) wants the e
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
@@ -29,24 +29,27 @@ from .._blocks import find
 from .._blocks.forwards import Forwards
 from .._blocks.recompute import recompute
 from .._blocks.trial import Trial, Verdict
+from .._blocks.watch import Watch, by_storage, input_bytes
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._memory.pressure import release
-from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .._plan.facts import OUTSIDE, Facts, Link, Place
 from .._plan.greedy import decide, make
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
-from .._record.record import Record
+from .._record.record import DERIVED, Record
 from .._torch.private import transforming
 from .._transfer.mover import Mover
 from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
-_UNKNOWN = 1e9, 1e9, 0.0  # bytes/s out and back, seconds a byte: of a link that has not carried enough to tell
+_UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
 _WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
+_OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
+_LOSSY = "under a lossy preset its gradients would depend on the plan"
 _OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
 _FORGET = 0.5  # weight of the last step in what is known of link and pace: others may have run beside it
 
@@ -61,6 +64,8 @@ class _Kind:
         watched: a step of it has been seen.
         departures: steps that were not what the ones before it had been.
         visits: the module of each block, in order of forward.
+        elsewhere: what is saved in a block and again after it: its place outside, by that in the block.
+        lends: its place outside, by the whereabouts where else it may be saved first.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -71,24 +76,8 @@ class _Kind:
     plan: Plan | None = None
     sends: dict[Place, int] = field(default_factory=dict)
     expected: dict[Place, int] = field(default_factory=dict)
-
-
-@dataclass
-class _Observed:
-    """What has been seen of the step under way; times without what transfers and waiting have taken."""
-
-    begun_s: float
-    saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)  # by record number
-    asked: dict[int, float] = field(default_factory=dict)
-    visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)  # begun, bytes of its input
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
-    counts: dict[int, int] = field(default_factory=dict)  # saved so far, by block
-    inside: dict[nn.Module, int] = field(default_factory=dict)  # bytes that each candidate has saved
-    nbytes: int = 0
-    peak_bytes: int = 0
-    aside_s: float = 0.0
-    step_s: float = 0.0  # until backward asked last
-    departed: bool = False
+    elsewhere: dict[Place, Place] = field(default_factory=dict)
+    lends: dict[tuple[int, int], Place] = field(default_factory=dict)
 
 
 class Planner:
@@ -100,6 +89,7 @@ class Planner:
 
     Args:
         write_behind: knows the bytes that saved tensors may hold, and do.
+        lossy: whether a codec changes values. Blocks then never recompute: what they save in backward no codec sees.
         keep, give: the engine's hooks.
     """
 
@@ -109,6 +99,7 @@ class Planner:
         mover: Mover,
         config: OffloadConfig,
         write_behind: WriteBehind,
+        lossy: bool,
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
     ) -> None:
@@ -122,13 +113,18 @@ class Planner:
         write_behind.told = self.holds
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
+        self._compresses, self._lossy = config.compress is not None, lossy
+        named = find.named(model(), config.blocks) if config.blocks is not None else ()
+        self._named = [weakref.ref(module) for module in named]  # by the user, who hears of a wrong name now
         self._forwards = Forwards()
         self._kinds: dict[Hashable, _Kind] = {}
         self._kind = self._kinds.setdefault(None, _Kind())  # of steps whose forward is not seen
-        self._now: _Observed | None = None
+        self._now: Watch | None = None
         self._block = OUTSIDE
         self._aside = False
         self._link: Link | None = None
+        rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
+        self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
 
     @classmethod
     def of(
@@ -137,12 +133,11 @@ class Planner:
         model: Callable[[], nn.Module | None],
         write_behind: WriteBehind,
         mover: Mover,
+        lossy: bool,
         *hooks: Callable[[Any], Any],
     ) -> Planner | None:
-        """Make one where there is something to decide: under tier "auto", without a codec, whose bytes nobody knows."""
-        if config.tier != "auto" or config.compress is not None:
-            return None
-        return cls(model, mover, config, write_behind, *hooks)
+        """Make one where there is something to decide: under tier "auto". Raises ConfigError."""
+        return cls(model, mover, config, write_behind, lossy, *hooks) if config.tier == "auto" else None
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
@@ -180,48 +175,83 @@ class Planner:
         """Run a block: as it is, again in backward, or to be tried."""
         if self._block != OUTSIDE or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
-        seen, kind = self._seen(), self._kind
+        seen = self._seen()
         visit = self._block = len(seen.visits)
-        seen.visits.append((weakref.ref(module), self._at(seen), _input_bytes(args)))
+        seen.visits.append((weakref.ref(module), self._at(seen), input_bytes(args)))
+        seen.near = by_storage((args, kwargs))
+        out = None
         try:
-            if kind.plan is None:
-                found = partial(seen.verdicts.__setitem__, visit)
-                return Trial(module, forward, self._keep, self._give, self._apart, found).call(args, kwargs)
+            out = self._call(visit, module, forward, args, kwargs)
+            return out
+        finally:
+            self._block, seen.near = OUTSIDE, by_storage(out)
+
+    def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        seen, kind = self._seen(), self._kind
+        if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
                 return recompute(module, forward, args, kwargs)
-            return forward(*args, **kwargs)
-        finally:
-            self._block = OUTSIDE
+        elif self._lossy:
+            seen.verdicts[visit] = Verdict(None, _LOSSY)
+        else:
+            found = partial(seen.verdicts.__setitem__, visit)
+            return Trial(module, forward, self._keep, self._give, self._apart, found).call(args, kwargs)
+        return forward(*args, **kwargs)
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def saved(self, record: Record) -> bool:
-        """Note a new record; whether it is to go by plan."""
+        """Note a new record, or one that a trial was the first to save; whether it is to go by plan."""
         seen, kind = self._seen(), self._kind
         if self._aside:
             self.put_aside.add(record.number)
-        if self._aside or seen.asked:
+        if self._aside or seen.turned:
             return False
         self.put_aside.discard(record.number)
-        number = seen.counts.get(self._block, 0)
-        seen.counts[self._block] = number + 1
-        place = Place(self._block, number)
-        seen.nbytes += record.nbytes
-        seen.saved[record.number] = place, record.nbytes, self._at(seen)
-        if kind.plan is None or seen.departed:
+        nbytes = record.plain_bytes
+        seen.nbytes += nbytes
+        if kind.lends and (lent := kind.lends.get(seen.whereabouts(self._block, record.root()))) is not None:
+            return (
+                not seen.departed and lent in kind.sends
+            )  # the block that saved it when the step was watched has recomputed
+        place = seen.place(self._block)
+        if kind.plan is None:
+            seen.saved[record.number] = place, nbytes, self._at(seen)
             return False
-        if self._block not in kind.plan.recomputed and kind.expected.get(place) != record.nbytes:
+        if seen.departed:
+            return False
+        place = kind.elsewhere.get(place, place)
+        if self._compresses:
+            seen.saved[record.number] = place, nbytes, 0.0
+        if self._block not in kind.plan.recomputed and kind.expected.get(place) != nbytes:
             seen.departed = True
             return False
         return place in kind.sends
+
+    def joined(self, record: Record) -> None:
+        """Note that a record is saved once more."""
+        if record.number in self.put_aside:
+            if self.saved(record):
+                record.go()
+        elif self._kind.plan is None and self._now is not None and not self._aside and not self._now.turned:
+            first = self._now.saved.get(record.number)
+            if first is not None and first[0].block not in (OUTSIDE, self._block):
+                self._now.shared.add(record.number)
+                self._now.lent[self._now.whereabouts(self._block, record.root())] = record.number
+
+    def packed(self, record: Record) -> None:
+        """Note what a codec has left of a record, or that others give it again."""
+        if self._now is not None:
+            self._now.held[record.number] = 0 if record.state is DERIVED else record.nbytes
 
     def asked(self, record: Record) -> None:
         """Note that backward asks for a record."""
         seen = self._now
         if seen is None or self._aside:
             return
+        seen.turned = True
         seen.step_s = time.perf_counter() - seen.begun_s
-        if record.number not in seen.asked:
+        if self._kind.plan is None and record.number not in seen.asked:
             seen.asked[record.number] = self._at(seen)
 
     def holds(self, nbytes: int) -> None:
@@ -236,7 +266,7 @@ class Planner:
         seen, self._now = self._now, None
         self.put_aside.clear()
         kind, self._kind = self._kind, self._kinds.setdefault(None, _Kind())
-        if seen is None or not seen.asked:
+        if seen is None or not seen.turned:
             return
         budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
@@ -245,25 +275,29 @@ class Planner:
             self._follow(kind, seen, budget_bytes)
         elif kind.departures >= _MOST_DEPARTURES:
             kind.modules.clear()
-        elif seen.nbytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
+        elif seen.held_bytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
             self._advance(kind, seen, budget_bytes)
         else:
             kind.modules.clear()
 
-    def _advance(self, kind: _Kind, seen: _Observed, budget_bytes: int) -> None:
+    def _advance(self, kind: _Kind, seen: Watch, budget_bytes: int) -> None:
         if kind.blocks or not (kind.modules or self._candidates(kind)):
-            self._set(kind, self._decide(self._facts(seen), budget_bytes))
+            assert self._link is not None
+            facts = seen.facts(self._link, self._mover.read_ahead_bytes)
+            kind.elsewhere, kind.lends = seen.elsewhere(), seen.lends()
+            self._set(kind, self._decide(facts, budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
         elif seen.inside:
-            kind.modules, kind.blocks = [weakref.ref(module) for module in find.blocks(seen.inside)], True
+            chosen = seen.inside if self._named else find.blocks(seen.inside)
+            kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
 
     def _candidates(self, kind: _Kind) -> bool:
         model = self._model()
         found: Iterable[nn.Module] = find.candidates(model) if model is not None else ()
-        kind.modules = [weakref.ref(module) for module in found]
+        kind.modules = self._named.copy() or [weakref.ref(module) for module in found]
         return bool(kind.modules)
 
-    def _follow(self, kind: _Kind, seen: _Observed, budget_bytes: int) -> None:
+    def _follow(self, kind: _Kind, seen: Watch, budget_bytes: int) -> None:
         """Compare a planned step with its plan, which is made anew where too much has changed."""
         plan = kind.plan
         assert plan is not None
@@ -284,8 +318,10 @@ class Planner:
         computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
+        facts = plan.facts.holding(seen.held_by_place())
+        changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
-            facts = replace(plan.facts.scaled(ratio**weight), link=link)
+            facts = replace(facts.scaled(ratio**weight), link=link)
             still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
             plan = replace(still, measured=plan.measured) if stays else new
@@ -300,40 +336,13 @@ class Planner:
             release()
         kind.plan = self.plan = plan
         kind.sends = plan.sends
-        kind.expected = {each.place: each.nbytes for each in plan.facts.saved}
-
-    def _facts(self, seen: _Observed) -> Facts:
-        asked = dict(zip(seen.asked, _ascending(seen.asked.values()), strict=True))
-        turn_s, last_s = min(asked.values()), max(asked.values())
-        times_s = _ascending(saved_s for _, _, saved_s in seen.saved.values())
-        saved = tuple(
-            Saved(place, nbytes, saved_s, asked.get(number, last_s) - turn_s)
-            for (number, (place, nbytes, _)), saved_s in zip(seen.saved.items(), times_s, strict=True)
-        )
-        blocks = []
-        begins_s = _ascending(begin_s for _, begin_s, _ in seen.visits)
-        for visit, (_, _, input_bytes) in enumerate(seen.visits):
-            verdict = seen.verdicts.get(visit, Verdict(None, "its second run was not seen"))
-            replay_s = verdict.seconds
-            if replay_s is not None and visit + 1 < len(begins_s):
-                # Beside the transfers of backward a trial may take longer than a replay will.
-                replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
-            blocks.append(Block(begins_s[visit], replay_s, input_bytes, verdict.why_not))
-        assert self._link is not None
-        return Facts(
-            saved=saved,
-            blocks=tuple(blocks),
-            forward_s=turn_s,
-            backward_s=last_s - turn_s,
-            link=self._link,
-            read_ahead_bytes=self._mover.read_ahead_bytes,
-        )
+        kind.expected = {each.place: each.replayed_bytes for each in plan.facts.saved}
 
     def _learn_link(self) -> None:
         cost, limits = self._mover.cost, self._mover.limits
         new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
         if self._link is None:
-            out, back, taken = (each or unknown for each, unknown in zip(new, _UNKNOWN, strict=True))
+            out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
         else:
             link = self._link
             before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
@@ -344,16 +353,16 @@ class Planner:
 
     # -- clocks ------------------------------------------------------------------------------------------------------
 
-    def _seen(self) -> _Observed:
+    def _seen(self) -> Watch:
         if self._now is None:
-            self._now = _Observed(time.perf_counter())
+            self._now = Watch(time.perf_counter())
         return self._now
 
-    def _at(self, seen: _Observed) -> float:
+    def _at(self, seen: Watch) -> float:
         """Seconds of computation since the step began."""
         return time.perf_counter() - seen.begun_s - self._lost_s(seen)
 
-    def _lost_s(self, seen: _Observed) -> float:
+    def _lost_s(self, seen: Watch) -> float:
         """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
         cost = self._mover.cost
         taken_s = cost.nbytes * self._link.step_s_per_byte / 2 if self._link is not None else 0.0
@@ -370,14 +379,3 @@ class Planner:
         finally:
             self._aside = False
             seen.aside_s += self._at(seen) - since_s
-
-
-def _ascending(times_s: Iterable[float]) -> list[float]:
-    """Raise each time to those before it: what was taken off for transfers is an estimate, the order is not."""
-    return list(itertools.accumulate(times_s, max))
-
-
-def _input_bytes(args: tuple[Any, ...]) -> int:
-    """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
-    storages = {arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if type(arg) is Tensor}
-    return sum(storages.values())

@@ -40,6 +40,7 @@ class ReadAhead:
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
         self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
+        self._out: dict[int, int] = {}  # those of them that were on their way out when they were brought
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
     def ask(self, record: Record, task: int) -> bool:
@@ -121,7 +122,8 @@ class ReadAhead:
             if record.stream is not None and record.read is not None:
                 self._arriving.append(record.ref)
         elif record.state is WRITING:
-            self._mover.take_back(record)
+            if not self._mover.take_back(record):
+                self._out[record.number] = record.nbytes
         elif record.state is PENDING:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
@@ -131,8 +133,12 @@ class ReadAhead:
 
     def _still_out_bytes(self) -> int:
         """Bytes of what counts here and is still on its way out, where it counts too."""
-        records = (reference() for number in self._members if (reference := self.records.get(number)) is not None)
-        return sum(record.nbytes for record in records if record is not None and record.state is WRITING)
+        for number in list(self._out):
+            reference = self.records.get(number)
+            record = reference() if reference is not None else None
+            if record is None or record.state is not WRITING:
+                del self._out[number]
+        return sum(self._out.values())
 
     def _is_here(self, record: Record) -> bool:
         """Whether the record counts already, for this budget or for write-behind's, or never moves."""
@@ -176,6 +182,7 @@ class ReadAhead:
     def _leave(self, number: int) -> None:
         self.nbytes -= self._members.pop(number, 0)
         self._used_up.pop(number, None)
+        self._out.pop(number, None)
 
     def _start_second_legs(self) -> None:
         while self._arriving:

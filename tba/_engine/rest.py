@@ -95,12 +95,11 @@ class Rest:
         if not self._asked:
             self.resting = False
 
-    def begins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Begin a forward of the model with these arguments; whether the hooks are to be off."""
+    def begins(self, key: Key | None) -> bool:
+        """Begin a forward of the model that is called as `key` describes; whether the hooks are to be off."""
         self._asked = True
         if not self.possible:
             return False
-        key = self.key(args, kwargs)
         if key is None:
             self.resting = self.possible = False
             return False

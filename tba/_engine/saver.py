@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from .._derive.derivations import Derivations, again
 from .._derive.worth import Worth
 from .._errors import StalledError, edited_in_place
 from .._memory import streams
+from .._record.plain import Shell
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
@@ -70,11 +72,12 @@ class Saver(ForkAware):
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         # What a lossy preset makes must not depend on timing.
-        exact = self.compressor is not None and not self.compressor.lossy
-        self.worth = Worth(on_disk=config.tier == "nvme", leaves=exact)
+        lossy = self.compressor is not None and self.compressor.lossy
+        self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = Planner.of(config, model, self.write_behind, self.mover, self.pack, self.unpack)
-        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations)
+        self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
+        told = self.planner.packed if self.planner is not None and self.compressor is not None else None
+        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._packing = Packing(
@@ -121,8 +124,8 @@ class Saver(ForkAware):
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Packed) -> Tensor:
-        """Unpack a saved tensor for autograd, any number of times.
+    def unpack(self, packed: Packed, asker: FrameType | None = None) -> Tensor:
+        """Unpack a saved tensor for autograd, any number of times; `asker`: the innermost frame outside of the hook.
 
         Raises:
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
@@ -131,18 +134,20 @@ class Saver(ForkAware):
         first: Any
         second: Any
         first, second = packed
+        asker = asker or sys._getframe().f_back
         if type(first) is not Record:
+            if type(first) is Shell:
+                with quiet():
+                    return first.around(self.unpack(part, asker) for part in second)
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
-                current_graph_task_id(), sys._getframe().f_back
-            ):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
-        to_code = goes_to_code(task, sys._getframe().f_back)
+        to_code = goes_to_code(task, asker)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._unpack(first, second, task, to_code)
@@ -163,7 +168,7 @@ class Saver(ForkAware):
                 self.pending.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)
-            if self.planner is not None:
+            if self.planner is not None and task != -1:
                 self.planner.asked(record)
             if task != -1:
                 self.steps.backward_seen = True
@@ -246,9 +251,10 @@ class Saver(ForkAware):
         with self.locked():
             if self.steps.over:
                 self.end_step()
-            rests = self.rest.begins(args, kwargs)
+            key = self.rest.key(args, kwargs) if self.watches else None
+            rests = self.rest.begins(key)
             if self.planner is not None and not rests:
-                self.planner.begin_forward(self.rest.key(args, kwargs))
+                self.planner.begin_forward(key)
         return rests
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:

@@ -26,7 +26,8 @@ from .._record.record import Record, Remains
 from .._stats import Counters
 from .._transfer.mover import Mover
 
-# A plan that moves little does so at once: what waits for others to go along would be late on a slow link.
+# Shares of what a plan moves, and of the memory it has, in which storages go: what waits for others to go along is late
+# on a slow link, and still in memory where the plan says that it has gone.
 _PLAN_BURSTS = 16
 
 
@@ -52,6 +53,7 @@ class WriteBehind:
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self.plan_bytes = 0  # of a step that go by plan
+        self._planned_bytes = 0  # of them, that have been saved in this step
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -59,7 +61,7 @@ class WriteBehind:
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
-        self._largest_bytes = max(self._largest_bytes, record.nbytes)
+        self._largest_bytes = max(self._largest_bytes, record.plain_bytes)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
@@ -67,20 +69,27 @@ class WriteBehind:
                 self.look_at_room()
         self.note(0)
         limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self._limited else 0
-        burst_bytes = _limits.write_burst_bytes(limit_bytes, self._mover.limits.staging_bytes)
         over_bytes = self.nbytes + out_bytes - limit_bytes
+        if record.goes or over_bytes > 0:
+            self._make_room(record, limit_bytes, over_bytes)
+        if self.nbytes > self._counters.held_bytes:
+            self._counters.held_bytes = self.nbytes
+
+    def _make_room(self, record: Record, limit_bytes: int, over_bytes: int) -> None:
+        """Send what is to go by plan, some of it at a time, and where that is too little the oldest."""
+        burst_bytes = _limits.write_burst_bytes(limit_bytes, self._mover.limits.staging_bytes)
         if record.goes:
             self._by_plan = True
             self._going.append(record.number)
             self._going_bytes += record.nbytes
-            if self._going_bytes >= min(burst_bytes, self.plan_bytes // _PLAN_BURSTS):
+            self._planned_bytes += record.nbytes
+            least_bytes = min(burst_bytes, min(self.plan_bytes, limit_bytes) // _PLAN_BURSTS)
+            if self._going_bytes >= least_bytes or self._planned_bytes >= self.plan_bytes:
                 self._send_going()
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
                 self._send(limit_bytes - burst_bytes)
             self._wait_below_limit()
-        if self.nbytes > self._counters.held_bytes:
-            self._counters.held_bytes = self.nbytes
 
     def send_all(self) -> None:
         """Send what is held, unless it stays because memory has room for it."""
@@ -90,7 +99,7 @@ class WriteBehind:
     def end_step(self) -> None:
         """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
-        self._going, self._going_bytes, self._by_plan = [], 0, False
+        self._going, self._going_bytes, self._planned_bytes, self._by_plan = [], 0, 0, False
 
     def bury(self, remains: Remains) -> None:
         """Forget a record that has died."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -25,15 +26,22 @@ class Saved:
 
     Attributes:
         place: where.
-        nbytes: of it that are saved.
+        nbytes: of it that are saved, as a codec has left them; 0 where others give it again.
         saved_s: seconds from the begin of forward until it is saved.
         wanted_s: seconds from the begin of backward until it is asked for first.
+        plain_bytes: that it has without a codec, if there is one.
     """
 
     place: Place
     nbytes: int
     saved_s: float
     wanted_s: float
+    plain_bytes: int | None = None
+
+    @property
+    def replayed_bytes(self) -> int:
+        """Bytes that it has where its block runs again: no codec sees it then."""
+        return self.nbytes if self.plain_bytes is None else self.plain_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +126,8 @@ class Facts:
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest saved storage."""
-        return max((each.nbytes for each in self.saved), default=0)
+        """Bytes of the largest saved storage, before any codec: there it is when it is computed."""
+        return max((each.replayed_bytes for each in self.saved), default=0)
 
     def scaled(self, ratio: float) -> Facts:
         """Return the facts of a step whose computation takes `ratio` times as long."""
@@ -131,6 +139,22 @@ class Facts:
             backward_s=self.backward_s * ratio,
         )
 
+    def holding(self, nbytes: Mapping[Place, int]) -> Facts:
+        """Return the facts of a step of which codecs leave these bytes, in the places that are given."""
+        if all(nbytes.get(each.place, each.nbytes) == each.nbytes for each in self.saved):
+            return self
+        saved = (replace(each, nbytes=nbytes.get(each.place, each.nbytes)) for each in self.saved)
+        return replace(self, saved=tuple(saved))
+
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""
         return sum(self.saved[index].nbytes for index in self.by_block.get(block, ()))
+
+    def replayed_bytes(self, block: int) -> int:
+        """Bytes that a block saves where it runs again."""
+        return sum(self.saved[index].replayed_bytes for index in self.by_block.get(block, ()))
+
+    @cached_property
+    def movable(self) -> list[int]:
+        """Indices of what has bytes to move."""
+        return [index for index, each in enumerate(self.saved) if each.nbytes]

@@ -36,8 +36,8 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
     if nothing.fits:
         return nothing
     may = [number for number in range(len(facts.blocks)) if recomputes and _pays(facts, number)]
-    if len(facts.saved) + len(may) <= _FEW:
-        return min(_all(facts, budget_bytes, range(len(facts.saved)) if moves else (), may), key=_rank)
+    if len(facts.movable) + len(may) <= _FEW:
+        return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
     best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
     ranks: dict[int, tuple[int, float]] = {}
 
@@ -57,7 +57,7 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
     if not moves or (best.fits and best.predicted.step_s <= enough_s):
         return best
     # A fixed rule may be the best there is: all moves, and forward waits for it.
-    return min(best, make(facts, budget_bytes, frozenset(range(len(facts.saved))), frozenset()), key=_rank)
+    return min(best, make(facts, budget_bytes, frozenset(facts.movable), frozenset()), key=_rank)
 
 
 def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
@@ -135,7 +135,7 @@ def _movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> lis
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
     window_bytes = min(facts.read_ahead_bytes, (budget_bytes - facts.largest_bytes) // 2)
-    for index in reversed(range(len(facts.saved))):
+    for index in reversed(facts.movable):
         each = facts.saved[index]
         if each.place.block in recomputed:
             continue

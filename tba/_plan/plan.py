@@ -119,6 +119,8 @@ class Plan:
             return f"{nbytes / total:.0%}" if total else ""
 
         yield "a step saves", size(total), ""
+        if (plain := sum(each.replayed_bytes for each in facts.saved)) != total:
+            yield "  before codecs", size(plain), ""
         yield "budget", size(self.budget_bytes), share(self.budget_bytes)
         yield "  kept", size(total - gone - sent), share(total - gone - sent)
         yield "  moved", size(sent), share(sent)

@@ -214,7 +214,7 @@ def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) 
                 replay_s = facts.blocks[block].replay_s or 0.0
                 step.late_s += replay_s
                 step.found.replayed_s += replay_s
-                step.replayed += facts.block_bytes(block)
+                step.replayed += facts.replayed_bytes(block)
                 step.note(now_s)
             waiting_inputs[block] -= 1
             if not waiting_inputs[block]:
@@ -253,7 +253,7 @@ def _free(
     """Free a storage that backward has used."""
     each = step.facts.saved[index]
     if each.place.block in recomputed:
-        step.replayed -= each.nbytes
+        step.replayed -= each.replayed_bytes
     elif index in reading:
         step.back -= each.nbytes
     else:

@@ -1,7 +1,9 @@
 """Known: the records of one storage, in which a save of bytes that a record has already finds that record.
 
 A loop over the slices of one storage makes thousands of records, so the search is a bisection. Records are told apart
-by the tensor whose version counter they share, its version, and the engine that has made them.
+by the tensor whose version counter they share, its version, and the engine that has made them. Others with
+the same bytes, which share its counter or not (Python cannot tell: `x.detach()`, `y.data = x`), find a record while
+its bytes are still where they were.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
+from itertools import islice
 
 from torch import Tensor
 
-from .record import Record, Remains
+from .record import PENDING, Record, Remains
 
 # (id of the tensor, its version, id of the engine's deque of remains)
 _Key = tuple[int, int, int]
@@ -20,6 +23,7 @@ _Key = tuple[int, int, int]
 _Range = tuple[int, int, Remains]
 
 _LEAST_SWEEP = 64
+_ALIKE = 4  # tensors and versions of which `find_alike` looks at records
 
 
 class Known:
@@ -50,6 +54,23 @@ class Known:
             if record is not None and record.may_be_joined(root):
                 return record
             del ranges[index]
+        return None
+
+    def find_alike(self, begin: int, end: int, owner: deque[Remains], *, pending: bool) -> Record | None:
+        """Find a record of `owner` of exactly the bytes `[begin, end)`, whichever tensor was saved with them.
+
+        It must not have been copied: another tensor may have edited the memory since, by a counter of its own. Only
+        what was saved last is looked at; if `pending`, only what no later save has passed on, however it will move.
+        """
+        for key in islice(reversed(self._ranges), _ALIKE):
+            if key[2] != id(owner):
+                continue
+            ranges = self._ranges[key]
+            index = bisect_left(ranges, (begin,))
+            if index < len(ranges) and ranges[index][:2] == (begin, end):
+                record = ranges[index][2]()
+                if record is not None and record.is_where_it_was() and (not pending or record.state is PENDING):
+                    return record
         return None
 
     def add(self, record: Record) -> None:

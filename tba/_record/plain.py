@@ -1,8 +1,22 @@
-"""Plain: tensors that can be moved (strided, with a storage, in host or CUDA memory), and why another one cannot."""
+"""Plain: tensors that can be moved (strided, with a storage, in host or CUDA memory), and why another one cannot.
+
+A wrapper subclass (DTensor, quantised tensors) keeps its elements in inner tensors. Without them it is a `Shell`, which
+stays in the graph while they are moved.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor, strided
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn, strided
+
+from .._errors import edited_in_place
+from .._torch.private import DisableTorchFunction, innermost, taken_apart
+from .view import empty
+
+_COMMON = Tensor, nn.Parameter  # nearly all: a look for inner tensors would cost more than the rest of a hook
 
 
 def why_not_plain(tensor: Tensor) -> str:
@@ -22,3 +36,72 @@ def shown_bytes(tensor: Tensor) -> int:
         return tensor.numel() * tensor.itemsize
     except RuntimeError:  # opaque
         return 0
+
+
+def held_bytes(tensor: Tensor) -> int:
+    """Count the bytes of a tensor's elements that this process has: of a wrapper subclass, those of its inner ones."""
+    if type(tensor) in _COMMON:
+        try:
+            return tensor.nbytes
+        except RuntimeError:  # a sparse one has no such count
+            return shown_bytes(tensor)
+    return sum(map(shown_bytes, innermost(tensor)))
+
+
+class Shell:
+    """A saved wrapper subclass without its inner tensors: all that is needed to make an equal one around equal ones.
+
+    An in-place operator bumps the version of the wrapper, not that of the inner tensor that it edits. So the shell has
+    a tensor without bytes that shares the wrapper's version counter.
+
+    Attributes:
+        counter: that tensor.
+        bound: whether an inner tensor stays in memory, so that edits of the wrapper reach it at any time.
+    """
+
+    __slots__ = ("_context", "_kind", "_names", "_others", "_size", "_stride", "_version", "bound", "counter")
+
+    def __init__(self, tensor: Tensor, counter: Tensor, names: list[str], others: dict[str, Any], context: Any) -> None:
+        self._context = context
+        self._kind: Any = type(tensor)
+        self._names = names
+        self._others = others
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._version = tensor._version
+        self.counter = counter
+        self.bound = False
+
+    def around(self, inner: Iterable[Tensor]) -> Tensor:
+        """Make the wrapper around inner tensors. Raises PyTorch's own RuntimeError if one that stayed was edited."""
+        if self.bound and self.counter._version != self._version:
+            name = f"{self._kind.__name__} {list(self._size)}"
+            raise edited_in_place(name, self.counter._version, self._version)
+        attributes = {**self._others, **dict(zip(self._names, inner, strict=True))}
+        with torch.no_grad(), DisableTorchFunction():
+            tensor: Tensor = self._kind.__tensor_unflatten__(attributes, self._context, self._size, self._stride)
+        return tensor
+
+
+def opened(tensor: Tensor) -> tuple[Shell, list[Tensor]] | None:
+    """Take a wrapper subclass apart: its shell and inner tensors. None for one that cannot be, and for other tensors.
+
+    Nested tensors cannot: their sizes are symbols that belong to one inner tensor, and to no equal one.
+    """
+    if tensor.is_nested:
+        return None
+    with DisableTorchFunction():
+        apart = taken_apart(tensor)
+        if apart is None:
+            return None
+        attributes, context = apart
+        inner = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        counter = tensor.detach()
+        if not inner or counter is tensor:
+            return None
+        try:
+            for name, value in inner.items():
+                setattr(counter, name, empty(value.dtype, value.device))
+        except AttributeError:  # it cannot be set, and would keep its memory
+            return None
+        others = {name: value for name, value in attributes.items() if name not in inner}
+        return Shell(tensor, counter, list(inner), others, context), list(inner.values())

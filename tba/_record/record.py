@@ -302,9 +302,18 @@ class Record(Source):
         dtype, shape = self.label
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} #{self.number}"
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of it before any codec."""
+        return self.nbytes if self.encoded is None else self.encoded.end - self.encoded.begin
+
     def may_be_joined(self, root: Tensor) -> bool:
         """Whether a save of `root`, at the version this was saved at, finds its bytes here."""
         return self.state is not POISONED and self.is_of(root)
+
+    def was_saved_together(self) -> bool:
+        """Whether one call of compiled code saved several tensors that look at it, and nobody else saved any."""
+        return 0 < self.together == len(self.joined) == self.saves - 1
 
     def shows(self) -> bool:
         """Whether its bytes can be looked at where they are, now, as they were saved."""
@@ -312,6 +321,13 @@ class Record(Source):
             return self.encoded is None
         alias = self.alias
         return self.state is RESIDENT and self.encoded is None and alias is not None and not self.is_edited()
+
+    def is_where_it_was(self) -> bool:
+        """Whether its bytes are in the memory that was saved, and nowhere else."""
+        if self.state is not PENDING and (self.state is not RESIDENT or self.write is not None):
+            return False
+        alias = self.alias
+        return alias is not None and self.encoded is None and not self.was_moved() and not self.is_edited()
 
     def is_whole(self) -> bool:
         """Whether its alias is one dense tensor over exactly its bytes, so that no other view shows more."""

@@ -25,8 +25,9 @@ class Source:
         saved_version: of the tensor at pack, by which a later save recognises it.
         counter: tensor without bytes that shares the version counter for as long as the record lives; None if it is
             not needed.
-        joined: version counters of tensors without a common base that compiled code saved with it (`joint`), and
-            their versions at pack: an edit through any of them counts.
+        joined: version counters of others that show these bytes (saved aliases, wrapper subclasses), and their
+            versions at pack: an edit through any of them counts.
+        together: how many of them one call of compiled code saved with the first tensor (`joint`).
         leaf: whether no operator of the graph made it, so that a program may edit it through `.data` at any time.
         own: whether the alias now shows memory of the engine's own, which nobody else can edit.
         address, storage_bytes: of the storage at pack; another value later means that it was resized or replaced.
@@ -34,7 +35,7 @@ class Source:
 
     __slots__ = (
         *("address", "alias", "begin", "counter", "device", "end", "joined", "label", "leaf", "nbytes", "own"),
-        *("root", "saved_version", "storage_bytes", "version"),
+        *("root", "saved_version", "storage_bytes", "together", "version"),
     )
 
     def __init__(self, tensor: Tensor, root: Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> None:
@@ -53,15 +54,30 @@ class Source:
         self.storage_bytes = storage.nbytes()
         self.counter: Tensor | None = None
         self.joined: list[tuple[Tensor, int]] = []
+        self.together = 0
         self.own = False
 
     def is_of(self, root: Tensor) -> bool:
         """Whether a save of `root`, at the version at which this was saved, is a save of these bytes."""
         return self.root() is root and all(counter._version == version for counter, version in self.joined)
 
-    def join(self, tensor: Tensor) -> None:
-        """Add a tensor that shows some of these bytes and has a version counter of its own."""
-        self.joined.append((_counter_of(tensor), tensor._version))
+    def join(self, tensor: Tensor, *, together: bool) -> None:
+        """Add a tensor that shows some of these bytes and may have a version counter of its own.
+
+        `together`: the call that saved the first one saves it too.
+        """
+        self.watch(_counter_of(tensor))
+        self.together += together
+
+    def watch(self, counter: Tensor) -> None:
+        """Count what bumps the version of `counter` as an edit from now on."""
+        self.joined.append((counter, counter._version))
+
+    def belong(self, root: Tensor, counter: Tensor) -> None:
+        """Be known by the wrapper subclass whose inner tensor this is; `root` of that, and its version counter."""
+        self.root = weakref.ref(root)
+        self.saved_version = root._version
+        self.watch(counter)
 
     def keep_counter(self, root: Tensor) -> None:
         """Keep the version counter, so that `counter` tells of edits even after the bytes have left memory."""

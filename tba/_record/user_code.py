@@ -76,7 +76,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
     """Rebuild a tensor in memory of its own; also whether that memory was the record's, which must let go of it."""
     only_once = task != -1 and not graph_is_kept()
-    if only_once and record.joined and record.saves == len(record.joined) + 1 and record.encoded is None:
+    if only_once and record.was_saved_together() and record.encoded is None:
         return _lend(record, view)
     if record.encoded is not None:
         record.keep_decoded(None)  # unpack anew, for this caller

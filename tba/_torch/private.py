@@ -6,13 +6,16 @@ somewhere inside a hook.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction, Function
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def _find(path: str) -> Any:
@@ -59,6 +62,8 @@ shows_packed: bool = all(
 )
 # Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
+# Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
@@ -81,3 +86,33 @@ def is_operator(kind: type) -> bool:
     Functions written in C++ share one type.
     """
     return not issubclass(kind, BackwardCFunction) and kind.__name__ != "CppFunction"
+
+
+def taken_apart(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
+    """Take a wrapper subclass apart: its attributes, inner tensors among them, and a context; None for other tensors.
+
+    `type(tensor).__tensor_unflatten__` makes an equal one of them. Inner tensors may be wrappers too. A result that a
+    collective is still computing is waited for, as the operator that saves it is about to do.
+    """
+    if not is_wrapper(tensor):
+        return None
+    if (wait := getattr(tensor, "trigger_wait", None)) is not None:  # AsyncCollectiveTensor
+        wait()
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+def innermost(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that hold the elements of a wrapper subclass; of any other tensor, the tensor itself."""
+    apart = taken_apart(tensor)
+    if apart is None:
+        return [tensor]
+    return [found for inner in apart[0].values() if isinstance(inner, Tensor) for found in innermost(inner)]
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor whose local tensor has elements of it, rather than terms of a sum."""
+    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there is none
+    if module is None or not isinstance(tensor, module.DTensor):
+        return False
+    return not any(placement.is_partial() for placement in tensor.placements)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .nodes import maker
-from .private import is_operator
+from .private import innermost, is_operator, is_wrapper
 
 # The attribute of an untyped storage that the engine sets: WEIGHT or the records of the storage. A storage object lives
 # exactly as long as its memory, so a mark can never be mistaken for that of another tensor at a reused address.
@@ -75,13 +75,17 @@ def is_weight(tensor: Any) -> bool:
     if isinstance(tensor, nn.Parameter):
         return True
     if type(tensor) is not Tensor:
-        return False
-    if isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor)):
+        return is_wrapper(tensor) and _comes_from_parameter(tensor)
+    if _comes_from_parameter(tensor):
         return True
     try:
         return getattr(tensor.untyped_storage(), MARK, None) is WEIGHT
     except (RuntimeError, NotImplementedError):  # functorch wrappers have no storage
         return False
+
+
+def _comes_from_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor))
 
 
 class Chains:
@@ -127,5 +131,6 @@ def mark_weights(model: nn.Module) -> None:
         for tensor in tensors:
             if is_lazy(tensor):  # it has no memory yet, and another storage once it has
                 continue
-            if type(tensor.data) is Tensor and tensor.layout is torch.strided and tensor.device.type != "meta":
-                setattr(tensor.untyped_storage(), MARK, WEIGHT)
+            for inner in innermost(tensor):
+                if type(inner.data) is Tensor and inner.layout is torch.strided and inner.device.type != "meta":
+                    setattr(inner.untyped_storage(), MARK, WEIGHT)

@@ -24,7 +24,7 @@ from tba.cli._doctor import examine as examination
 from tba.cli._doctor.checks import Facts, Finding, Level, judge
 from tba.cli._doctor.device_probe import KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts, Speed
-from tba.cli._doctor.examine import examine
+from tba.cli._doctor.examine import examine, huge_pages
 from tba.cli._doctor.report import as_json, setting_rows, value_text
 
 
@@ -153,6 +153,28 @@ def test_glibc_is_warned_of_where_the_cpu_trains() -> None:
         assert told(replace(facts, devices=(GPU,)), Level.OK, "allocator")
 
 
+def test_a_machine_without_huge_pages_is_warned_of_where_the_cpu_trains() -> None:
+    facts = replace(FIT, huge_pages="never")
+    assert "transparent_hugepage/enabled" in told(facts, Level.WARNING, "huge pages").do
+    assert told(replace(FIT, huge_pages="madvise"), Level.OK, "huge pages")
+    for quiet in (FIT, replace(facts, devices=(GPU,)), replace(facts, tier="keep")):
+        assert "huge pages" not in [finding.subject for finding in judge(quiet)]
+
+
+@pytest.mark.parametrize(
+    ("enabled", "status", "found"),
+    [
+        ("always [madvise] never\n", "Name:\tx\nTHP_enabled:\t1\n", "madvise"),
+        ("[always] madvise never\n", "", "always"),
+        ("always madvise [never]\n", "THP_enabled:\t1\n", "never"),
+        ("[always] madvise never\n", "Name:\tx\nTHP_enabled:\t0\n", "never"),
+        ("", "", ""),
+    ],
+)
+def test_huge_pages_of_a_process(enabled: str, status: str, found: str) -> None:
+    assert huge_pages(enabled, status) == found
+
+
 EVERY_WRONG = [
     path_with(refusal="it is not a directory; name one", disk=None),
     path_with(facts=replace(DISK.facts, mount=Mount(kind="nfs"))),
@@ -168,6 +190,7 @@ EVERY_WRONG = [
     replace(FIT, io_backend="kvikio"),
     replace(FIT, io_backend="kvikio", kvikio=KvikioFacts(version="1", mode="compat")),
     replace(FIT, allocator="glibc"),
+    replace(FIT, huge_pages="never"),
     replace(FIT, warnings=("endurance allowance: 100 of 100 bytes; raise it",)),
 ]
 

@@ -232,20 +232,20 @@ def test_the_more_room_the_fewer_looks() -> None:
 
     for kept_bytes, most in ((2000, 100), (100, 10), (10, 2), (0, 0)):
         rest = Rest(True, lambda: model, room)
-        assert not rest.begins((torch.ones(3),), {})
+        assert not rest.begins(rest.key((torch.ones(3),), {}))
         rest.end_step(kept_bytes=kept_bytes, moved_bytes=0, failures=0, room_bytes=6000)
         looks.clear()
         for _ in range(100):
-            assert rest.begins((torch.ones(3),), {})
+            assert rest.begins(rest.key((torch.ones(3),), {}))
         assert len(looks) == most
 
 
 def test_a_step_runs_with_hooks_every_so_often() -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
-    rest.begins((torch.ones(3),), {})
+    rest.begins(rest.key((torch.ones(3),), {}))
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     rested = 0
-    while rest.begins((torch.ones(3),), {}):
+    while rest.begins(rest.key((torch.ones(3),), {})):
         rested += 1
     assert rested == 255
 
@@ -261,14 +261,14 @@ def test_a_step_runs_with_hooks_every_so_often() -> None:
 )
 def test_an_argument_that_tells_no_size_is_never_rested_with(argument: Any) -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
-    assert not rest.begins((argument,), {})
+    assert not rest.begins(rest.key((argument,), {}))
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     assert not rest.resting
 
 
 def test_a_forward_that_failed_says_nothing() -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
-    rest.begins((torch.ones(3),), {})
+    rest.begins(rest.key((torch.ones(3),), {}))
     rest.leave(failed=True)
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     assert not rest.resting

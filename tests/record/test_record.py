@@ -206,7 +206,7 @@ def test_edits_through_tensors_that_joined_count_until_the_bytes_are_our_own() -
     source = torch.ones(N)
     alias = torch.empty(0).set_(source.untyped_storage(), 0, (N,), (1,))  # a version counter of its own
     record = Record(0, source, source, source.untyped_storage(), 0, 4 * N, deque())
-    record.join(alias)
+    record.join(alias, together=True)
     assert not record.is_edited()
     alias.add_(1)
     assert record.is_edited()

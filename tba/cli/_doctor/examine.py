@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from .disk_probe import probe_bytes, probe_disk
 
 # Small blocks show the cost of a transfer, large ones the bandwidth of the disk.
 BLOCK_SIZES = (1 << 20, 16 << 20)
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # For each size of block, so that most of a day's allowance is left to training.
 _ALLOWANCE_SHARE = 0.05
 
@@ -63,10 +65,31 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
         kvikio=probe_kvikio(usable[0] if usable else None),
         allocator=allocator_in_force(maps, os.environ),
         best_allocator=allocator_environment("auto").name,
+        huge_pages=huge_pages(_read(_HUGE_PAGES), _read(Path("/proc/self/status"))),
         io_threads=threads,
         settings=tuple(setting._asdict() for setting in describe(config)),
         warnings=tuple(str(warning.message) for warning in caught),
     )
+
+
+def huge_pages(enabled: str, status: str) -> str:
+    """Tell whether a process may have transparent huge pages, from the system's switch and the process's status.
+
+    Args:
+        enabled: such as "always [madvise] never".
+        status: of the process; a container may have switched them off for it (`prctl(PR_SET_THP_DISABLE)`).
+    """
+    if re.search(r"^THP_enabled:\s*0", status, re.MULTILINE):
+        return "never"
+    chosen = re.search(r"\[(\w+)\]", enabled)
+    return chosen[1] if chosen else ""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:  # a kernel without huge pages, or a container that hides the file
+        return ""
 
 
 def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:

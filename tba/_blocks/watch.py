@@ -1,0 +1,146 @@
+"""Watch: what one step shows of its blocks and of what it saves, and the facts that follow from it.
+
+Times are of computation: what transfers, trials and waiting have taken is left out by who notes them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn, strided
+from torch.utils._pytree import tree_leaves
+
+from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .trial import Verdict
+
+
+@dataclass
+class Watch:
+    """What has been seen of the step under way.
+
+    Attributes:
+        begun_s: when it began, by the clock.
+        saved: place, bytes and time of each storage, by record number.
+        held: bytes that a codec has left of it, by record number; 0 where others give it again.
+        asked: when backward asked for it first, by record number.
+        visits: of blocks: the module, when its forward began, bytes of its input.
+        verdicts: what trials have found, by visit.
+        counts: storages saved so far, by block.
+        shared: numbers of records that are saved by a block and again elsewhere: they are none of that block's.
+        lent: those of them, by the whereabouts where they are saved again.
+        near: what the block under way is given, or what the last one has made: positions, by id of the storage.
+        inside: bytes that each module has saved that may be a block.
+        nbytes: saved so far, before any codec.
+        peak_bytes: most that saved tensors have held in memory.
+        aside_s: what trials have taken.
+        step_s: until backward asked last, by the clock.
+        turned: backward has asked for something.
+        departed: it is not the step that was expected.
+    """
+
+    begun_s: float
+    saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+    asked: dict[int, float] = field(default_factory=dict)
+    visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
+    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    shared: set[int] = field(default_factory=set)
+    lent: dict[tuple[int, int], int] = field(default_factory=dict)
+    near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
+    inside: dict[nn.Module, int] = field(default_factory=dict)
+    nbytes: int = 0
+    peak_bytes: int = 0
+    aside_s: float = 0.0
+    step_s: float = 0.0
+    turned: bool = False
+    departed: bool = False
+
+    def place(self, block: int) -> Place:
+        """Give the next storage that `block` saves its place."""
+        number = self.counts.get(block, 0)
+        self.counts[block] = number + 1
+        return Place(block, number)
+
+    def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int]:
+        """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, or -1."""
+        stretch = 2 * len(self.visits) - (block != OUTSIDE)
+        found = self.near.get(id(root.untyped_storage())) if root is not None else None
+        return stretch, -1 if found is None or found[1]() is None else found[0]
+
+    def elsewhere(self) -> dict[Place, Place]:
+        """Give what is shared its place outside of all blocks, by the place where it was saved first."""
+        places = [place for number, (place, _, _) in self.saved.items() if number in self.shared]
+        return {place: Place(OUTSIDE, -1 - number) for number, place in enumerate(places)}
+
+    def lends(self) -> dict[tuple[int, int], Place]:
+        """Give where else what is shared may be saved first, if the block where it was recomputes."""
+        elsewhere = self.elsewhere()
+        return {where: elsewhere[self.saved[number][0]] for where, number in self.lent.items()}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the step that would stay, were there room for all."""
+        held = self.held
+        return self.nbytes - sum(
+            nbytes - held[number] for number, (_, nbytes, _) in self.saved.items() if number in held
+        )
+
+    def held_by_place(self) -> dict[Place, int]:
+        """Give the bytes that codecs have left, by place."""
+        return {place: self.held[number] for number, (place, _, _) in self.saved.items() if number in self.held}
+
+    def facts(self, link: Link, read_ahead_bytes: int) -> Facts:
+        """Conclude the facts of a step that has been watched to its end."""
+        asked = dict(zip(self.asked, _ascending(self.asked.values()), strict=True))
+        turn_s, last_s = min(asked.values()), max(asked.values())
+        elsewhere = self.elsewhere()
+        times_s = _ascending(saved_s for _, _, saved_s in self.saved.values())
+        saved = tuple(
+            Saved(
+                elsewhere.get(place, place),
+                self.held.get(number, nbytes),
+                saved_s,
+                asked.get(number, last_s) - turn_s,
+                nbytes,
+            )
+            for (number, (place, nbytes, _)), saved_s in zip(self.saved.items(), times_s, strict=True)
+        )
+        blocks = []
+        begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
+        for visit, (_, _, input_bytes) in enumerate(self.visits):
+            verdict = self.verdicts.get(visit, Verdict(None, "its second run was not seen"))
+            replay_s = verdict.seconds
+            if replay_s is not None and visit + 1 < len(begins_s):
+                # Beside the transfers of backward a trial may take longer than a replay will.
+                replay_s = min(replay_s, begins_s[visit + 1] - begins_s[visit])
+            blocks.append(Block(begins_s[visit], replay_s, input_bytes, verdict.why_not))
+        return Facts(
+            saved=saved,
+            blocks=tuple(blocks),
+            forward_s=turn_s,
+            backward_s=last_s - turn_s,
+            link=link,
+            read_ahead_bytes=read_ahead_bytes,
+        )
+
+
+def input_bytes(args: tuple[Any, ...]) -> int:
+    """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
+    storages = {arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if type(arg) is Tensor}
+    return sum(storages.values())
+
+
+def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
+    """Number the tensors of a block's arguments or results; by id of their storage, while they live."""
+    tensors = (leaf for leaf in tree_leaves(value) if type(leaf) is Tensor and leaf.layout is strided)
+    return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
+
+
+def _ascending(times_s: Iterable[float]) -> list[float]:
+    """Raise each time to those before it: what was taken off for transfers is an estimate, the order is not."""
+    return list(itertools.accumulate(times_s, max))

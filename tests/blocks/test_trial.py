@@ -1,0 +1,69 @@
+"""What a trial finds out about blocks that must not recompute, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tba._blocks.trial import Trial, Verdict
+
+
+class Layer(nn.Module):
+    """Does to its weight and what it is given what it is told to."""
+
+    def __init__(self, what: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), nn.Buffer(torch.zeros(1))
+        self.what, self.memory = what, [0]
+
+    def forward(self, x: Tensor, by: Any = 1.0) -> Tensor:
+        with torch.no_grad():
+            found = self.what(self, x)
+        out = self.linear(x)
+        return out * (found if isinstance(found, (int, Tensor)) else 1.0)
+
+
+def _remembers(layer: Layer, _: Tensor) -> int:
+    layer.memory[0] += 1
+    return layer.memory[0]
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    ("what", "why_not"),
+    [
+        (lambda *_: None, ""),
+        (lambda _, x: torch.nn.functional.dropout(x, 0.5), ""),
+        (lambda layer, _: layer.calls.add_(1), "it changes its buffers"),
+        (lambda layer, _: layer.linear.weight.mul_(2).sum(), "it edits its weights or what it is given"),
+        (lambda _, x: x.zero_(), "it edits its weights or what it is given"),
+        (_remembers, "its second run gives other values"),
+    ],
+)
+def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
+    torch.manual_seed(0)
+    layer, verdicts = Layer(what), list[Verdict]()
+    x = torch.ones(3, 4, requires_grad=True) * 1.0
+    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    out = trial.call((x,), {})
+    before = [tensor.clone() for tensor in layer.state_dict().values()]
+    out.sum().backward()
+    assert [verdict.why_not for verdict in verdicts] == [why_not]
+    assert (verdicts[0].seconds is not None) == (not why_not)
+    assert all(map(torch.equal, before, layer.state_dict().values()))
+
+
+def test_an_argument_that_may_remember_is_named() -> None:
+    layer, verdicts = Layer(lambda *_: None), list[Verdict]()
+    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial.call((torch.ones(3, 4, requires_grad=True),), {"by": object()})
+    assert [verdict.why_not for verdict in verdicts] == ["it is given a object, which may remember its calls"]

@@ -1,0 +1,158 @@
+"""Plans over what codecs leave: bytes as they are held, moved encoded, and values that do not depend on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.exactness import assert_bit_equal
+from support.gpt import GPT, GPTConfig
+from support.planned import ROWS, SLOW, WIDTH, Training, assert_equal, nothing, train
+from tba import BudgetError, Offloader, offload_context
+
+STEPS = 7
+
+
+class Language(nn.Module):
+    """A small model of language and how it is trained: tokens are the labels too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "gpt":
+            self.model: Any = GPT(GPTConfig(vocab=64, sequence=64, width=64, heads=4, layers=4, dropout=0.1))
+        else:
+            import transformers
+
+            config = transformers.LlamaConfig(
+                vocab_size=64,
+                hidden_size=64,
+                intermediate_size=176,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                attention_dropout=0.1,
+                use_cache=False,
+            )
+            self.model = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.kind == "gpt":
+            return self.model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
+        return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
+
+
+def gradients(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple[list[Tensor], list[Offloader]]:
+    """Gradients of every step, and the engine."""
+    torch.manual_seed(3)
+    model = Language(kind).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offloads = [make(model)] if make is not None else []
+    found = []
+    for number in range(STEPS):
+        torch.manual_seed(50 + number)
+        tokens = torch.randint(64, (8, 65))
+        for offload in offloads:
+            offload.__enter__()
+        model(tokens).backward()
+        for offload in offloads:
+            offload.__exit__(None, None, None)
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, offloads
+
+
+def held_bytes(kind: str, auto: Callable[..., Offloader], compress: str) -> int:
+    """Bytes that a step holds where all has room."""
+    offload = gradients(kind, lambda model: auto(model, memory_budget="1GiB", compress=compress))[1][0]
+    stats = offload.stats()
+    return stats.held_bytes
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize(("share", "rates"), [(0.7, SLOW), (0.45, {})], ids=["slow", "fast"])
+def test_exact_codecs_are_planned_with_and_change_no_bit(
+    auto: Callable[..., Offloader], kind: str, share: float, rates: dict[str, str]
+) -> None:
+    budget = int(share * held_bytes(kind, auto, "exact"))
+    ours, (offload,) = gradients(kind, lambda model: auto(model, memory_budget=budget, compress="exact", **rates))
+    assert_bit_equal(ours, gradients(kind, None)[0], "gradients")
+    plan, stats = offload.plan, offload.stats()
+    assert plan is not None
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= budget
+    assert plan.sends or plan.recomputed
+    assert stats.packed_bytes < stats.encoded_bytes
+    assert stats.derived_bytes
+    assert "before codecs" in str(plan)
+    # What others give again has no bytes to move, but those of its own where its block runs again.
+    derived = [each for each in plan.facts.saved if not each.nbytes]
+    assert derived
+    assert all(each.replayed_bytes > 0 and each.place not in plan.sends for each in derived)
+    if rates:
+        assert plan.recomputed
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_what_a_lossy_preset_loses_does_not_depend_on_the_plan(
+    auto: Callable[..., Offloader], scratch: Path, kind: str
+) -> None:
+    budget = int(0.6 * held_bytes(kind, auto, "safe8"))
+    ours, (offload,) = gradients(kind, lambda model: auto(model, memory_budget=budget, compress="safe8"))
+    plan = offload.plan
+    nvme = {"storage_paths": scratch, "min_tensor_bytes": 4096, "prefetch_bytes": 0}
+    theirs, (other,) = gradients(kind, lambda model: offload_context(model, "nvme", compress="safe8", **nvme))
+    other.close()
+    assert_bit_equal(ours, theirs, "gradients")
+    assert any(not torch.equal(a, b) for a, b in zip(ours, gradients(kind, None)[0], strict=True))
+    assert plan is not None
+    assert plan.measured is not None
+    assert plan.measured.peak_bytes <= budget
+    assert plan.sends
+    assert not plan.recomputed
+    assert {block.why_not for block in plan.facts.blocks} == {
+        "under a lossy preset its gradients would depend on the plan"
+    }
+    assert sum(plan.sends.values()) < sum(each.replayed_bytes for each in plan.facts.saved if each.place in plan.sends)
+
+
+def test_a_budget_that_no_codec_meets_is_an_error(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, memory_budget=1 << 17, compress="safe8")
+    with pytest.raises(BudgetError, match=r"memory_budget=128.0 KiB cannot be met: .* would depend on the plan"):
+        train(offload, training, steps=5)
+
+
+def test_a_codec_may_leave_other_bytes_than_before(auto: Callable[..., Offloader]) -> None:
+    """Values decide how many bytes an exact codec leaves: the plan follows, and no step departs from it for that."""
+    most = [2]
+
+    class Picks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 0.1 * self.linear(torch.take(x, torch.randint(most[0], x.shape)))
+
+    def run(training: Training, offload: Offloader | None) -> list[Tensor]:
+        for number in range(12):
+            most[0] = ROWS * WIDTH if number > 6 else 2
+            with offload if offload is not None else nothing():
+                training.step(number=number)
+            if offload is not None and offload.plan is not None:
+                held.append(offload.plan.facts.saved_bytes)
+        return training.state()
+
+    held: list[int] = []
+    training = Training(Picks)
+    offload = auto(training.model, memory_budget=1 << 20, compress="exact")
+    assert_equal(run(training, offload), run(Training(Picks), None))
+    assert len(set(held)) > 1
+    assert held[-1] > held[0]

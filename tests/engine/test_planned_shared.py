@@ -1,0 +1,47 @@
+"""Storages that a block saves and code after it saves again belong to none: plans find them whatever recomputes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.planned import ROWS, SLOW, WIDTH, Training, assert_equal, train
+from tba import Offloader
+
+
+class Rectified(nn.Module):
+    """Its result is saved by its own last operator, and again by what it is given to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        inner = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return torch.relu(x + (inner if scale is None else inner * scale))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+@pytest.mark.parametrize("shares", [False, True], ids=["result", "given to all"])
+def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares: bool) -> None:
+    scale = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) if shares else None
+    given = {"scale": scale * 1.0} if scale is not None else {}
+    whole = Training(Rectified)
+    kept = auto(whole.model, memory_budget="1GiB")
+    train(kept, whole, steps=1, **given)
+    training = Training(Rectified)
+    offload = auto(training.model, memory_budget=int(share * kept.stats().held_bytes), **SLOW)
+    train(offload, training, steps=3, **given)
+    plans = []
+    for number in range(3, 8):
+        with offload:
+            training.step(number=number, **given)
+        plans.append(offload.plan)
+    assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
+    measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
+    assert len({each.step_s for each in measured}) >= len(plans) - 1  # none was departed from
+    assert plans[-1] is not None
+    assert 0 < len(plans[-1].recomputed) < len(plans[-1].facts.blocks)

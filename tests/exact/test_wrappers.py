@@ -1,0 +1,297 @@
+"""Wrapper subclasses: their inner tensors move as any others, and the wrapper comes back as it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from support.engine import Gate, engine, save
+from support.exactness import assert_adds_up, assert_bit_equal, assert_through_file
+
+N = 64
+BYTES = 4 * N * N
+
+
+def two(seed: int = 0, *, requires_grad: bool = True) -> Any:
+    """A wrapper around two tensors, made by an operator if it requires a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = torch.randn(N, N, generator=generator), torch.randn(N, N, generator=generator)
+    leaf = TwoTensor(a, b)
+    return leaf.requires_grad_() + 0 if requires_grad else leaf
+
+
+def inner(tensor: Any) -> list[Tensor]:
+    return [tensor.a, tensor.b]
+
+
+def shown(result: Any) -> Any:
+    """The tensor that the node of `result` has saved, unpacked."""
+    (found,) = result.grad_fn.saved_tensors
+    return found
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A device mesh of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_wrapper_comes_back_with_type_shape_stride_and_bits(scratch: Path) -> None:
+    x = two()
+    saved = [x, x.t(), x[:, 8:40], TwoTensor(x.detach(), x.detach() * 2).requires_grad_()]
+    with engine(scratch) as offload:
+        with offload:
+            results = [save(each) for each in saved]
+        assert not offload.stats().kept_by_reason
+        offload.flush()
+        for each, result in zip(saved, results, strict=True):
+            found = shown(result)
+            assert type(found) is TwoTensor
+            assert found.requires_grad == each.requires_grad
+            assert (found.shape, found.stride(), found.dtype) == (each.shape, each.stride(), each.dtype)
+            nested = type(each.a) is TwoTensor
+            for ours, theirs in zip(inner(found), inner(each), strict=True):
+                assert_bit_equal(inner(ours) if nested else ours, inner(theirs) if nested else theirs)
+        assert offload.stats().read_bytes > 0
+
+
+def test_statistics_count_inner_bytes_and_a_wrapper_moves_once(scratch: Path) -> None:
+    x = two()
+    weight = nn.Parameter(two(1, requires_grad=False))
+    frozen = nn.Parameter(two(2, requires_grad=False), requires_grad=False)
+    with engine(scratch) as offload:
+        with offload:
+            results = [x @ weight, x.t() @ frozen.t(), save(x), save(x.view(-1))]
+        offload.flush()
+        torch.stack([result.sum() for result in results]).sum().backward()
+        stats = offload.stats()
+        assert_through_file(stats)
+        assert stats.offloaded_bytes == 2 * BYTES
+        # `x` by itself and once more as a view; twice it is only asked for its gradient.
+        assert stats.duplicate_bytes == 4 * BYTES
+        assert stats.weight_bytes == 4 * BYTES
+
+
+def test_weights_within_a_wrapper_are_known_by_the_model(scratch: Path) -> None:
+    """A view that autograd does not link to the parameter is recognised by its storage."""
+    layer = nn.Linear(N, N, bias=False)
+    layer.weight = nn.Parameter(two(1, requires_grad=False))
+    alias = TwoTensor(layer.weight.a, layer.weight.b).requires_grad_()
+    with engine(scratch, model=layer) as offload:
+        with offload:
+            result, other = save(alias), save(two())
+        stats = offload.stats()
+        assert (stats.weight_bytes, stats.offloaded_bytes) == (2 * BYTES, 2 * BYTES)
+        del other
+        found = shown(result)
+        assert_bit_equal(inner(found), inner(alias))
+
+
+def test_the_memory_of_inner_tensors_is_given_back(scratch: Path) -> None:
+    x = two()
+    storages = [weakref.ref(part.untyped_storage()) for part in inner(x)]
+    with engine(scratch) as offload:
+        with offload:
+            result = save(x)
+            del x
+        offload.flush()
+        assert all(storage() is None for storage in storages)
+        result.sum().backward()
+
+
+def test_an_edit_of_a_wrapper_before_the_copy_is_finished_is_an_error(scratch: Path) -> None:
+    x, gate = two(), Gate("write")
+    with engine(scratch, gate, prefetch_bytes=0) as offload:
+        with offload:
+            result = save(x)
+        assert x.a._version == 0
+        with torch.no_grad():
+            x.add_(1)
+        assert x.a._version == 0  # the inner tensor's counter does not tell
+        gate.open()
+        offload.flush()
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
+            result.sum().backward()
+
+
+def test_an_edit_in_memory_through_a_view_of_a_wrapper_is_an_error(scratch: Path) -> None:
+    x = two()
+    view = x.view(-1)
+    with engine(scratch, tier="auto") as offload:
+        with offload:
+            result = save(x)
+        del x
+        with torch.no_grad():
+            view.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
+            result.sum().backward()
+
+
+def test_an_edit_after_the_copy_is_legal_and_a_later_save_is_another_record(scratch: Path) -> None:
+    x = two()
+    before = [part.clone() for part in inner(x)]
+    with engine(scratch) as offload:
+        with offload:
+            first = save(x)
+            offload.flush()
+            with torch.no_grad():
+                x.add_(1)
+            second = save(x)
+        offload.flush()
+        assert_bit_equal(inner(shown(second)), inner(x))
+        assert_bit_equal(inner(shown(first)), before)
+        assert offload.stats().offloaded_bytes == 4 * BYTES
+
+
+def test_a_wrapper_edited_after_another_of_its_memory_was_saved(scratch: Path) -> None:
+    """Two wrappers around one tensor do not count each other's edits, nor does the tensor."""
+    x = two()
+    other = TwoTensor(x.a, x.b)
+    with engine(scratch) as offload:
+        with offload:
+            first = save(x)
+            offload.flush()  # the copy has what was
+            other.add_(1)
+            second = save(other.requires_grad_())
+        offload.flush()
+        assert_bit_equal(inner(shown(second)), inner(other))
+        del first
+
+
+class Scaled(Tensor):
+    """Numbers of eight bits and a scale, as quantised tensors are made of; computed with as floats."""
+
+    numbers: Tensor
+    scale: Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Any:
+        scaled = Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+        scaled.numbers, scaled.scale = numbers, scale
+        return scaled
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Any:
+        return Scaled(parts["numbers"], parts["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self = args[0]
+        if func is torch.ops.aten.detach.default:
+            return Scaled(self.numbers, self.scale)
+        if func is torch.ops.aten.mul_.Tensor:
+            self.scale.mul_(args[1])
+            return self
+        return func(*(each.numbers * each.scale if isinstance(each, Scaled) else each for each in args))
+
+
+def test_what_stays_in_memory_of_a_wrapper_is_guarded_too(scratch: Path) -> None:
+    x = Scaled(torch.randint(-128, 128, (N, N), dtype=torch.int8), torch.tensor([0.5])).requires_grad_()
+    with engine(scratch, min_tensor_bytes=64) as offload:
+        with offload:
+            result = save(x)
+        offload.flush()
+        stats = offload.stats()
+        assert stats.offloaded_bytes == N * N
+        assert dict(stats.kept_by_reason) == {"below min_tensor_bytes": 4}
+        assert_adds_up(stats)
+        found = shown(result)
+        assert type(found) is Scaled
+        assert_bit_equal([found.numbers, found.scale], [x.numbers, x.scale])
+        x.detach().mul_(3)
+        with pytest.raises(RuntimeError, match=r"Scaled \[64, 64\]\] is at version 1; expected version 0"):
+            result.sum().backward()
+
+
+def test_a_nested_tensor_stays_and_is_exact(scratch: Path) -> None:
+    """The sizes of a jagged one are symbols that belong to its offsets."""
+    parts = [torch.randn(3, N), torch.randn(5, N)]
+    weight = torch.randn(N, N, requires_grad=True)
+    with engine(scratch) as offload:
+        with offload:
+            x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+            result = (x @ weight).values().square().sum()
+        offload.flush()
+        result.backward()
+        assert "NestedTensor" in offload.stats().kept_by_reason
+    expected = torch.randn(N, N, requires_grad=True)
+    with torch.no_grad():
+        expected.copy_(weight)
+    (torch.nested.as_nested_tensor(parts, layout=torch.jagged) @ expected).values().square().sum().backward()
+    assert_bit_equal(weight.grad, expected.grad)
+
+
+def _linear_of_dtensors(mesh: Any) -> tuple[nn.Module, Any]:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N))
+    for each in (layer[0], layer[2]):
+        parallelize_module(each, mesh, ColwiseParallel(use_local_output=False, output_layouts=Replicate()))
+    x = DTensor.from_local(torch.randn(N, N), mesh, [Shard(0)]).redistribute(mesh, [Replicate()], async_op=True)
+    return layer, x
+
+
+@pytest.mark.parametrize("settings", [{}, {"compress": "exact"}, {"tier": "keep", "compress": "exact"}], ids=str)
+def test_dtensors_are_exact(scratch: Path, mesh: Any, settings: dict[str, Any]) -> None:
+    gradients = []
+    for plain in (True, False):
+        layer, x = _linear_of_dtensors(mesh)
+        with engine(scratch, model=layer, **settings) as offload:
+            if plain:
+                loss = layer(x).square().mean()
+            else:
+                with offload:
+                    loss = layer(x).square().mean()
+                offload.flush()
+            loss.backward()
+            gradients.append([p.grad.to_local() for p in layer.parameters()])
+            stats = offload.stats()
+    assert_bit_equal(*gradients)
+    assert "DTensor" not in stats.kept_by_reason
+    assert stats.offloaded_bytes > 0 or settings["tier"] == "keep"
+    assert stats.weight_bytes > 0
+
+
+def test_a_lossy_preset_knows_the_class_of_a_sharded_tensor(scratch: Path, mesh: Any) -> None:
+    layer, x = _linear_of_dtensors(mesh)
+    with engine(scratch, model=layer, compress="safe8") as offload:
+        with offload:
+            loss = layer(x).square().mean()
+        offload.flush()
+        loss.backward()
+        stats = offload.stats()
+    assert stats.encoded_bytes >= 2 * BYTES
+    assert stats.packed_bytes < stats.encoded_bytes / 2
+
+
+def test_a_result_of_a_collective_is_waited_for(scratch: Path, mesh: Any) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    value = torch.randn(N, N)
+    with engine(scratch) as offload:
+        with offload:
+            reduced = all_reduce(value.clone(), "sum", mesh)
+            assert type(reduced) is AsyncCollectiveTensor
+            result = save(reduced.requires_grad_())
+        offload.flush()
+        found = shown(result)
+        assert_bit_equal(found * 1, value)
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.kept_bytes) == (BYTES, 0)

@@ -1,0 +1,136 @@
+"""Parallel: ways to spread the small Llama over ranks: tensor and sequence parallelism, and stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.ranks import BLOCKS, Llama, Step, batch, loss_of
+from tba import Offloader
+
+MICRO_BATCHES = 4
+STAGES = 2  # ranks, each with one stage or two
+
+
+class Stage(nn.Module):
+    """The blocks of one stage, with the embedding before the first and the head after the last."""
+
+    def __init__(self, number: int, stages: int) -> None:
+        super().__init__()
+        model, length = Llama(), BLOCKS // stages
+        self.embed = model.embed if number == 0 else nn.Identity()
+        self.blocks = model.blocks[number * length : (number + 1) * length]
+        self.head = nn.Sequential(model.norm, model.head) if number == stages - 1 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.embed(x)))
+
+
+# Of the stages on a rank: their numbers.
+Places = Callable[[int], tuple[int, ...]]
+
+
+def _one(rank: int) -> tuple[int, ...]:
+    return (rank,)
+
+
+def _looped(rank: int) -> tuple[int, ...]:
+    return rank, rank + STAGES
+
+
+def _there_and_back(rank: int) -> tuple[int, ...]:
+    return rank, 2 * STAGES - 1 - rank
+
+
+SCHEDULES: dict[str, Places] = {
+    "GPipe": _one,
+    "1F1B": _one,
+    "Interleaved1F1B": _looped,
+    "InterleavedZeroBubble": _looped,
+    "ZBVZeroBubble": _there_and_back,
+}
+
+
+def pipeline(
+    schedule: str, group: Any, prepare: Callable[[nn.Module], None]
+) -> tuple[nn.Module, Callable[[Offloader | None], Step]]:
+    """The stages of this rank, and the maker of their steps."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    rank = dist.get_rank(group)
+    numbers = SCHEDULES[schedule](rank)
+    count = STAGES * len(numbers)
+    modules = nn.ModuleList(Stage(number, count) for number in numbers)
+    for module in modules:
+        prepare(module)
+    stages = [
+        PipelineStage(module, number, count, torch.device("cpu"), group=group)
+        for module, number in zip(modules, numbers, strict=True)
+    ]
+    runner = get_schedule_class(schedule)(
+        stages if len(stages) > 1 else stages[0],  # type: ignore[arg-type]
+        MICRO_BATCHES,
+        loss_fn=loss_of,
+    )
+
+    def step(number: int) -> list[Tensor]:
+        tokens, losses = batch(number), list[Tensor]()
+        last = count - 1 in numbers
+        output = runner.step(*([tokens] if 0 in numbers else []), target=tokens if last else None, losses=losses)
+        return [*losses, *([output] if last else [])]
+
+    def make(offload: Offloader | None) -> Step:
+        if offload is not None:
+            for module in modules:  # what a stage saves is all written when its backward comes
+                module.register_forward_hook(lambda *_: offload.flush())
+        return step
+
+    return modules, make
+
+
+def tensor_parallel(model: nn.Module, mesh: Any, *, local: bool = True) -> None:
+    """Attention and feed-forward over the ranks; `local`: plain tensors between the layers of a block."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    wide = {name: ColwiseParallel(use_local_output=local) for name in ("feed_forward.gate", "feed_forward.up")}
+    attention = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+    ends = {"attention.o": RowwiseParallel(), "feed_forward.down": RowwiseParallel()}
+    for block in model.blocks:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, {**attention, **wide, **ends})
+
+
+def with_dtensor_outputs(model: nn.Module, mesh: Any) -> None:
+    """Activations between the layers of a block are DTensors."""
+    tensor_parallel(model, mesh, local=False)
+
+
+def sequence_parallel(model: nn.Module, mesh: Any) -> None:
+    """As in torchtitan: norms, dropout and what lies between the blocks are sharded by position."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    top = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, top)
+    for block in model.blocks:  # type: ignore[union-attr]
+        plan: dict[str, Any] = {"first": SequenceParallel(), "second": SequenceParallel()}
+        plan |= {"attention": whole, "feed_forward": whole}
+        plan |= {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
+        plan |= {name: RowwiseParallel(output_layouts=Shard(1)) for name in ("attention.o", "feed_forward.down")}
+        parallelize_module(block, mesh, plan)

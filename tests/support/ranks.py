@@ -1,0 +1,158 @@
+"""Ranks: processes of one training over gloo, and the small Llama that they train."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from support.exactness import assert_bit_equal
+from tba import Offloader, OffloadStats, offload_context
+
+VOCABULARY, WIDTH, HEADS, BLOCKS, ROWS, LENGTH = 64, 32, 4, 4, 4, 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).view(x.shape[0], LENGTH, -1, WIDTH // HEADS).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        x = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(x.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.first(x))
+        return x + self.feed_forward(self.second(x))
+
+
+class Llama(nn.Module):
+    """Tokens [rows, LENGTH] to logits [rows, LENGTH, VOCABULARY]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(tokens))))
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Cross-entropy of each token by the one before it."""
+    return functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def batch(step: int) -> Tensor:
+    """Tokens of one step, equal on all ranks."""
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def mine(tensor: Any) -> Any:
+    """The part of a tensor that this rank holds."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# Trains for one step and returns what is to be equal: losses, outputs.
+Step = Callable[[int], list[Tensor]]
+
+
+def train(model: nn.Module, step: Step, context: Any, steps: int = 3) -> list[Any]:
+    """Train; return the losses, and this rank's part of each gradient and of the weights at the end."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: list[Any] = []
+    for number in range(steps):
+        with context:
+            found += [mine(loss).detach().clone() for loss in step(number)]
+        found += [None if p.grad is None else mine(p.grad).clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(mine(p.detach()).clone() for p in model.parameters())]
+
+
+def assert_exact(
+    make: Callable[[], tuple[nn.Module, Callable[[Offloader | None], Step]]], scratch: Path, **settings: Any
+) -> tuple[OffloadStats, list[Any]]:
+    """Assert that a training through the file is to the last bit the one without; return its statistics, and it."""
+    model, step = make()
+    plain = train(model, step(None), nullcontext())
+    model, step = make()
+    config = {"tier": "nvme", "min_tensor_bytes": 0, "prefetch_bytes": 0, "storage_paths": scratch} | settings
+    offload = offload_context(model, **config)
+    moved = train(model, step(offload), offload)
+    stats = offload.stats()
+    offload.close()
+    assert_bit_equal(moved, plain)
+    assert not stats.errors
+    assert stats.live_records == 0
+    assert stats.written_bytes > 0
+    assert stats.read_bytes > 0
+    return stats, plain
+
+
+def plain_step(model: nn.Module) -> Callable[[Offloader | None], Step]:
+    """Forward and backward of a whole batch; what is saved is all written before backward."""
+
+    def make(offload: Offloader | None) -> Step:
+        def step(number: int) -> list[Tensor]:
+            tokens = batch(number)
+            loss = loss_of(model(tokens), tokens)
+            if offload is not None:
+                offload.flush()
+            loss.backward()
+            return [loss]
+
+        return step
+
+    return make
+
+
+def innermost(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that hold the elements of a saved tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        if isinstance(each := getattr(tensor, name), Tensor):
+            yield from innermost(each)
+
+
+@contextmanager
+def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """Be one rank for the rest of the process, which ends here if all goes well."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    yield
+    dist.barrier()  # nobody is gone while another still talks to it
+    os._exit(0)  # past the end of torch's own threads, which aborts now and then: terminate without an exception
