@@ -7,12 +7,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test lint gpu clean
+.PHONY: help .venv demo allocator test lint docs wheel gpu clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
 	@echo "make test   run every test"
 	@echo "make lint   ruff, format check, mypy strict"
+	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
+	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
 	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark"
 	@echo "make .venv  make the environment alone"
 	@echo "make clean  remove the environment and all that was generated"
@@ -53,6 +55,31 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+$(VENV)/.docs: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/.docs
+	$(BIN)/python docs/site/assemble.py out/site-source
+	$(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going --fresh-env -c docs/site out/site-source out/site
+	cp out/site-source/llms.txt out/site
+	@echo "the site: out/site/index.html"
+
+$(VENV)/.release: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[release]'
+	touch $@
+
+# From a copy, as setuptools leaves folders in its source; the environment that the wheel is tried in has nothing else.
+wheel: $(VENV)/.release
+	rm -rf dist out/wheel && mkdir -p out/wheel/source
+	git ls-files -z | xargs -0 cp --parents --target-directory=out/wheel/source
+	$(BIN)/python -m build --outdir dist out/wheel/source
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv out/wheel/venv
+	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
+	cd out/wheel && venv/bin/python -I $(CURDIR)/tests/support/smoke.py && venv/bin/tba --version
 
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py

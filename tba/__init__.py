@@ -1,12 +1,14 @@
 """Take the activations of PyTorch training out of the way and bring them back in time, bit for bit.
 
-from tba import offload_context
+    from tba import offload_context
 
-with offload_context(model, tier="nvme") as offload:
-    for batch in loader:
-        model(**batch).loss.backward()
-        optimizer.step(); optimizer.zero_grad()
-print(offload.stats())
+    with offload_context(model, tier="nvme") as offload:
+        for batch in loader:
+            model(**batch).loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+    print(offload.stats())
+
+`attach(model)` does so with the model's own forward, where a trainer owns the loop.
 """
 
 from ._audit.audit import audit

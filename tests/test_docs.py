@@ -8,17 +8,25 @@ from pathlib import Path
 
 import pytest
 
+import tba
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "llms.txt",
     ROOT / "benchmarks" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").glob("[!s]*/*.md")),  # without docs/site, whose links Sphinx follows
 ]
+GUIDE = ROOT / "docs" / "guide"
 _TEST = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+_TRAP = re.compile(r"^\| (\d+) \|.*$", re.MULTILINE)
+_MESSAGE = re.compile(r"`([^`]+)`")
 _CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -64,6 +72,50 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 def test_python_examples_compile(page: Path) -> None:
     for code in _PYTHON.findall(page.read_text()):
         compile(code, str(page), "exec")
+
+
+def test_every_known_trap_names_a_test_or_is_called_a_limit() -> None:
+    rows = {int(row[1]): row[0] for row in _TRAP.finditer((GUIDE / "traps.md").read_text())}
+    assert sorted(rows) == list(range(1, 56))
+    assert [number for number, row in rows.items() if not _TEST.search(row) and "**limit**" not in row.lower()] == []
+
+
+def test_every_story_names_a_test() -> None:
+    rows = [row[0] for row in _TRAP.finditer((ROOT / "docs" / "stories.md").read_text())]
+    assert len(rows) == 20
+    assert [row for row in rows if not _TEST.search(row)] == []
+
+
+def messages() -> list[str]:
+    """Each text in the packages' source, with "..." where a value is put in."""
+    found = []
+    for path in (path for package in ("tba", "io_backends") for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "..." for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def test_every_message_that_the_page_of_errors_explains_is_one_of_ours() -> None:
+    ours = messages()
+    ends_at = "## PyTorch's own errors"
+    page = (GUIDE / "errors.md").read_text().partition(ends_at)[0]
+    quoted = [text for row in re.findall(r"^\| (`.*?) \|", page, re.MULTILINE) for text in _MESSAGE.findall(row)]
+    assert len(quoted) > 30
+    for text in quoted:
+        parts = map(re.escape, text.replace("'...'", "...").split("..."))  # {value!r} brings its own quotes
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(message) for message in ours), text
+
+
+def test_the_page_of_errors_has_every_error_and_the_api_every_name() -> None:
+    page, api = (GUIDE / "errors.md").read_text(), (ROOT / "docs" / "site" / "api" / "tba.md").read_text()
+    errors = [name for name in tba.__all__ if name.endswith(("Error", "Warning"))]
+    assert [name for name in errors if f"## {name}" not in page and f"and {name}" not in page] == ["OffloadError"]
+    assert [name for name in tba.__all__ if f":: {name}\n" not in api] == []
 
 
 def test_the_readme_shows_python() -> None:

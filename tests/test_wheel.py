@@ -17,12 +17,13 @@ PACKAGES = ("compact", "io_backends", "tba")
 
 # Only the standard library, the unpacked wheel and what is installed: without `site`, no editable install is found.
 _IMPORTS = """
-import importlib, sys
-unpacked, *installed, names = sys.argv[1:]
+import importlib, runpy, sys
+unpacked, *installed, names, smoke = sys.argv[1:]
 sys.path[:] = [unpacked, *sys.path, *installed]
 for name in names.split(","):
     module = importlib.import_module(name)
     assert module.__file__.startswith(unpacked), (name, module.__file__)
+runpy.run_path(smoke, run_name="__main__")
 """
 
 
@@ -68,6 +69,8 @@ def test_a_wheel_has_every_file_of_the_packages_and_works_without_the_checkout(t
     found = [path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()]
     assert sorted(path for path in found if not path.parts[0].endswith(".dist-info")) == shipped()
     installed = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    command = [sys.executable, "-I", "-S", "-c", _IMPORTS, str(unpacked), *installed, ",".join(modules())]
+    smoke = ROOT / "tests" / "support" / "smoke.py"
+    command = [sys.executable, "-I", "-S", "-c", _IMPORTS, str(unpacked), *installed, ",".join(modules()), str(smoke)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "bit-equal" in done.stdout
