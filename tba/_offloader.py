@@ -22,7 +22,7 @@ from ._engine import backward
 from ._engine.saver import Saver
 from ._errors import ClosedError
 from ._plan.plan import Plan
-from ._stats import OffloadStats, TraceEvent, traced
+from ._stats import OffloadStats, TraceEvent
 from ._text import size
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, clear_dead, hint, lifted
@@ -182,8 +182,11 @@ class Offloader:
             yield
 
     def trace(self) -> AbstractContextManager[list[TraceEvent]]:
-        """Collect an event for each write, read, wait and forwarded tensor of the region, in the order they ended."""
-        return traced(self._saver.mover)
+        """Collect an event for each tensor saved or freed, write, read and wait of the region, in the order they ended.
+
+        `report` shows it.
+        """
+        return self._saver.mover.recorder.region()
 
     @property
     def plan(self) -> Plan | None:

@@ -1,7 +1,8 @@
-"""Text for people: counts of bytes, and rows aligned for a terminal; and whether a picture can be drawn for them."""
+"""Text for people: counts of bytes, and rows aligned for a terminal or a page; and whether a picture can be drawn."""
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,6 +25,21 @@ def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     return "\n".join([*lines, *notes])
+
+
+def as_html(rows: Sequence[Sequence[str]], notes: Iterable[str] = (), *, heads: int = 1) -> str:
+    """Make an HTML table of rows of cells, the first `heads` as its head; then the notes.
+
+    Cells align as those of `as_text`; a label's leading spaces indent it.
+    """
+    lines = []
+    for number, (first, *rest) in enumerate(rows):
+        kind = "th" if number < heads else "td"
+        indent = (len(first) - len(first.lstrip())) / 2
+        cells = [f'<{kind} style="text-align:left;padding-left:{indent:.2g}em">{html.escape(first.strip())}</{kind}>']
+        cells += [f'<{kind} style="text-align:right;white-space:nowrap">{html.escape(cell)}</{kind}>' for cell in rest]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join(["<table>", *lines, "</table>", *(f"<p>{html.escape(note)}</p>" for note in notes)])
 
 
 def check_picture(path: str | os.PathLike[str], what: str) -> None:

@@ -5,6 +5,7 @@ Wants the engine's lock held.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -161,6 +162,9 @@ class Packing:
             stays=decision is SHRINK,
         )
         self.numbers += 1
+        if self._mover.recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
         self._read_ahead.records[record.number] = record.ref
         if known is None:
             known = Known()

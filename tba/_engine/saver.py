@@ -38,6 +38,7 @@ from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from .._record.view import View, is_edited
 from .._stats import Counters, OffloadStats
+from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
@@ -59,8 +60,7 @@ class Saver(ForkAware):
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
     ) -> None:
-        self.lock = threading.RLock()
-        self.counters = Counters()
+        self.lock, self.counters = threading.RLock(), Counters()
         self.steps = Steps(config.tier, self.counters, model)
         self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.dead = False
@@ -81,12 +81,15 @@ class Saver(ForkAware):
             config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
         )
         self._remains = self._packing.remains
+        self._caches = Caches(config.tier)
         self._started_s = time.monotonic()
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
+        if (frame := sys._getframe(1)).f_code.co_filename in SAVES_INPUTS:
+            self._caches.look(frame)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._pack(tensor)
@@ -128,9 +131,8 @@ class Saver(ForkAware):
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
             TransferError, ClosedError: its bytes could not be brought back; they are gone with the engine, or a fork.
         """
-        first: Any
-        second: Any
-        first, second = packed
+        first: Any = packed[0]
+        second: Any = packed[1]
         if type(first) is not Record:
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
@@ -153,6 +155,7 @@ class Saver(ForkAware):
             return restore_in_child(record, view)
         if task != backward.task:
             backward.begins(task)
+            self.counters.unseen_bytes += self._caches.count()
         mover, compressor = self.mover, self.compressor
         with self.lock:
             if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
@@ -226,7 +229,7 @@ class Saver(ForkAware):
 
     @property
     def watches(self) -> bool:
-        """Whether it matters when the model's forward begins and ends."""
+        """Whether it matters when a forward begins and ends."""
         return self.rest.possible or self.planner is not None
 
     def mode(self) -> SavedBy | None:
@@ -387,6 +390,7 @@ class Saver(ForkAware):
         self._marked = True
 
     def _take_readings(self) -> None:
+        self.counters.unseen_bytes += self._caches.count()
         self.counters.live_records = len(self.read_ahead.records)
         self.counters.resident_bytes = self.read_ahead.nbytes
 

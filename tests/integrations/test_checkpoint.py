@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from support.exactness import assert_bit_equal
-from tba import Offloader, offload_context
+from tba import Offloader, OffloadWarning, offload_context
 from tba.integrations.checkpoint import create_selective_checkpoint_contexts
 
 ADDMM, GELU = torch.ops.aten.addmm.default, torch.ops.aten.gelu.default
@@ -340,4 +340,25 @@ def test_offload_policies_store_as_save_does(scratch: Path) -> None:
         found, counts = _gradients(model, partial(create_selective_checkpoint_contexts, policy), offload)
     assert_bit_equal(found, plain)
     assert counts[ADDMM] == 0
+    offload.close()
+
+
+@pytest.mark.parametrize("tier", ["nvme", "auto"])
+def test_torchs_own_keeps_results_where_no_hook_sees_them_and_statistics_say_so(scratch: Path, tier: str) -> None:
+    model = _model()
+    plain, _ = _gradients(model, None)
+    offload = _engine(model, scratch, tier=tier)
+    theirs = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [ADDMM])
+    with pytest.warns(OffloadWarning, match="from tba.integrations.checkpoint import create_selective") as told:
+        found, _ = _gradients(model, theirs, offload)
+    assert len(told) == 1
+    _gradients(model, theirs, offload)  # told once: a second warning would be an error
+    assert_bit_equal(found, plain)
+    stats = offload.stats()
+    assert stats.unseen_bytes == 2 * BLOCKS * (HIDDEN_BYTES + OUT_BYTES)
+    assert stats.last_step is not None
+    assert stats.last_step.unseen_bytes == BLOCKS * (HIDDEN_BYTES + OUT_BYTES)
+    assert "where no hook sees them; tba.integrations.checkpoint stores them" in str(stats)
+    _gradients(model, _selective(ADDMM), offload)
+    assert offload.stats().unseen_bytes == stats.unseen_bytes
     offload.close()
