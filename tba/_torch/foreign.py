@@ -85,9 +85,9 @@ class Caches:
             frame = frame.f_back
 
     def count(self) -> int:
-        """Count the bytes in the caches found since it was last called; backward takes them out of there."""
-        found, self._found = self._found, []
-        modes = [mode for reference in found if (mode := reference()) is not None]
+        """Count the bytes in the caches that have been filled since it was last called; backward empties them."""
+        modes = [mode for reference in self._found if (mode := reference()) is not None]
+        self._found = [weakref.ref(mode) for mode in modes if not mode.storage]
         entries = tree_leaves([[list(each.values()) for each in mode.storage.values()] for mode in modes])
         tensors = [value for entry in entries if isinstance(value := getattr(entry, "val", None), Tensor)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
