@@ -60,6 +60,10 @@ class Recorder:
         due = self._ended & (self._ended + 1) == 0
         self.trace = self._own = [] if due else None
 
+    def latest(self) -> tuple[list[TraceEvent], int]:
+        """Return what `last` and `number` are; of the first micro-batch while that is still under way."""
+        return (self.last, self.number) if self.last else (list(self.trace or ()), self._ended + 1)
+
     @contextmanager
     def region(self) -> Iterator[list[TraceEvent]]:
         """Collect the events of a region, in the order they ended."""

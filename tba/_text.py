@@ -57,10 +57,19 @@ def check_picture(path: str | os.PathLike[str], what: str) -> None:
             f"a picture of {what} needs matplotlib, which is not installed; pip install 'tba-offload[plot]'"
         ) from None
     known = Figure().canvas.get_supported_filetypes()
+    _check_target(path, "picture", known)
+
+
+def check_page(path: str | os.PathLike[str]) -> None:
+    """Check that an HTML page can be written there. Raises ConfigError as `check_picture` does."""
+    _check_target(path, "report", ["html"])
+
+
+def _check_target(path: str | os.PathLike[str], what: str, endings: Iterable[str]) -> None:
     target = Path(path)
-    if target.suffix[1:].lower() not in known:
-        raise ConfigError(f"a picture was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(known))}")
+    if target.suffix[1:].lower() not in endings:
+        raise ConfigError(f"a {what} was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(endings))}")
     if not target.parent.is_dir():
         raise ConfigError(
-            f"a picture was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
+            f"a {what} was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
         )
