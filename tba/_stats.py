@@ -115,7 +115,7 @@ class OffloadStats:
         projected_bytes_per_day: bytes written in a day at the rate of this run so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
         peak_bytes: most bytes that saved tensors held in memory at once: waiting, on their way out, read back. Tensors
-            that are not worth moving come on top.
+            that are not worth moving come on top, and memory that compiled code or a custom Function has taken over.
         unseen_bytes: results that torch's own selective checkpointing kept in its cache, where no hook sees them; no
             part of `saved_bytes`.
         errors: transfers that failed.

@@ -130,6 +130,8 @@ class Packing:
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
+        if compressor is not None and compressor.lossy and kind is Saved.UNKNOWN:
+            self.whole.tell_exact(compressor.name)
         known: Known | None = getattr(storage, MARK, None)
         if known is not None:
             record = known.find(root, begin, end, self.remains)
@@ -144,7 +146,7 @@ class Packing:
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor)
         self.step_bytes += nbytes
-        if decision is not SHRINK and compressor is None and self.whole.keeps(sequence_nr(), nbytes):
+        if decision is not SHRINK and self.whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
         if nbytes < storage_bytes:
             begin, end = policy.range_to_store(begin, end, storage_bytes)
