@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,13 +19,14 @@ from torch import nn
 
 from io_backends import Store, interrupts
 
-from ._config import OffloadConfig
+from ._config import OffloadConfig, describe
 from ._engine import backward
 from ._engine.saver import Saver
-from ._errors import ClosedError
+from ._errors import ClosedError, ConfigError
 from ._plan.plan import Plan
-from ._stats import OffloadStats, TraceEvent, traced
-from ._text import size
+from ._report.page import Contents, page
+from ._stats import OffloadStats, TraceEvent
+from ._text import check_page, size
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, clear_dead, hint, lifted
 from ._torch.module_hooks import tie
@@ -182,8 +185,41 @@ class Offloader:
             yield
 
     def trace(self) -> AbstractContextManager[list[TraceEvent]]:
-        """Collect an event for each write, read, wait and forwarded tensor of the region, in the order they ended."""
-        return traced(self._saver.mover)
+        """Collect an event for each tensor saved or freed, write, read and wait of the region, in the order they ended.
+
+        `report` shows it.
+        """
+        return self._saver.mover.recorder.region()
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write one HTML page that needs nothing else: bytes by class, memory and transfers over time, plan, settings.
+
+        The courses are those of the last region inside `trace()`, or of the last of the micro-batches 1, 2, 4, 8...
+
+        Raises:
+            ConfigError: nothing was saved yet, a path that does not end in .html, or no such directory.
+            OSError: the file cannot be written.
+        """
+        check_page(path)
+        stats = self.stats()
+        if not stats.saved_bytes:
+            raise ConfigError(
+                "report: nothing has been saved inside this context yet; run a step in it, then ask again"
+            )
+        recorder, model = self._saver.mover.recorder, self._saver.model()
+        with self._saver.locked():
+            events, number = recorder.latest()
+        name = type(model).__name__ if model is not None else "saved tensors"
+        contents = Contents(
+            title=f"{name}, tier {self.config.tier!r}",
+            about=f"PyTorch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M:%S %Z')}",
+            stats=stats,
+            settings=describe(self.config),
+            events=events,
+            number=number,
+            plan=self.plan,
+        )
+        Path(path).write_text(page(contents), encoding="utf-8")
 
     @property
     def plan(self) -> Plan | None:

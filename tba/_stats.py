@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from ._text import as_text, size
+from ._text import as_html, as_text, size
 
 
 class TraceEvent(NamedTuple):
-    """One event: `kind` is "write", "read", "wait" or "forwarded"; times are those of `time.perf_counter()`."""
+    """One event; times are those of `time.perf_counter()`.
+
+    `kind` is "saved" or "freed", of a tensor that its graph now has, or has no more; "write" or "read", of a transfer;
+    "forwarded", of one that backward wanted while it was still in memory; "wait" or "room", of backward that stood
+    still for a tensor, or forward for room; "held": saved tensors hold `nbytes` in memory now.
+    """
 
     kind: str
     start_s: float
@@ -23,21 +27,55 @@ class TraceEvent(NamedTuple):
     label: str
 
 
-class Traces(Protocol):
-    """Whatever appends its events to a list, where it is given one."""
+class Recorder:
+    """Events of the region under way, if that is recorded: one that was asked for, or a micro-batch now and then.
 
-    trace: list[TraceEvent] | None
+    The first, second, fourth, eighth... are recorded: enough for a picture, and nothing over a long run.
 
+    Attributes:
+        trace: of the region under way; None where nothing is recorded.
+        last: of the region recorded last.
+        number: of the micro-batch that `last` is of; 0 for a region that was asked for.
+    """
 
-@contextmanager
-def traced(source: Traces) -> Iterator[list[TraceEvent]]:
-    """Collect the events of a source, in the order they ended."""
-    events: list[TraceEvent] = []
-    before, source.trace = source.trace, events
-    try:
-        yield events
-    finally:
-        source.trace = before
+    def __init__(self) -> None:
+        self.trace: list[TraceEvent] | None = []
+        self.last: list[TraceEvent] = []
+        self.number = 0
+        self._own: list[TraceEvent] | None = self.trace
+        self._ended = 0
+
+    def note(self, kind: str, start_s: float, end_s: float, nbytes: int, label: str) -> None:
+        """Record an event. Call it only while `trace` is there."""
+        if self.trace is not None:
+            self.trace.append(TraceEvent(kind, start_s, end_s, nbytes, label))
+
+    def end_step(self) -> None:
+        """End a micro-batch."""
+        self._ended += 1
+        if self.trace is not self._own:
+            return  # a region that was asked for goes on
+        if self.trace:
+            self.last, self.number = self.trace, self._ended
+        due = self._ended & (self._ended + 1) == 0
+        self.trace = self._own = [] if due else None
+
+    def latest(self) -> tuple[list[TraceEvent], int]:
+        """Return what `last` and `number` are; of the first micro-batch while that is still under way."""
+        return (self.last, self.number) if self.last else (list(self.trace or ()), self._ended + 1)
+
+    @contextmanager
+    def region(self) -> Iterator[list[TraceEvent]]:
+        """Collect the events of a region, in the order they ended."""
+        events: list[TraceEvent] = []
+        before, self.trace = self.trace, events
+        try:
+            yield events
+        finally:
+            self.trace = before
+            if before is self._own:  # which has a gap now
+                self.trace = self._own = None
+            self.last, self.number = events, 0
 
 
 def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) -> Any:
@@ -50,7 +88,8 @@ def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) ->
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """Bytes and seconds since the start, and in the last ended step (`last_step`). `print` shows a table.
+    """Bytes and seconds since the start, and in the last ended step (`last_step`). `print` shows a table, and so does a
+    notebook.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
     shows, or those of the range it spans where that is less (an expanded tensor).
@@ -75,7 +114,13 @@ class OffloadStats:
         written_today_bytes: of the allowance `max_write_bytes_per_day`, by all processes of this user; 0 without one.
         projected_bytes_per_day: bytes written in a day at the rate of this run so far.
         file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
+        peak_bytes: most bytes that saved tensors held in memory at once: waiting, on their way out, read back. Tensors
+            that are not worth moving come on top, and memory that compiled code or a custom Function has taken over.
+        unseen_bytes: results that torch's own selective checkpointing kept in its cache, where no hook sees them; no
+            part of `saved_bytes`.
         errors: transfers that failed.
+        step_s: seconds of the steps, each from its first saved tensor until the next step begins, the context is left
+            or statistics are asked for.
         steps: steps ended. One ends with `step()` of an optimizer that has parameters of the model (of any optimizer,
             without a model), or, while none has been seen to step, with each backward.
         micro_batches: forwards whose backward has ended: several to a step where gradients are accumulated.
@@ -83,6 +128,7 @@ class OffloadStats:
     """
 
     steps: int = _line("steps")
+    step_s: float = _line("  took", default=0.0)
     micro_batches: int = _line("micro-batches")
     saved_bytes: int = _line("saved by autograd")
     weight_bytes: int = _line("  weights, left alone", of="saved_bytes")
@@ -95,9 +141,11 @@ class OffloadStats:
     written_bytes: int = _line("written")
     read_bytes: int = _line("read")
     forwarded_bytes: int = _line("asked for while in memory")
-    wait_s: float = _line("backward waited", default=0.0)
-    backpressure_s: float = _line("forward waited", default=0.0)
+    wait_s: float = _line("backward waited", of="step_s", default=0.0)
+    backpressure_s: float = _line("forward waited", of="step_s", default=0.0)
+    unseen_bytes: int = _line("in the cache of selective checkpointing")
     errors: int = _line("failed transfers")
+    peak_bytes: int = _line("most in memory at once", now=True)
     held_bytes: int = _line("most held back in memory", now=True)
     staging_peak_bytes: int = _line("most in flight to the tier", now=True)
     live_records: int = _line("graphs own now, storages", now=True)
@@ -109,11 +157,15 @@ class OffloadStats:
     last_step: OffloadStats | None = None
 
     def __str__(self) -> str:
-        return as_text(list(_rows(self)), _notes(self))
+        return as_text(list(_rows(self)), self.notes())
 
     def _repr_html_(self) -> str:
         """Show the table in a notebook."""
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return as_html(list(_rows(self)), self.notes())
+
+    def notes(self) -> list[str]:
+        """List what the numbers alone do not say: what went wrong or waits, why nothing was written, what is unseen."""
+        return list(_notes(self))
 
     def asdict(self) -> dict[str, Any]:
         """Convert to types that JSON knows: bytes, counts and seconds by field; `last_step` likewise, or None."""
@@ -137,11 +189,14 @@ class Counters:
     forwarded_bytes: int = 0
     wait_s: float = 0.0
     backpressure_s: float = 0.0
+    unseen_bytes: int = 0
     errors: int = 0
+    step_s: float = 0.0
     steps: int = 0
     micro_batches: int = 0
     live_records: int = 0
     resident_bytes: int = 0
+    peak_bytes: int = 0
     held_bytes: int = 0
     staging_peak_bytes: int = 0
     # A collections.Counter takes twice as long to add to.
@@ -183,6 +238,8 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
     return OffloadStats(**values, kept_by_reason=MappingProxyType({r: n for r, n in kept.items() if n}))
 
 
+_MUCH_WAITING = 0.1  # share of a step, above which something is said
+
 # -- for people ------------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +255,7 @@ def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:
         yield from _row(line.metadata["label"], amounts, name, len(columns))
         if name == "kept_bytes":
             for reason in sorted({reason for c in columns for reason in c.kept_by_reason}):
-                by_reason = [(c.kept_by_reason.get(reason, 0), 0) for c in columns]
+                by_reason = [(c.kept_by_reason.get(reason, 0), c.saved_bytes) for c in columns]
                 yield from _row(f"    {reason}", by_reason, name, len(columns))
 
 
@@ -215,11 +272,25 @@ def _amount(amount: float, name: str) -> str:
 
 
 def _share(amount: float, whole: float) -> str:
-    return f"{amount / whole:.0%}" if amount and whole else ""
+    if not (amount and whole):
+        return ""
+    return f"{amount / whole:.0%}" if abs(amount) >= 0.005 * whole else "<1%"
 
 
 def _notes(stats: OffloadStats) -> Iterator[str]:
-    """Explain what the numbers alone do not say."""
+    if stats.errors:
+        yield f"{stats.errors:,} transfers failed: a tensor whose write fails stays in memory; see the warnings above."
+    last = stats.last_step or stats
+    if (waited_s := last.wait_s + last.backpressure_s) > _MUCH_WAITING * last.step_s > 0:
+        yield (
+            f"a step waits {waited_s / last.step_s:.0%} of its time for the tier: `tba doctor` measures the disks; a "
+            "larger memory_budget, compress='exact' or a further storage path leaves less to wait for."
+        )
+    if stats.unseen_bytes:
+        yield (
+            f"{size(stats.unseen_bytes)} of results lay in the cache of torch's selective checkpointing, where no hook "
+            "sees them; tba.integrations.checkpoint stores them as any other saved tensor."
+        )
     if stats.offloaded_bytes and stats.held_bytes and not stats.staging_peak_bytes:
         yield (
             f"nothing was written: all fits in what is held back ({size(stats.held_bytes)} at most), because backward "

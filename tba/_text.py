@@ -1,7 +1,8 @@
-"""Text for people: counts of bytes, and rows aligned for a terminal; and whether a picture can be drawn for them."""
+"""Text for people: counts of bytes, and rows aligned for a terminal or a page; and whether a picture can be drawn."""
 
 from __future__ import annotations
 
+import html
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -26,6 +27,21 @@ def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
     return "\n".join([*lines, *notes])
 
 
+def as_html(rows: Sequence[Sequence[str]], notes: Iterable[str] = (), *, heads: int = 1) -> str:
+    """Make an HTML table of rows of cells, the first `heads` as its head; then the notes.
+
+    Cells align as those of `as_text`; a label's leading spaces indent it.
+    """
+    lines = []
+    for number, (first, *rest) in enumerate(rows):
+        kind = "th" if number < heads else "td"
+        indent = (len(first) - len(first.lstrip())) / 2
+        cells = [f'<{kind} style="text-align:left;padding-left:{indent:.2g}em">{html.escape(first.strip())}</{kind}>']
+        cells += [f'<{kind} style="text-align:right;white-space:nowrap">{html.escape(cell)}</{kind}>' for cell in rest]
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return "\n".join(["<table>", *lines, "</table>", *(f"<p>{html.escape(note)}</p>" for note in notes)])
+
+
 def check_picture(path: str | os.PathLike[str], what: str) -> None:
     """Check that a picture of `what` can be drawn there, before any time is spent on its contents.
 
@@ -41,10 +57,19 @@ def check_picture(path: str | os.PathLike[str], what: str) -> None:
             f"a picture of {what} needs matplotlib, which is not installed; pip install 'tba-offload[plot]'"
         ) from None
     known = Figure().canvas.get_supported_filetypes()
+    _check_target(path, "picture", known)
+
+
+def check_page(path: str | os.PathLike[str]) -> None:
+    """Check that an HTML page can be written there. Raises ConfigError as `check_picture` does."""
+    _check_target(path, "report", ["html"])
+
+
+def _check_target(path: str | os.PathLike[str], what: str, endings: Iterable[str]) -> None:
     target = Path(path)
-    if target.suffix[1:].lower() not in known:
-        raise ConfigError(f"a picture was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(known))}")
+    if target.suffix[1:].lower() not in endings:
+        raise ConfigError(f"a {what} was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(endings))}")
     if not target.parent.is_dir():
         raise ConfigError(
-            f"a picture was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
+            f"a {what} was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
         )

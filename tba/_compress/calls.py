@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +143,17 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return linear(x, weight, bias)
     finally:
         _now.call = None
+
+
+@contextmanager
+def unclassed() -> Iterator[None]:
+    """Have tensors saved in a region count as saved outside any call."""
+    call, norms = _now.call, _now.norms
+    _now.call, _now.norms = None, []
+    try:
+        yield
+    finally:
+        _now.call, _now.norms = call, norms
 
 
 def kind_of(tensor: Tensor) -> Saved:

@@ -77,10 +77,12 @@ class Compressor:
     """Chooses and applies the codecs of a preset.
 
     Attributes:
+        name: of the preset.
         lossy: whether one of them is; it then matters which operator has saved a tensor.
     """
 
     def __init__(self, preset: Preset, seed: int, counters: Counters) -> None:
+        self.name = preset.name
         self._preset = preset
         self._seed = seed
         self._counters = counters

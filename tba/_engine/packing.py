@@ -5,6 +5,7 @@ Wants the engine's lock held.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -143,6 +144,8 @@ class Packing:
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = Saved.UNKNOWN if compressor is None else compressor.kind(tensor) if within is None else within.kind
+        if compressor is not None and compressor.lossy and kind is Saved.UNKNOWN:
+            self.whole.tell_exact(compressor.name)
         known: Known | None = getattr(storage, MARK, None)
         if known is not None:
             record = known.find(root if within is None else within.root, begin, end, self.remains)
@@ -163,7 +166,7 @@ class Packing:
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
         self.step_bytes += nbytes
-        if decision is not SHRINK and compressor is None and self.whole.keeps(sequence_nr(), nbytes):
+        if decision is not SHRINK and self.whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
         if nbytes < storage_bytes:
             begin, end = policy.range_to_store(begin, end, storage_bytes)
@@ -181,6 +184,9 @@ class Packing:
             stays=decision is SHRINK,
         )
         self.numbers += 1
+        if self._mover.recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
         self._read_ahead.records[record.number] = record.ref
         if known is None:
             known = Known()

@@ -9,6 +9,7 @@ Wants the engine's lock held.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -109,6 +110,9 @@ class ReadAhead:
         """Forget a record that has died."""
         self.records.pop(remains.number, None)
         self._leave(remains.number)
+        if self._mover.recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._mover.recorder.note("freed", now_s, now_s, 0, f"#{remains.number}")
 
     def end_walks(self) -> None:
         """Learn from the walks of a step that has ended."""
@@ -128,7 +132,8 @@ class ReadAhead:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
-        if self._write_behind.told is not None:
+        self._write_behind.brought_bytes = self.nbytes
+        if self._write_behind.may_peak(self.nbytes):
             self._write_behind.note(self.nbytes - self._still_out_bytes())
 
     def _still_out_bytes(self) -> int:
@@ -181,6 +186,7 @@ class ReadAhead:
 
     def _leave(self, number: int) -> None:
         self.nbytes -= self._members.pop(number, 0)
+        self._write_behind.brought_bytes = self.nbytes
         self._used_up.pop(number, None)
         self._out.pop(number, None)
 

@@ -40,6 +40,7 @@ from .._record.restore import restore, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
 from .._record.view import View, is_edited
 from .._stats import Counters, OffloadStats
+from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
@@ -61,8 +62,7 @@ class Saver(ForkAware):
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
     ) -> None:
-        self.lock = threading.RLock()
-        self.counters = Counters()
+        self.lock, self.counters = threading.RLock(), Counters()
         self.steps = Steps(config.tier, self.counters, model)
         self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.dead = False
@@ -74,20 +74,22 @@ class Saver(ForkAware):
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
-        self.planner = planner
+        self.planner = planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
         told = planner.packed if planner is not None and self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._packing = Packing(config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, planner)
         self._remains = self._packing.remains
+        self._caches = Caches(config.tier)
         self._started_s = time.monotonic()
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
+        if (frame := sys._getframe(1)).f_code.co_filename in SAVES_INPUTS:
+            self._caches.look(frame)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._pack(tensor)
@@ -129,9 +131,8 @@ class Saver(ForkAware):
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
             TransferError, ClosedError: its bytes could not be brought back; they are gone with the engine, or a fork.
         """
-        first: Any
-        second: Any
-        first, second = packed
+        first: Any = packed[0]
+        second: Any = packed[1]
         asker = asker or sys._getframe().f_back
         if type(first) is not Record:
             if type(first) is Shell:
@@ -156,6 +157,7 @@ class Saver(ForkAware):
             return restore_in_child(record, view)
         if task != backward.task:
             backward.begins(task)
+            self.counters.unseen_bytes += self._caches.count()
         mover, compressor = self.mover, self.compressor
         with self.lock:
             if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
@@ -229,7 +231,7 @@ class Saver(ForkAware):
 
     @property
     def watches(self) -> bool:
-        """Whether it matters when the model's forward begins and ends."""
+        """Whether it matters when a forward begins and ends."""
         return self.rest.possible or self.planner is not None
 
     def mode(self) -> SavedBy | None:
@@ -256,10 +258,7 @@ class Saver(ForkAware):
         return rests
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
-        """Leave the context, by an exception if `failed`; `inside` another entry of it on this thread.
-
-        `packed`: the hooks were on.
-        """
+        """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` of it."""
         if self.planner is not None:
             self.planner.end_forward()
         self.rest.leave(failed=failed)
@@ -391,6 +390,7 @@ class Saver(ForkAware):
         self._marked = True
 
     def _take_readings(self) -> None:
+        self.counters.unseen_bytes += self._caches.count()
         self.counters.live_records = len(self.read_ahead.records)
         self.counters.resident_bytes = self.read_ahead.nbytes
 

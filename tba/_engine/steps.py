@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +43,7 @@ class Steps:
         self._of_step = 0  # those of them that ended since the last step did
         self._at_start = counters.snapshot()
         self._file_bytes = 0
+        self._begun_s = 0.0
         self._written_bytes = 0  # before the open micro-batch
         self._by_optimizer = False  # whether one has been seen to step
         self._stepped = False  # whether one has since the last step ended
@@ -58,10 +60,12 @@ class Steps:
         """Begin a micro-batch."""
         self.close()
         self.open = True
+        self._begun_s = time.perf_counter()
 
     def end(self, file_bytes: int) -> None:
         """End the open micro-batch."""
         self.open = self.backward_seen = False
+        self._counters.step_s += time.perf_counter() - self._begun_s
         self._of_step += 1
         self._micro_batches += 1
         self._counters.micro_batches = self._micro_batches

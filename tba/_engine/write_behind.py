@@ -49,6 +49,7 @@ class WriteBehind:
         self._largest_bytes = 0  # of all that was ever held
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
+        self.brought_bytes = 0  # of what read-ahead has in memory
         self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
@@ -68,7 +69,7 @@ class WriteBehind:
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self.look_at_room()
-        self.note(0)
+        self.note(self.brought_bytes)
         limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self._limited else 0
         over_bytes = self.nbytes + out_bytes - limit_bytes
         if record.goes or over_bytes > 0:
@@ -106,6 +107,8 @@ class WriteBehind:
         """Forget a record that has died."""
         _, nbytes = self.members.pop(remains.number, (None, 0))
         self.nbytes -= nbytes
+        if self._mover.recorder.trace is not None:
+            self.note(self.brought_bytes)
 
     def _send(self, budget_bytes: int) -> None:
         while self.members and self.nbytes > budget_bytes:
@@ -134,9 +137,10 @@ class WriteBehind:
             staging = self._mover.staging
             begun_s = time.perf_counter()
             staging.wait_for_room(0, max(0, self._limit_bytes - self.nbytes))
-            waited_s = time.perf_counter() - begun_s
-            self._mover.cost.waited_s += waited_s
-            self._counters.backpressure_s += waited_s
+            ended_s = time.perf_counter()
+            self._mover.cost.waited_s += ended_s - begun_s
+            self._counters.backpressure_s += ended_s - begun_s
+            self._mover.recorder.note("room", begun_s, ended_s, 0, "")
 
     @property
     def _limit_bytes(self) -> int:
@@ -159,8 +163,20 @@ class WriteBehind:
 
     def note(self, read_bytes: int) -> None:
         """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""
+        nbytes = self.nbytes + self._mover.staging.bytes + read_bytes
+        if nbytes > self._counters.peak_bytes:
+            self._counters.peak_bytes = nbytes
+        if self._mover.recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._mover.recorder.note("held", now_s, now_s, nbytes, "")
         if self.told is not None:
-            self.told(self.nbytes + self._mover.staging.bytes + read_bytes)
+            self.told(nbytes)
+
+    def may_peak(self, read_bytes: int) -> bool:
+        """Whether somebody wants to know what `note` would, with `read_bytes` or fewer."""
+        if self.told is not None or self._mover.recorder.trace is not None:
+            return True
+        return self.nbytes + self._mover.staging.bytes + read_bytes > self._counters.peak_bytes
 
     @property
     def room_bytes(self) -> int:

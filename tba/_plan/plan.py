@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .._text import as_text, size
+from .._text import as_html, as_text, size
 from .bound import lower_bound_s
 from .facts import OUTSIDE, Facts, Place
 from .picture import draw
@@ -140,6 +140,10 @@ class Plan:
 
     def __str__(self) -> str:
         return as_text(list(self._rows()), [])
+
+    def _repr_html_(self) -> str:
+        """Show the table in a notebook."""
+        return as_html(list(self._rows()), heads=0)
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         facts, found = self.facts, self.predicted

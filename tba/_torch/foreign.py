@@ -1,4 +1,4 @@
-"""Foreign: finds another pair of saved-tensor hooks inside the context, which keeps tensors from ours.
+"""Foreign: finds what keeps tensors from our hooks: another pair inside the context, a cache of checkpointing.
 
 PyTorch calls the innermost pair only. If a forward has saved nothing through ours, a hook on each module of the model
 looks for the owner of the innermost pair during the next forward, and is removed after it. The first forward goes
@@ -7,12 +7,24 @@ without, because hooks that come and go have compiled modules compiled again.
 
 from __future__ import annotations
 
-from torch import nn
+import weakref
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd import function
 from torch.jit import ScriptModule
+from torch.utils import checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .hook_stack import Pack, owner_of_innermost
 from .module_hooks import ModelHook
+from .user_frames import warn
+
+# Files of torch's Python functions through which checkpointing saves the input of a region (the second one's: 2.11).
+SAVES_INPUTS = frozenset(map(str, (checkpoint.__file__, function.__file__)))
+_CACHE: Any = getattr(checkpoint, "_CachedTorchDispatchMode", ())  # of torch's selective checkpointing
 
 
 class Foreign:
@@ -48,3 +60,43 @@ class Foreign:
     def _look(self, *_: object) -> None:
         if self._name is None:
             self._name = owner_of_innermost(self._pack)
+
+
+class Caches:
+    """Counts what torch's selective checkpointing keeps: its policy's results lie in a cache that no hook is shown."""
+
+    def __init__(self, tier: str) -> None:
+        self._found: list[weakref.ref[Any]] = []
+        self._told = tier == "keep"
+
+    def look(self, frame: FrameType | None) -> None:
+        """Look, while the input of a region is saved, for the cache that its forward is about to fill.
+
+        Args:
+            frame: of one of `SAVES_INPUTS`, which calls the pack hook.
+        """
+        while frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
+            mode = frame.f_locals.get("recompute_context")
+            if isinstance(mode, _CACHE):
+                if not self._found or self._found[-1]() is not mode:
+                    self._found.append(weakref.ref(mode))
+                self._tell()
+                return
+            frame = frame.f_back
+
+    def count(self) -> int:
+        """Count the bytes in the caches that have been filled since it was last called; backward empties them."""
+        modes = [mode for reference in self._found if (mode := reference()) is not None]
+        self._found = [weakref.ref(mode) for mode in modes if not mode.storage]
+        entries = tree_leaves([[list(each.values()) for each in mode.storage.values()] for mode in modes])
+        tensors = [value for entry in entries if isinstance(value := getattr(entry, "val", None), Tensor)]
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            warn(
+                "torch's selective checkpointing keeps what its policy saves in a cache of its own, where no hook sees "
+                "it: that stays in memory. To store it as any other saved tensor, write `from "
+                "tba.integrations.checkpoint import create_selective_checkpoint_contexts` and pass that to context_fn"
+            )

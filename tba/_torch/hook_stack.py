@@ -175,6 +175,13 @@ def lifted(pack: Pack) -> Iterator[None]:
             private.push_hooks(*pair)
 
 
+def innermost() -> tuple[Pack, Unpack] | None:
+    """Return the innermost pair of ours that is pushed on this thread, whatever others stand above it; else None."""
+    if _ours.lifted:
+        return None
+    return next(((pair.pack, pair.unpack) for pair in reversed(_ours.pairs) if pair.pushed), None)
+
+
 def owner_of_innermost(but: Pack) -> str | None:
     """Name the owner of the innermost pair as `module.Class`; None without a pair, for `but`, and for checkpointing."""
     top = private.top_hooks(True)

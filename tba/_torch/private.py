@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -56,6 +57,10 @@ transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
 # Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
 mkldnn_enabled: Callable[[], bool] = _find("_get_mkldnn_enabled")
 enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
+_exclude_key: Callable[..., Any] = _find("_SetExcludeDispatchKeyGuard")
+_DispatchKey: Any = _find("DispatchKey")
+_dispatch_mode: Callable[[Any], Any] = _find("_get_dispatch_mode")
+_ModeKey: Any = _find("_TorchDispatchModeKey")
 # Whether a node shows what a pack hook returned without calling the unpack hook. Derivations need it.
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
@@ -65,6 +70,16 @@ untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def in_place_is_seen() -> AbstractContextManager[None]:
+    """Have detached tensors share a version counter with their source in a dispatch mode too, beneath autograd."""
+    return _exclude_key(_DispatchKey.ADInplaceOrView, False)  # type: ignore[no-any-return]
+
+
+def compiles() -> bool:
+    """Whether torch.compile traces what is called."""
+    return torch.compiler.is_compiling() or _dispatch_mode(_ModeKey.PROXY) is not None
 
 
 def compiled_graph(frame: FrameType | None) -> int | None:

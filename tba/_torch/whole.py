@@ -38,7 +38,7 @@ class Whole:
         self._graphs: set[int] = set()
         # The compiled graph that has saved most in this step: how much, and its number.
         self._largest: tuple[int, int] | None = None
-        self._told = False
+        self._told = self._told_exact = False
 
     def keeps(self, sequence_nr: int, nbytes: int) -> bool:
         """Count a tensor that a node saves at this sequence number of autograd. Whether it stays, as its graph does.
@@ -59,6 +59,17 @@ class Whole:
         if self._largest is None or run.nbytes > self._largest[0]:
             self._largest = run.nbytes, run.graph
         return run.graph in self._graphs
+
+    def tell_exact(self, preset: str) -> None:
+        """Say once that what compiled code saves stays exact under a lossy preset, if such code calls the pack hook."""
+        if self._told_exact or compiled_graph(sys._getframe(1)) is None:
+            return
+        self._told_exact = True
+        warn(
+            f"compress={preset!r}: what compiled code saves stays exact, because nothing tells which of its operators "
+            "saved it; tier and budget count it at full size. Leave the layers whose activations should shrink "
+            "uncompiled, or compile without compress="
+        )
 
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
         """End a step that saved `step_bytes` worth moving; `moves`: whether any of them move."""

@@ -47,7 +47,7 @@ from .._memory.limits import Limits
 from .._memory.pressure import Pressure
 from .._plan import policy
 from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
-from .._stats import Counters, TraceEvent
+from .._stats import Counters, Recorder
 from .._torch.private import storage_use_count
 from .._torch.user_frames import warn
 from .cost import Cost
@@ -76,7 +76,7 @@ class Mover:
         self.limits = limits
         self.pressure = Pressure(limits.reserve_bytes)
         self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land)
-        self.trace: list[TraceEvent] | None = None
+        self.recorder = Recorder()
         self.closed = False
         self.store: Store | None = None
         self._open_store = open_store
@@ -104,9 +104,10 @@ class Mover:
         if not staging.has_room(nbytes, self.limits.staging_bytes):
             begun_s = time.perf_counter()
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
-            waited_s = time.perf_counter() - begun_s
-            self.cost.waited_s += waited_s
-            self.counters.backpressure_s += waited_s
+            ended_s = time.perf_counter()
+            self.cost.waited_s += ended_s - begun_s
+            self.counters.backpressure_s += ended_s - begun_s
+            self.recorder.note("room", begun_s, ended_s, nbytes, "")
             if not room:
                 if not interrupts.waiting():
                     self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
@@ -168,9 +169,9 @@ class Mover:
             self.counters.written_bytes += ticket.moved_bytes
             self.cost.add(ticket, self.cost.out)
             record = reference()
-            if self.trace is not None:
+            if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
-                self.trace.append(TraceEvent("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label))
+                self.recorder.note("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label)
             if record is not None and record.state is WRITING:
                 self._settle_write(record, ticket)
 
@@ -226,11 +227,11 @@ class Mover:
             self.store.discard(ticket)
 
     def forward(self, record: Record) -> None:
-        """Count a record that backward asks for while it is still in memory, so that nothing is read."""
+        """Count a record that backward asks for while it is still in memory: nothing is read."""
         self.counters.forwarded_bytes += record.logical_bytes
-        if self.trace is not None:
+        if self.recorder.trace is not None:
             now_s = time.perf_counter()
-            self.trace.append(TraceEvent("forwarded", now_s, now_s, record.nbytes, record.name()))
+            self.recorder.note("forwarded", now_s, now_s, record.nbytes, record.name())
 
     # -- back ----------------------------------------------------------------------------------------------------
 
@@ -290,8 +291,8 @@ class Mover:
             with self.lock:
                 self.counters.wait_s += ended_s - begun_s
                 self.cost.waited_s += ended_s - begun_s
-                if self.trace is not None:
-                    self.trace.append(TraceEvent("wait", begun_s, ended_s, record.nbytes, record.name()))
+                if self.recorder.trace is not None:
+                    self.recorder.note("wait", begun_s, ended_s, record.nbytes, record.name())
 
     def _read_ended(self, ticket: Ticket) -> None:
         self._reads_ended += 1  # only ever compared for change, so a lost update does no harm
@@ -309,8 +310,8 @@ class Mover:
             ) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
         self.cost.add(ticket, self.cost.back)
-        if self.trace is not None:
-            self.trace.append(TraceEvent("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name()))
+        if self.recorder.trace is not None:
+            self.recorder.note("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
         plain = record.stream is None and record.encoded is None
         self._restore(record, streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
 
@@ -331,6 +332,7 @@ class Mover:
         """Give back memory and disk blocks that the last step did not use."""
         self.sent_bytes = self.failures = 0
         self.cost = Cost()
+        self.recorder.end_step()
         self.memory.trim()
         if self.store is not None and not self.closed:
             self.store.trim()

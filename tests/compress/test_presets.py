@@ -278,6 +278,7 @@ def test_the_stricter_of_two_savers_comes_first_and_serves_both(scratch: Path) -
         assert offload.stats().encoded_bytes == 0
 
 
+@pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
 @pytest.mark.parametrize("tier", ["keep", "nvme"])
 def test_under_torch_compile(tier: str) -> None:
     def make() -> nn.Module:

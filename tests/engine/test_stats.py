@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from types import MappingProxyType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,7 +15,7 @@ from tba._text import size
 
 DERIVED = {"saved_bytes", "kept_bytes"}
 OTHERS = {"file_bytes", "written_today_bytes", "projected_bytes_per_day"}  # readings that are no counters
-READINGS = {"live_records", "resident_bytes", "held_bytes", "staging_peak_bytes", *OTHERS}
+READINGS = {"live_records", "resident_bytes", "peak_bytes", "held_bytes", "staging_peak_bytes", *OTHERS}
 
 
 def counters_of(**values: int) -> Counters:
@@ -131,6 +132,7 @@ STEP = OffloadStats(
     offloaded_bytes=75 * MIB,
     written_bytes=60 * MIB,
     wait_s=0.25,
+    step_s=2.0,
     steps=1,
     staging_peak_bytes=16 * MIB,
     kept_by_reason=MappingProxyType({"below min_tensor_bytes": 5 * MIB}),
@@ -143,6 +145,7 @@ TOTAL = dataclasses.replace(
     offloaded_bytes=750 * MIB,
     written_bytes=600 * MIB,
     wait_s=1.0,
+    step_s=500.0,
     steps=10,
     kept_by_reason=MappingProxyType({"below min_tensor_bytes": 50 * MIB}),
     last_step=STEP,
@@ -170,18 +173,21 @@ def test_printed_it_is_a_table_of_what_is_not_zero() -> None:
     assert [" ".join(line.split()) for line in lines] == [
         "total last step",
         "steps 10 1",
+        "took 500.00 s 2.00 s",
         "saved by autograd 1000.0 MiB 100.0 MiB",
         "weights, left alone 200.0 MiB 20% 20.0 MiB 20%",
         "offloaded 750.0 MiB 75% 75.0 MiB 75%",
         "kept 50.0 MiB 5% 5.0 MiB 5%",
-        "below min_tensor_bytes 50.0 MiB 5.0 MiB",
+        "below min_tensor_bytes 50.0 MiB 5% 5.0 MiB 5%",
         "written 600.0 MiB 60.0 MiB",
-        "backward waited 1.00 s 0.25 s",
+        "backward waited 1.00 s <1% 0.25 s 12%",
         "most in flight to the tier 16.0 MiB",
+        "a step waits 12% of its time for the tier: `tba doctor` measures the disks; a larger memory_budget, "
+        "compress='exact' or a further storage path leaves less to wait for.",
     ]
-    assert lines[5].startswith("  kept")  # parts are indented below what they are parts of
-    assert lines[6].startswith("    below")
-    assert len({line.index(".0 MiB") for line in lines[2:6]}) == 1  # numbers stand below one another
+    assert lines[6].startswith("  kept")  # parts are indented below what they are parts of
+    assert lines[7].startswith("    below")
+    assert len({line.index(".0 MiB") for line in lines[3:7]}) == 1  # numbers stand below one another
 
 
 def test_without_a_step_there_is_one_column() -> None:
@@ -198,11 +204,23 @@ def test_a_step_that_fits_in_what_is_held_back_says_why_nothing_was_written() ->
         assert "nothing was written" not in str(other)
 
 
-def test_a_notebook_shows_the_rows_escaped() -> None:
-    shown = dataclasses.replace(TOTAL, kept_by_reason=MappingProxyType({"<b>&": MIB}))._repr_html_()
-    assert len(shown.splitlines()) == len(str(TOTAL).splitlines()) + 1  # TOTAL's own reason is the last step's still
-    assert "&lt;b&gt;&amp;" in shown
-    assert "<b>" not in shown
+def test_failures_and_unseen_bytes_are_told() -> None:
+    assert STEP.notes() == TOTAL.notes()
+    (*_, failed) = dataclasses.replace(STEP, errors=2, step_s=0.0).notes()
+    assert failed.startswith("2 transfers failed: a tensor whose write fails stays in memory")
+    (*_, unseen) = dataclasses.replace(STEP, unseen_bytes=3 * MIB).notes()
+    assert unseen.startswith("3.0 MiB of results lay in the cache of torch's selective checkpointing")
+
+
+def test_a_notebook_shows_the_cells_of_the_table_escaped() -> None:
+    stats = dataclasses.replace(TOTAL, kept_by_reason=MappingProxyType({"<b>&": MIB}))
+    page = ElementTree.fromstring(f"<div>{stats._repr_html_()}</div>")
+    rows = [[cell.text or "" for cell in row] for row in page.iter("tr")]
+    notes = [note.text for note in page.iter("p")]
+    text = str(stats).splitlines()
+    assert [" ".join(" ".join(row).split()) for row in rows] + notes == [" ".join(line.split()) for line in text]
+    assert ["<b>&", "1.0 MiB", "<1%", "0", ""] in rows
+    assert notes == stats.notes() != []
 
 
 def test_asdict_is_what_json_gives_back() -> None:

@@ -22,7 +22,7 @@ from torch._inductor import config as inductor_config
 from support.exactness import adamw, assert_bit_equal, assert_through_file
 from support.gpt import Block, GPTConfig
 from support.zoo import ConvBlock
-from tba import Offloader, OffloadStats, offload_context
+from tba import Offloader, OffloadStats, OffloadWarning, offload_context
 
 pytestmark = [
     # From the compiler itself.
@@ -191,3 +191,92 @@ def test_inductor_block_is_exact(name: str, scratch: Path) -> None:
     compiled, shape = _compare(name, "inductor", scratch)
     if name in DONATES:
         assert _overwritten(compiled, shape) > 0
+
+
+# -- a whole model, and block by block -----------------------------------------------------------------------------
+
+LAYERS = 4
+
+
+def _stack() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*[_mlp() for _ in range(LAYERS)])
+
+
+def _steps(compiled: nn.Module, offload: Offloader | None) -> tuple[list[Any], list[OffloadStats]]:
+    """Results of three steps of the stack, and their statistics."""
+    torch.manual_seed(7)
+    results: list[Any] = []
+    each: list[OffloadStats] = []
+    for _ in range(3):
+        leaf = torch.randn(BATCH, SEQUENCE, WIDTH, requires_grad=True)
+        with offload if offload is not None else nullcontext():
+            loss = compiled(leaf * 1).mean()
+        if offload is not None:
+            offload.flush()
+        results.append([loss.detach(), *torch.autograd.grad(loss, [leaf, *compiled.parameters()])])
+        del loss
+        if offload is not None:
+            stats = offload.stats()
+            assert stats.last_step is not None
+            each.append(stats.last_step)
+    return results, each
+
+
+def _engine(model: nn.Module, scratch: Path, compress: str | None) -> Offloader:
+    return offload_context(
+        model, tier="nvme", min_tensor_bytes=0, prefetch_bytes=0, compress=compress, storage_paths=scratch
+    )
+
+
+@pytest.mark.parametrize("compress", [None, "exact"])
+def test_a_whole_model_in_one_graph_moves_in_the_first_step_alone(compress: str | None, scratch: Path) -> None:
+    model = _stack()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain, _ = _steps(compiled, None)
+    offload = _engine(model, scratch, compress)
+    with pytest.warns(OffloadWarning, match="compiled as one graph, which gets them all back at once") as told:
+        found, each = _steps(compiled, offload)
+    assert len(told) == 1
+    assert_bit_equal(found, plain)
+    first, *later = each
+    for step in later:
+        assert step.kept_by_reason["compiled as one graph"] > 0.8 * first.offloaded_bytes
+        assert step.offloaded_bytes < 0.2 * first.offloaded_bytes
+    offload.close()
+
+
+@pytest.mark.parametrize("compress", [None, "exact"])
+def test_block_by_block_moves_in_every_step(compress: str | None, scratch: Path) -> None:
+    model = _stack()
+    compiled = nn.Sequential(*[torch.compile(block, backend="aot_eager", fullgraph=True) for block in model])
+    plain, _ = _steps(compiled, None)
+    offload = _engine(model, scratch, compress)
+    found, each = _steps(compiled, offload)
+    assert_bit_equal(found, plain)
+    for step in each:
+        assert step.offloaded_bytes == each[0].offloaded_bytes > 0
+        assert "compiled as one graph" not in step.kept_by_reason
+    offload.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_lossy_preset_leaves_compiled_blocks_exact_and_says_so(backend: str, scratch: Path) -> None:
+    model, compress = _stack(), "safe8"
+    compiled = nn.Sequential(*[torch.compile(block, backend=backend, fullgraph=True) for block in model])
+    plain, _ = _steps(compiled, None)
+    offload = _engine(model, scratch, compress)
+    with pytest.warns(OffloadWarning, match=f"compress='{compress}': what compiled code saves stays exact") as told:
+        found, each = _steps(compiled, offload)
+    assert len(told) == 1
+    assert_bit_equal(found, plain)
+    assert all(step.encoded_bytes < 0.2 * step.offloaded_bytes for step in each)  # integers, without loss
+    offload.close()
+
+
+def test_eager_blocks_are_not_told_about_compiled_code(scratch: Path) -> None:
+    model = _stack()
+    offload = _engine(model, scratch, "safe8")
+    _, each = _steps(model, offload)  # a warning would be an error
+    assert all(step.encoded_bytes > 0 for step in each)
+    offload.close()

@@ -1,0 +1,1 @@
+"""Report: one page that shows what was saved, moved and waited for."""
