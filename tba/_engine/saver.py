@@ -258,7 +258,7 @@ class Saver(ForkAware):
         return rests
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
-        """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` of it."""
+        """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""
         if self.planner is not None:
             self.planner.end_forward()
         self.rest.leave(failed=failed)
