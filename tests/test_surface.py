@@ -141,7 +141,7 @@ FLOORS = {
         ("__main__",),
     ],
 }
-MOST_ROOMS, MOST_ARROWS, MOST_FILES = 21, 81, 9
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 21, 82, 9
 
 
 def room_of(module: str) -> str:
