@@ -131,22 +131,22 @@ class Saver(ForkAware):
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
             TransferError, ClosedError: its bytes could not be brought back; they are gone with the engine, or a fork.
         """
-        first: Any = packed[0]
-        second: Any = packed[1]
-        asker = asker or sys._getframe().f_back
+        of_any_kind: Any = packed
+        first, second = of_any_kind
         if type(first) is not Record:
             if type(first) is Shell:
-                with quiet():
-                    return first.around(self.unpack(part, asker) for part in second)
+                return first.around(second, self.unpack, asker or sys._getframe().f_back)
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
+                current_graph_task_id(), asker or sys._getframe().f_back
+            ):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
-        to_code = goes_to_code(task, asker)
+        to_code = goes_to_code(task, asker or sys._getframe().f_back)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._unpack(first, second, task, to_code)

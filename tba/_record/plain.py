@@ -6,13 +6,14 @@ stays in the graph while they are moved.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn, strided
 
 from .._errors import edited_in_place
+from .._torch.modes import quiet
 from .._torch.private import DisableTorchFunction, innermost, taken_apart
 from .view import empty
 
@@ -71,13 +72,17 @@ class Shell:
         self.counter = counter
         self.bound = False
 
-    def around(self, inner: Iterable[Tensor]) -> Tensor:
-        """Make the wrapper around inner tensors. Raises PyTorch's own RuntimeError if one that stayed was edited."""
+    def around(self, parts: Iterable[Any], unpack: Callable[[Any, Any], Tensor], asker: Any) -> Tensor:
+        """Make the wrapper around inner tensors, each unpacked for `asker`.
+
+        Raises PyTorch's own RuntimeError if one that stayed was edited, and what `unpack` raises.
+        """
         if self.bound and self.counter._version != self._version:
             name = f"{self._kind.__name__} {list(self._size)}"
             raise edited_in_place(name, self.counter._version, self._version)
-        attributes = {**self._others, **dict(zip(self._names, inner, strict=True))}
-        with torch.no_grad(), DisableTorchFunction():
+        with quiet(), torch.no_grad(), DisableTorchFunction():
+            inner = {name: unpack(part, asker) for name, part in zip(self._names, parts, strict=True)}
+            attributes = {**self._others, **inner}
             tensor: Tensor = self._kind.__tensor_unflatten__(attributes, self._context, self._size, self._stride)
         return tensor
 

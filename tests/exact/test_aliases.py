@@ -173,3 +173,51 @@ def test_places_in_the_step_do_not_depend_on_what_is_in_memory(scratch: Path, ti
             with offload:
                 found = step(flush)
             assert_bit_equal(found, expected)
+
+
+@pytest.mark.parametrize("alias", [Tensor.detach, Detach.apply, Viewless.apply, lambda x: x.detach().t()])
+@pytest.mark.parametrize("settings", [{}, {"compress": "exact"}, {"tier": "auto"}], ids=str)
+def test_an_alias_of_bytes_not_yet_copied_moves_once(
+    scratch: Path, settings: dict[str, Any], alias: Callable[[Tensor], Tensor]
+) -> None:
+    _, x = activation(64, 64)
+    with engine(scratch, **settings) as offload:
+        with offload:
+            results = [save(x), save(alias(x).detach().requires_grad_())]
+        stats = offload.stats()
+        assert stats.live_records == 1
+        assert stats.duplicate_bytes == x.nbytes
+        offload.flush()
+        for result in results:
+            result.sum().backward()
+
+
+def test_an_alias_of_copied_bytes_is_another_record(scratch: Path) -> None:
+    """It may have been edited since the copy, and nobody can tell."""
+    _, x = activation(64, 64)
+    with engine(scratch) as offload:
+        with offload:
+            first = save(x)
+            offload.flush()
+            other = Viewless.apply(x).detach().data
+            other.add_(1)
+            second = save(Viewless.apply(x).detach().requires_grad_())
+        assert offload.stats().live_records == 2
+        offload.flush()
+        (gradient,) = torch.autograd.grad(second.sum(), second.grad_fn.next_functions[0][0].variable)
+        assert_bit_equal(gradient, 2 * x.detach())
+        del first
+
+
+def test_an_edit_through_a_saved_alias_is_an_error_for_both(scratch: Path) -> None:
+    """PyTorch raises for the alias; for the other it computes with the edited values."""
+    _, x = activation(64, 64)
+    with engine(scratch, tier="auto") as offload:
+        with offload:
+            y = Viewless.apply(x).detach()
+            results = [save(x), save(y.requires_grad_())]
+        with torch.no_grad():
+            y.add_(1)
+        for result in results:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                result.sum().backward()

@@ -269,9 +269,10 @@ def test_dtensors_are_exact(scratch: Path, mesh: Any, settings: dict[str, Any]) 
     assert stats.weight_bytes > 0
 
 
-def test_a_lossy_preset_knows_the_class_of_a_sharded_tensor(scratch: Path, mesh: Any) -> None:
+@pytest.mark.parametrize("preset", ["safe8", "compact"])
+def test_a_lossy_preset_knows_the_class_of_a_sharded_tensor(scratch: Path, mesh: Any, preset: str) -> None:
     layer, x = _linear_of_dtensors(mesh)
-    with engine(scratch, model=layer, compress="safe8") as offload:
+    with engine(scratch, model=layer, compress=preset) as offload:
         with offload:
             loss = layer(x).square().mean()
         offload.flush()

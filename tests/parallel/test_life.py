@@ -44,6 +44,7 @@ def _dies(rank: int, folder: str, scratch: str) -> None:
         Path(folder, f"{rank}.lives").touch()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_backward_leaves_no_file(scratch: Path) -> None:
     folder, files = scratch / "rendezvous", scratch / "files"
     folder.mkdir()
@@ -73,6 +74,7 @@ def _shares(rank: int, folder: str) -> None:
         assert stats.kept_by_reason["write allowance of the day used up"] > 0
 
 
+@pytest.mark.slow
 def test_ranks_share_the_write_allowance_of_a_day(scratch: Path) -> None:
     mp.spawn(_shares, (str(scratch),), nprocs=2)
 
@@ -110,6 +112,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_ranks_again_after_one_was_killed(scratch: Path) -> None:
     files, ended = scratch / "files", scratch / "ended"
     files.mkdir()

@@ -31,5 +31,6 @@ def _two_ranks(rank: int, folder: str) -> None:
                 raise
 
 
+@pytest.mark.slow
 def test_pipeline_schedules_are_exact(scratch: Path) -> None:
     mp.spawn(_two_ranks, (str(scratch),), nprocs=STAGES)

@@ -62,5 +62,6 @@ def _two_ranks(rank: int, folder: str) -> None:
             assert "DTensor" not in stats.kept_by_reason, (how, stats)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_training_is_exact_and_keeps_no_dtensor(scratch: Path) -> None:
     mp.spawn(_two_ranks, (str(scratch),), nprocs=2)

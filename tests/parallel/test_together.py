@@ -42,5 +42,6 @@ def _four_ranks(rank: int, folder: str) -> None:
         assert stats.weight_bytes > 0
 
 
+@pytest.mark.slow
 def test_sharded_weights_with_sequence_and_pipeline_parallelism_are_exact(scratch: Path) -> None:
     mp.spawn(_four_ranks, (str(scratch),), nprocs=4)
