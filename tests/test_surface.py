@@ -136,7 +136,7 @@ FLOORS = {
         ("_report", "_workload", ""),
         ("_io", "_pictures", "_processes"),
         ("_arms", "bert", "demo", "io", "overlap", "step"),
-        ("auto", "codec", "fidelity", "hooks"),
+        ("auto", "codec", "fidelity", "forecast", "hooks"),
         ("__main__",),
     ],
 }

@@ -14,7 +14,7 @@ from .hardware import Device
 _SIDE = 1024  # of the matrices multiplied: a layer's products reach about as much
 _ELEMENTS = 4 << 20  # of the vectors added: far more than caches hold
 _SECONDS = 0.7  # for each figure
-_LEAST_ROUNDS = 3
+_LEAST_ROUNDS, _CALLS = 3, 4
 
 
 def measure_here() -> Device:
@@ -41,12 +41,16 @@ def measure_here() -> Device:
 
 
 def _time_s(function: Callable[[], object]) -> float:
-    """Median time of a call, over some hundred milliseconds; others may use the machine meanwhile."""
+    """Median time of a call, over some hundred milliseconds.
+
+    It is that of the processor, over all threads: what others take of the machine meanwhile does not count.
+    """
     taken: list[float] = []
     function()
     begun_s = time.perf_counter()
     while len(taken) < _LEAST_ROUNDS or time.perf_counter() - begun_s < _SECONDS:
-        since_s = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - since_s)
+        since_s = time.process_time()
+        for _ in range(_CALLS):
+            function()
+        taken.append((time.process_time() - since_s) / _CALLS / torch.get_num_threads())
     return median(taken)
