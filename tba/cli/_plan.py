@@ -87,7 +87,7 @@ def plan_command(
 def _budget(text: str | None) -> int | None:
     if text is None:
         return None
-    return OffloadConfig(tier="auto", memory_budget=text).memory_budget  # type: ignore[arg-type]
+    return OffloadConfig(tier="auto", memory_budget=text).memory_budget
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,6 +161,18 @@ def test_the_table_is_whole() -> None:
             3 * disk.endurance_bytes,
         )
         assert disk.source
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "forecast.md").read_text()
+    for device in DEVICES.values():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{device.name}` "))
+        assert device.source.partition(";")[0] in row
+        assert f" {device.memory_bytes / 1e9:.0f} GB " in row
+    for disk in DISKS.values():
+        row = next(line for line in page.splitlines() if line.startswith(f"| `{disk.name}xN` "))
+        assert disk.source in row
+        assert f" {disk.endurance_bytes / 1e12:,.0f} TB " in row
 
 
 def test_all_figures_are_in_the_dict(seen: Observed) -> None:
