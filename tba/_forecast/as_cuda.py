@@ -57,8 +57,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend by the flash kernel where it can (half precision, no mask), else by the memory-efficient one."""
-    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _FLASH_WIDTH:
+    """Attend by the flash kernel (half precision, no mask, one width of heads), else by the memory-efficient one."""
+    width = query.shape[-1]
+    if attn_mask is None and query.dtype in _HALF and width <= _FLASH_WIDTH and value.shape[-1] == width:
         out: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return out
     if enable_gqa:

@@ -117,6 +117,42 @@ def test_on_a_card_dropout_saves_bytes_and_attention_no_probabilities() -> None:
     assert masks not in {each.nbytes for each in cpu.saved}
 
 
+class Attention(nn.Module):
+    """Attention of 8 query heads over fewer key heads; values may be narrower."""
+
+    def __init__(self, value_width: int, heads: int) -> None:
+        super().__init__()
+        self.query = nn.Linear(64, 8 * 32, dtype=torch.bfloat16)
+        self.key = nn.Linear(64, heads * 32, dtype=torch.bfloat16)
+        self.value = nn.Linear(64, heads * value_width, dtype=torch.bfloat16)
+        self.heads = heads
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for layer, heads in ((self.query, 8), (self.key, self.heads), (self.value, self.heads))
+        )
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads < 8).float().sum()
+
+
+@pytest.mark.parametrize(("value_width", "heads"), [(32, 8), (32, 2), (16, 8), (16, 2)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_on_a_card_saves_its_inputs_and_its_output(value_width: int, heads: int, masked: bool) -> None:
+    def make() -> tuple[nn.Module, Any]:
+        mask = torch.ones(256, 256, dtype=torch.bool) if masked else None
+        return Attention(value_width, heads), (torch.randn(2, 256, 64, dtype=torch.bfloat16), mask)
+
+    found = observe(make, CARD, min_tensor_bytes=LEAST_BYTES)
+    rows = 2 * 256
+    query, out = rows * 8 * 32 * 2, rows * 8 * value_width * 2
+    sizes = [each.nbytes for each in found.saved]
+    assert query in sizes
+    assert out in sizes
+    assert rows * 8 * 256 * 2 not in sizes  # probabilities
+    assert found.flops >= 2 * 2 * 8 * 256 * 256 * (32 + value_width) + 3 * 2 * rows * 64 * 8 * 32
+
+
 def test_a_cast_of_a_weight_is_not_saved_under_autocast() -> None:
     plain, cast = (
         observe(feed, CPU, min_tensor_bytes=1),
