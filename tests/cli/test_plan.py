@@ -108,6 +108,14 @@ def test_a_config_may_be_changed(tmp_path: Path) -> None:
     assert deeper["memory_bytes"]["weights"] - as_filed["memory_bytes"]["weights"] == pytest.approx(3 * layer, rel=0.01)
 
 
+def test_an_encoder_and_decoder_is_planned_by_its_architecture() -> None:
+    small = [part for name in ("num_layers=2", "num_decoder_layers=2") for part in ("--set", name)]
+    head = 'architectures=["T5ForConditionalGeneration"]'
+    found = figures("t5", *small, "--set", head, "--device", "h100", "--batch", 8, "--sequence", 256)
+    assert found["blocks"] == 4
+    assert "has no causal language model" in refusal("t5", *small, "--device", "h100")
+
+
 def test_a_callable_is_planned_under_a_budget_and_shows_a_screen(ours: str) -> None:
     found = figures(f"{ours}:make", "--device", "rtx4090", "--disk", "gen3x1")
     mib = 1 << 20
