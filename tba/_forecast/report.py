@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .._plan.plan import Plan
 from .._text import as_text, size
-from .forecast import Forecast
+from .forecast import COMPARED, Forecast
 
 _MOST_YEARS = 100
 
@@ -72,7 +72,8 @@ def _notes(found: Forecast) -> Iterator[str]:
     low, high = found.errors
     yield ""
     if found.device.like_cuda:
-        yield f"{found.device.name} is not here: times are forecast from {found.device.source}."
+        compared = "" if found.device.name in COMPARED else f" No step on {found.device.name} was compared with one."
+        yield f"{found.device.name} is not here: times are forecast from {found.device.source}.{compared}"
     yield f"Steps took {low:.2f} to {high:.2f} of their forecast {where}. Saved bytes are counted, not estimated."
     if found.shards > 1:
         yield "What shards send one another is not in the times."

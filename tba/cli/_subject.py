@@ -177,7 +177,7 @@ def _language_model(
         raise ConfigError(f"{file} has no vocab_size, so it is no language model: give `module:callable` with a batch")
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # which one it is matters to nobody here
+        config.decoder_start_token_id = config.pad_token_id or 0  # any token will do: weights are random
     kind = _dtype(config, dtype)
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # a command gives equal weights and tokens each time

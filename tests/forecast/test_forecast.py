@@ -74,6 +74,12 @@ def test_without_a_disk_blocks_recompute(seen: Observed) -> None:
         tight(seen, 0.7, disk=None, replays=False)
 
 
+def test_a_card_that_was_never_compared_says_so(seen: Observed) -> None:
+    assert "No step on" not in report(forecast(seen, CARD, GEN5))
+    other = DEVICES["rtx4090"]
+    assert "No step on rtx4090 was compared" in report(forecast(seen, other, GEN5))
+
+
 def test_the_ways_are_in_order(seen: Observed) -> None:
     found = tight(seen, 0.7)
     kept, planned, full = (found.step_s(found.ways[name]) for name in ("all kept", "planned", "full checkpointing"))
