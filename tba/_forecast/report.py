@@ -72,8 +72,9 @@ def _notes(found: Forecast) -> Iterator[str]:
     low, high = found.errors
     yield ""
     if found.device.like_cuda:
-        compared = "" if found.device.name in COMPARED else f" No step on {found.device.name} was compared with one."
-        yield f"{found.device.name} is not here: times are forecast from {found.device.source}.{compared}"
+        yield f"{found.device.name} is not here: times are forecast from {found.device.source}."
+        if found.device.name not in COMPARED:
+            yield f"No step on {found.device.name} was compared with a forecast; those on other cards were:"
     yield f"Steps took {low:.2f} to {high:.2f} of their forecast {where}. Saved bytes are counted, not estimated."
     if found.shards > 1:
         yield "What shards send one another is not in the times."
