@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|forecast|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -78,6 +78,23 @@ def auto(
         names, few = family or ["conv"], (0.4, 0.85)
         return run_auto(names, rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit, shares=few)
     return run_auto(names, rounds=rounds, starts=starts, threads=threads, rate_bytes_per_s=limit)
+
+
+@command(app)
+def forecast(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which all is forecast and run.")] = 2,
+    threads: Threads = 1,
+    quick: Quick = False,
+) -> Result:
+    """What `tba plan` forecasts beside what was measured: here, and of published steps on GPUs."""
+    from ._workload.families import FAMILIES
+    from .forecast import run_forecast
+
+    names = family or (["conv"] if quick else list(FAMILIES))
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    return run_forecast(names, rounds=1 if quick else rounds, threads=threads, published=not quick)
 
 
 @command(app)

@@ -23,6 +23,7 @@ from compact import preset as preset_named
 
 from .._errors import ConfigError
 from .._torch.user_frames import warn
+from .calls import Loss, call, scalar
 from .observer import Observer
 from .outcome import Outcome
 from .report import Audit
@@ -33,7 +34,6 @@ PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 # where the true gradient is zero (a bias on attention's keys), all of it is rounding, and so is its relative error.
 _LEAST_SHARE = 1e-4
 
-Loss = Callable[[Any], Tensor]
 Gradients = dict[str, Tensor]
 
 
@@ -78,7 +78,7 @@ def audit(
 
     def run(observer: Observer | None) -> Gradients:
         with observer.forward() if observer is not None else nullcontext():
-            value = _scalar(_call(model, batch), loss)
+            value = scalar(call(model, batch, "audit"), loss, "audit")
         found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
 
@@ -120,40 +120,6 @@ def _tables(presets: Iterable[str | Preset]) -> list[Preset]:
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"audit was given the presets {names}: give at least one, and each name once")
     return tables
-
-
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple | list):
-        return model(*batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    raise ConfigError(
-        f"audit was given a batch of type {type(batch).__name__}: give a tensor, a tuple of positional arguments or a "
-        "mapping of keyword arguments"
-    )
-
-
-def _scalar(output: Any, loss: Loss | None) -> Tensor:
-    """Reduce a model's output to its loss. Raises ConfigError where there is none."""
-    value: Any
-    if loss is not None:
-        value, source = loss(output), "loss(output)"
-    elif isinstance(output, Tensor):
-        value, source = output.sum(), "the model's output"
-    else:
-        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        source = f"`loss` of the model's {type(output).__name__}"
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-        what = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        if isinstance(value, Tensor) and not value.requires_grad:
-            what += " that requires no gradient"
-        raise ConfigError(
-            f"audit needs a scalar to derive, but {source} is {what}: put labels into the batch, or give "
-            "`loss=`, a function of the model's output"
-        )
-    return value
 
 
 def _checked_norm(exact: Gradients) -> float:

@@ -2,6 +2,7 @@
 
 tba doctor --tier nvme --path /scratch
 tba run -- python train.py
+tba plan llama --batch 8 --sequence 2048 --dtype bfloat16 --device h100 --disk gen5x4
 
 allocator = allocator_environment()
 subprocess.run(["python", "train.py"], env=os.environ | allocator.environment)

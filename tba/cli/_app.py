@@ -10,6 +10,7 @@ import tba
 
 from ._audit import audit_command
 from ._doctor.command import doctor
+from ._plan import plan_command
 from ._run import run
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
@@ -34,3 +35,4 @@ def options(
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 app.command("audit")(audit_command)
+app.command("plan")(plan_command)

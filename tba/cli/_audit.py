@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +13,9 @@ import typer
 from tba._audit.audit import PRESETS_AUDITED, audit
 from tba._errors import ConfigError, OffloadWarning
 from tba._text import check_picture
-from tba._torch.user_frames import users_part
 
-from ._audit_subject import subject
-
-_FAILED, _BAD_USAGE = 1, 2
+from ._blame import BAD_USAGE, blaming
+from ._subject import subject
 
 
 def audit_command(
@@ -51,7 +46,7 @@ def audit_command(
     try:
         if picture is not None:
             check_picture(picture, "an audit")
-        with _blaming(model), warnings.catch_warnings(record=True) as caught:
+        with blaming("tba audit", model), warnings.catch_warnings(record=True) as caught:
             found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype)
             warnings.simplefilter("always", OffloadWarning)
             result = audit(found, arguments, presets=preset or PRESETS_AUDITED)
@@ -59,23 +54,7 @@ def audit_command(
             result.picture(picture)
     except (ConfigError, OSError) as error:
         print(f"tba audit: {error}", file=sys.stderr)
-        raise typer.Exit(_BAD_USAGE) from None
+        raise typer.Exit(BAD_USAGE) from None
     for warning in caught:
         print(f"tba audit: {warning.message}", file=sys.stderr)
     print(json.dumps(result.to_dict(), indent=2) if as_json else result)
-
-
-@contextmanager
-def _blaming(model: str) -> Iterator[None]:
-    """Show an error of the model's own code from its first frame on, and end. Errors of our code alone pass through."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        theirs = users_part(error.__traceback__)
-        if theirs is None:
-            raise
-        print(f"tba audit: {model} raised an error of its own:", file=sys.stderr)
-        traceback.print_exception(type(error), error, theirs)
-        raise typer.Exit(_FAILED) from None

@@ -49,6 +49,15 @@ def quick(name: str, scratch: Path, *options: str) -> Any:
 
 
 @pytest.mark.slow
+def test_forecast_stands_beside_what_was_run(tmp_path: Path) -> None:
+    found = quick("forecast", tmp_path)
+    [forecast] = found["forecasts"]["conv"]
+    assert forecast["device"] == "here"
+    assert found["measured_by_forecast"].keys() == {"conv, all kept", "conv, full checkpointing"}
+    peak_bytes = forecast["memory_bytes"]["peak_all_kept"] - forecast["memory_bytes"]["weights"]
+    assert 0.8 * peak_bytes < found["peak_bytes"]["conv, all kept"] < 2 * peak_bytes
+
+
 def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
     [family] = quick("auto", tmp_path)["families"].values()
     assert family["gradients_bit_equal"] is True

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import tba
 from compact import Saved
 from tba import ConfigError
-from tba.cli import _audit, app
-from tba.cli._audit_subject import from_callable, from_config, subject
+from tba.cli import _blame, app
+from tba.cli._subject import from_callable, from_config, subject
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,11 +144,11 @@ def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobody:make", "there is no module 'nobody' in .* call tba audit where it is"),
+        ("nobody:make", "there is no module 'nobody' in .* call this command where it is"),
         ("{ours}.sub:make", "there is no module '{ours}.sub'"),
         ("{ours}:other", "has no attribute 'other'; give `module:callable`"),
         ("{ours}:number", "number is a int, but it must be callable"),
-        ("{ours}:alone", r"alone\(\) returned Feed, but an audit needs \(model, batch\)"),
+        ("{ours}:alone", r"alone\(\) returned Feed, but this needs \(model, batch\)"),
         ("{ours}:swapped", r"swapped\(\) returned Tensor, Feed, but"),
     ],
 )
@@ -196,7 +196,7 @@ def test_an_error_of_the_models_own_code_is_shown_from_its_first_frame_on(
 
 
 def test_an_error_of_ours_is_shown_whole(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_audit, "users_part", lambda trace: None)
+    monkeypatch.setattr(_blame, "users_part", lambda trace: None)
     assert isinstance(run(f"{ours}:mismatched").exception, RuntimeError)
 
 

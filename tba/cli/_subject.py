@@ -1,4 +1,4 @@
-"""Subject of an audit: the model and batch that a command line names, from the user's code or from a config.json."""
+"""Subject of a command: the model and batch that its line names, from the user's code or from a config."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -22,30 +23,39 @@ _TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGene
 
 
 def subject(
-    name: str, *, batch: int | None = None, sequence: int | None = None, dtype: str | None = None
+    name: str,
+    *,
+    batch: int | None = None,
+    sequence: int | None = None,
+    dtype: str | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
     """Make the model that `name` stands for, and a batch for it.
 
     Args:
         name: a config.json of transformers or a directory with one, or `module:callable`.
-        batch: sequences in the batch; this argument and those below are for a config.json alone.
+        batch: sequences in the batch; this argument and those below are for a config alone.
         sequence: tokens of each sequence.
         dtype: type of the weights.
+        changes: fields of the config. If given, even if empty, `name` may also be a model type of transformers.
 
     Raises:
-        ConfigError: there is no such model, or it cannot be audited.
+        ConfigError: there is no such model, or it cannot be used.
     """
     path = Path(name)
     if name.partition(":")[0].endswith(".py"):
         raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
     if path.exists():
-        return from_config(path, batch or _BATCH, sequence, dtype)
+        return from_config(path, batch or _BATCH, sequence, dtype, changes)
+    if changes is not None and re.fullmatch(r"\w[\w-]*", name):
+        return from_type(name, batch or _BATCH, sequence, dtype, changes)
     if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
         raise ConfigError(
             f"MODEL {name!r} is no file or directory here, and no `module:callable`: give a config.json of "
             "transformers, its directory, or `module:callable`; nothing is downloaded"
         )
-    given = [option for option, value in (("batch", batch), ("sequence", sequence), ("dtype", dtype)) if value]
+    options = {"batch": batch, "sequence": sequence, "dtype": dtype, "set": changes}
+    given = [option for option, value in options.items() if value]
     if given:
         raise ConfigError(
             f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config.json alone"
@@ -74,7 +84,7 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
         if not error.name or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import of the module itself failed
         raise ConfigError(
-            f"MODEL {name!r}: there is no module {error.name!r} in {here} or installed; call tba audit where it is"
+            f"MODEL {name!r}: there is no module {error.name!r} in {here} or installed; call this command where it is"
         ) from None
     try:
         found = attrgetter(attribute)(found)
@@ -89,39 +99,85 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(
-            f"MODEL {name!r}: {attribute}() returned {kinds}, but an audit needs (model, batch): a torch.nn.Module, "
+            f"MODEL {name!r}: {attribute}() returned {kinds}, but this needs (model, batch): a torch.nn.Module, "
             "and a tensor, a tuple of positional arguments or a mapping of keyword arguments"
         )
     return made
 
 
-def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None) -> tuple[nn.Module, Any]:
+def from_config(
+    path: Path, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, Any]:
     """Make a language model of transformers with random weights, and random tokens [batch, sequence] as their labels.
 
     The class is the config's first architecture, else that which `AutoModelForCausalLM` chooses.
     """
-    try:
-        transformers: Any = importlib.import_module("transformers")
-    except ModuleNotFoundError as error:
-        if error.name != "transformers":
-            raise
-        raise ConfigError(
-            f"{path} is read by transformers, which is not installed; pip install transformers, or give "
-            "`module:callable`"
-        ) from None
+    transformers = _transformers(path)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ConfigError(f"there is no config.json in {path}; give a directory that has one, or `module:callable`")
     try:
         config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        if changes:
+            config = _changed(transformers, config, changes, file)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
+    return _language_model(transformers, config, file, batch, sequence, dtype)
+
+
+def from_type(
+    name: str, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any]
+) -> tuple[nn.Module, Any]:
+    """Make a language model as `from_config` does, of a model type's default config with some fields changed."""
+    transformers = _transformers(name)
+    if name not in transformers.CONFIG_MAPPING:
+        raise ConfigError(
+            f"MODEL {name!r} is no file or directory here, and no model type of transformers {transformers.__version__}"
+            ": give a config.json, its directory, a type such as llama or gpt2, or `module:callable`; nothing is "
+            "downloaded"
+        )
+    config = _changed(transformers, transformers.AutoConfig.for_model(name), changes, name)
+    return _language_model(transformers, config, name, batch, sequence, dtype)
+
+
+def _transformers(what: object) -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ConfigError(
+            f"{what} is read by transformers, which is not installed; pip install transformers, or give "
+            "`module:callable`"
+        ) from None
+
+
+def _changed(transformers: Any, config: Any, changes: Mapping[str, Any], what: object) -> Any:
+    """Make a config anew with other fields, so that what follows from them follows. Raises ConfigError."""
+    fields = config.to_dict()
+    if unknown := [name for name in changes if name not in fields]:
+        raise ConfigError(f"--set {unknown[0]}: the config of {what} has no such field; it has {', '.join(fields)}")
+    default = type(config)().to_dict()
+    kept = {name: value for name, value in config.to_diff_dict().items() if value != default.get(name)}
+    kept |= {"architectures": config.architectures, **changes}
+    kept.pop("model_type", None)
+    try:
+        return transformers.AutoConfig.for_model(config.model_type, **kept)
+    except Exception as error:  # transformers checks fields by validators of its own, whose errors have no common base
+        raise ConfigError(f"transformers refuses {dict(changes)} in the config of {what}: {error}") from error
+
+
+def _language_model(
+    transformers: Any, config: Any, file: object, batch: int, sequence: int | None, dtype: str | None
+) -> tuple[nn.Module, Any]:
     make = _maker(transformers, config, file)
     length = _length(config, file, sequence)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
     if not isinstance(vocabulary, int):
         raise ConfigError(f"{file} has no vocab_size, so it is no language model: give `module:callable` with a batch")
     config.use_cache = False
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = config.pad_token_id or 0  # any token will do: weights are random
     kind = _dtype(config, dtype)
     with torch.random.fork_rng([]):
         torch.default_generator.manual_seed(0)  # a command gives equal weights and tokens each time
@@ -134,7 +190,7 @@ def from_config(path: Path, batch: int, sequence: int | None, dtype: str | None)
     return model, {"input_ids": tokens, "labels": tokens}
 
 
-def _maker(transformers: Any, config: Any, file: Path) -> Any:
+def _maker(transformers: Any, config: Any, file: object) -> Any:
     """Find the function that makes the model from the config and dtype. Raises ConfigError where none fits."""
     named = (getattr(config, "architectures", None) or [None])[0]
     if named is None:
@@ -154,7 +210,7 @@ def _maker(transformers: Any, config: Any, file: Path) -> Any:
     return kind._from_config
 
 
-def _length(config: Any, file: Path, sequence: int | None) -> int:
+def _length(config: Any, file: object, sequence: int | None) -> int:
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = longest if isinstance(longest, int) and longest > 0 else sequence or _SEQUENCE
     if sequence is not None and sequence > limit:

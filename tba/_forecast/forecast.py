@@ -1,0 +1,198 @@
+"""Forecast: the plan of a step on a machine that is not here, and what it costs in memory, time and SSDs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .._errors import ConfigError
+from .._memory.limits import default_window_bytes, read_ahead_bytes
+from .._plan.facts import Facts, Link
+from .._plan.greedy import decide, make
+from .._plan.plan import Plan
+from .._text import size
+from .hardware import Device, Disk
+from .observe import Observed
+from .training import Training, training
+
+_DAY_S = 86400.0
+# Measured time of a step / forecast, least and most: of runs on a machine that was measured before, and of published
+# runs on H100 and A100. Both are filed in benchmarks/results/forecast_vm2_202611.md.
+ERRORS_HERE, ERRORS_CARD = (1.21, 1.95), (0.95, 1.16)
+COMPARED = ("h100", "a100")  # the cards of those runs
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A training step as it is forecast.
+
+    Attributes:
+        device, disk, shards, optimizer: it was made for.
+        observed: the step.
+        training: its memory without saved tensors.
+        plan: the decision; its times are those of forward and backward.
+    """
+
+    device: Device
+    disk: Disk | None
+    shards: int
+    optimizer: str
+    observed: Observed
+    training: Training
+    plan: Plan
+
+    @cached_property
+    def ways(self) -> dict[str, Plan]:
+        """The plan beside what anybody could do without one."""
+        facts, budget_bytes = self.plan.facts, self.plan.budget_bytes
+        nothing: frozenset[int] = frozenset()
+        found = {"all kept": make(facts, budget_bytes, nothing, nothing), "planned": self.plan}
+        if facts.blocks:
+            found["full checkpointing"] = make(facts, budget_bytes, nothing, frozenset(range(len(facts.blocks))))
+        if self.disk is not None:
+            found["all moved"] = make(facts, budget_bytes, frozenset(range(len(facts.saved))), nothing)
+        return found
+
+    def step_s(self, plan: Plan) -> float:
+        """Time of a step with the optimizer's."""
+        return plan.predicted.step_s + self.training.optimizer_s
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """The least and the most that a measured step took of the forecast one."""
+        return ERRORS_CARD if self.device.like_cuda else ERRORS_HERE
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes in the card's memory."""
+        return max(self.step_peak_bytes, self.optimizer_peak_bytes)
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """Most of them in forward and backward."""
+        own = self.training
+        return own.always + own.gathered + own.work + self.plan.predicted.peak.nbytes
+
+    @property
+    def optimizer_peak_bytes(self) -> int:
+        """Most of them in the optimizer's step."""
+        return self.training.always + self.training.optimizer_work
+
+    def binds(self) -> str:
+        """Tell where in the step memory is at its peak."""
+        return "in the optimizer" if self.optimizer_peak_bytes > self.step_peak_bytes else self.plan.binds()
+
+    @property
+    def written_bytes_per_day(self) -> float:
+        """Bytes that steps without a pause write in a day."""
+        return self.plan.predicted.moved_bytes / self.step_s(self.plan) * _DAY_S
+
+    @property
+    def years(self) -> float | None:
+        """Years that the SSDs' endurance lasts then; None where nothing is written."""
+        return None if self.disk is None else self.disk.years(self.written_bytes_per_day)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give all figures: bytes, seconds, and shares of 1."""
+        own, plan, facts = self.training, self.plan, self.plan.facts
+        recomputed = sum(facts.block_bytes(block) for block in plan.recomputed)
+        sent = sum(plan.sends.values())
+        return {
+            "device": self.device.name,
+            "disk": None if self.disk is None else self.disk.name,
+            "shards": self.shards,
+            "optimizer": self.optimizer,
+            "memory_bytes": {
+                "card": self.device.memory_bytes,
+                "weights": own.weights,
+                "gradients": own.gradients,
+                "optimizer": own.states,
+                "gathered": own.gathered,
+                "work": own.work,
+                "optimizer_work": own.optimizer_work,
+                "saved": plan.predicted.peak.nbytes,
+                "budget": plan.budget_bytes,
+                "peak": self.peak_bytes,
+                "peak_all_kept": own.weights + own.states + self.observed.plain_bytes,
+            },
+            "peak_binds": self.binds(),
+            "saved_bytes": {
+                "all": facts.saved_bytes,
+                "kept": facts.saved_bytes - recomputed - sent,
+                "moved": sent,
+                "recomputed": recomputed,
+            },
+            "blocks": len(facts.blocks),
+            "blocks_recomputed": len(plan.recomputed),
+            "flops": self.observed.flops,
+            "tokens": self.observed.tokens,
+            "steps": {
+                name: {"step_s": self.step_s(way), "saved_peak_bytes": way.predicted.peak.nbytes, "fits": way.fits}
+                for name, way in self.ways.items()
+            },
+            "step_errors": self.errors,
+            "written_bytes_per_day": self.written_bytes_per_day,
+            "ssd_years": self.years,
+            "sources": [self.device.source, *([] if self.disk is None else [self.disk.source])],
+        }
+
+
+def forecast(
+    observed: Observed,
+    device: Device,
+    disk: Disk | None,
+    *,
+    budget_bytes: int | None = None,
+    optimizer: str = "adamw",
+    shards: int = 1,
+) -> Forecast:
+    """Plan a step that was observed on fake tensors.
+
+    Args:
+        observed: with times of the same device.
+        device, disk: of the machine; without a disk nothing moves.
+        budget_bytes: of memory for saved tensors; else all that is left.
+        optimizer: a name of `OPTIMIZERS`.
+        shards: cards that weights, gradients and states are spread over.
+
+    Raises:
+        ConfigError: memory does not suffice, or the optimizer is not known.
+    """
+    own = training(observed, device, optimizer, shards)
+    left_bytes = own.left(device)
+    if budget_bytes is not None and budget_bytes > left_bytes:
+        raise ConfigError(
+            f"--memory-budget {size(budget_bytes)} is for saved tensors, for which {device.name} has "
+            f"{size(left_bytes)} left: {size(device.memory_bytes)} less {size(own.always + own.gathered)} of weights, "
+            f"gradients and optimizer and {size(own.work)} that operators work on. Give at most that, or none"
+        )
+    plan = decide(
+        _facts(observed, device, disk),
+        left_bytes if budget_bytes is None else budget_bytes,
+        moves=disk is not None,
+    )
+    if not plan.fits:
+        raise ConfigError(plan.shortfall())
+    return Forecast(device, disk, shards, optimizer, observed, own, plan)
+
+
+def _facts(observed: Observed, device: Device, disk: Disk | None) -> Facts:
+    largest_bytes = max((each.nbytes for each in observed.saved), default=0)
+    window_bytes = default_window_bytes(device.memory_bytes, device.memory_bytes if device.like_cuda else None)
+    write, read = (1.0, 1.0) if disk is None else (disk.write_bytes_per_s, disk.read_bytes_per_s)
+    link = Link(
+        min(write, device.link_bytes_per_s),
+        min(read, device.link_bytes_per_s),
+        # Each byte is read of the card's memory on its way out and written to it on its way back; a CPU copies it.
+        step_s_per_byte=(2 if device.like_cuda else 4) / device.memory_bytes_per_s,
+        in_flight_bytes=window_bytes,
+    )
+    return Facts(
+        observed.saved,
+        observed.blocks,
+        observed.forward_s,
+        observed.backward_s,
+        link,
+        read_ahead_bytes(window_bytes, largest_bytes),
+    )

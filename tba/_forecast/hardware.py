@@ -1,0 +1,143 @@
+"""Hardware: public figures of cards and of SSDs, each with its source.
+
+Memory is counted in the decimal gigabytes of the data sheet. What a card has beyond that (an H100 of 80 GB, which are
+74.5 GiB, shows 79.6 GiB) is left to the CUDA context and to the allocator's rounding. Rates of PCIe and NVLink-C2C are
+for one direction, and what a transfer reaches of them is `_LINK_SHARE`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .._errors import ConfigError
+
+# Shares of the data sheets' peaks that operators of a training reach: chosen once, so that forecasts of published runs
+# (MosaicML llm-foundry, see `benchmarks forecast`) are neither too short nor too long in the median. A100 reaches more
+# of its peak than H100; for all other cards H100's share is taken.
+_MATMUL_SHARE, _AMPERE_SHARE, _MEMORY_SHARE = 0.50, 0.68, 0.80
+_LINK_SHARE = 0.8  # of PCIe's and C2C's raw rate: packets have headers
+_T, _G = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class Device:
+    """What computes.
+
+    Attributes:
+        flops_per_s: that matrix products reach, by their dtype; the entry for `None` is for all others.
+        memory_bytes_per_s: that operators reach which only read and write memory.
+        memory_bytes: it has.
+        link_bytes_per_s: into the host's memory, and as many back.
+        op_s: least time of an operator.
+        like_cuda: its operators save what CUDA's save.
+        source: of the figures.
+    """
+
+    name: str
+    flops_per_s: Mapping[torch.dtype | None, float]
+    memory_bytes_per_s: float
+    memory_bytes: int
+    link_bytes_per_s: float
+    source: str
+    op_s: float = 0.0
+    like_cuda: bool = True
+
+    def seconds(self, flops: float, nbytes: int, dtype: torch.dtype | None) -> float:
+        """Time of an operator: it computes and it reads and writes memory, and the slower of both takes the time."""
+        rate = self.flops_per_s.get(dtype, self.flops_per_s[None])
+        return max(flops / rate, nbytes / self.memory_bytes_per_s, self.op_s)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """One or several alike SSDs, striped.
+
+    Attributes:
+        write_bytes_per_s, read_bytes_per_s: sustained, of all of them.
+        endurance_bytes: that may be written to all of them, by the vendor's warranty.
+        source: of the figures.
+    """
+
+    name: str
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    endurance_bytes: float
+    source: str
+    count: int = field(default=1)
+
+    def years(self, bytes_per_day: float) -> float | None:
+        """Years until its endurance is used up; None if nothing is written."""
+        return self.endurance_bytes / bytes_per_day / 365 if bytes_per_day > 0 else None
+
+
+def _card(name: str, half: float, single: float, memory: float, rate: float, link: float, source: str) -> Device:
+    """Make a card of its data sheet's TFLOP/s (dense bf16 and fp16; fp32), GB, GB/s of memory, GB/s each way."""
+    share = _AMPERE_SHARE if name.startswith("a100") else _MATMUL_SHARE
+    flops = {torch.bfloat16: half, torch.float16: half, None: single}
+    return Device(
+        name,
+        {dtype: share * each * _T for dtype, each in flops.items()},
+        memory_bytes_per_s=_MEMORY_SHARE * rate * _G,
+        memory_bytes=int(memory * _G),
+        link_bytes_per_s=_LINK_SHARE * link * _G,
+        source=source,
+    )
+
+
+# fp32 is what PyTorch computes float32 products in unless TF32 is allowed. GeForce: fp16 and bf16 with fp32 sums.
+_DEVICES = (
+    _card("a100", 312, 19.5, 80, 2039, 32, "NVIDIA A100 80GB SXM data sheet; PCIe gen 4 x16"),
+    _card("a100-40", 312, 19.5, 40, 1555, 32, "NVIDIA A100 40GB SXM data sheet; PCIe gen 4 x16"),
+    _card("h100", 989.4, 66.9, 80, 3350, 64, "NVIDIA H100 SXM data sheet, without sparsity; PCIe gen 5 x16"),
+    _card("h100-pcie", 756, 51, 80, 2000, 64, "NVIDIA H100 PCIe data sheet, without sparsity; PCIe gen 5 x16"),
+    _card("h200", 989.4, 66.9, 141, 4800, 64, "NVIDIA H200 SXM data sheet, without sparsity; PCIe gen 5 x16"),
+    _card("gh200", 989.4, 66.9, 96, 4000, 450, "NVIDIA GH200 data sheet (96 GB HBM3); NVLink-C2C 900 GB/s both ways"),
+    _card("b200", 2250, 75, 180, 8000, 64, "NVIDIA DGX B200 data sheet, an eighth, without sparsity; PCIe gen 5 x16"),
+    _card("l40s", 362, 91.6, 48, 864, 32, "NVIDIA L40S data sheet, without sparsity; PCIe gen 4 x16"),
+    _card("rtx3090", 71, 35.6, 24, 936, 32, "NVIDIA GA102 whitepaper, without sparsity; PCIe gen 4 x16"),
+    _card("rtx4090", 165.2, 82.6, 24, 1008, 32, "NVIDIA Ada whitepaper, without sparsity; PCIe gen 4 x16"),
+    _card("rtx5090", 209.5, 104.8, 32, 1792, 64, "NVIDIA RTX Blackwell whitepaper, without sparsity; PCIe gen 5 x16"),
+)
+DEVICES = {device.name: device for device in _DEVICES}
+
+# Drives without a cache that a long write would fill: what the data sheet says holds for hours.
+_DISKS = (
+    Disk("gen3", 2.7 * _G, 3.5 * _G, 1200 * _T, "Samsung 970 PRO 1 TB data sheet (MLC, no SLC cache): 1,200 TBW"),
+    Disk("gen4", 5.6 * _G, 6.8 * _G, 14016 * _T, "Micron 7450 PRO 7.68 TB data sheet: 1 drive write a day, 5 years"),
+    Disk("gen5", 10 * _G, 14 * _G, 35040 * _T, "Micron 9550 MAX 6.4 TB data sheet: 35,040 TBW, random writes"),
+)
+DISKS = {disk.name: disk for disk in _DISKS}
+
+
+def device_named(name: str) -> Device:
+    """Look a card up. Raises ConfigError, which lists those that are known."""
+    found = DEVICES.get(name.lower())
+    if found is None:
+        raise _unknown("--device", name, (*DEVICES, "here"))
+    return found
+
+
+def disk_named(name: str) -> Disk | None:
+    """Look an SSD up, or several by "gen5x4"; None for "none". Raises ConfigError, which lists those that are known."""
+    if name.lower() == "none":
+        return None
+    match = re.fullmatch(r"(gen\d)(?:x([1-9]\d?))?", name.lower())
+    if match is None or match[1] not in DISKS:
+        raise _unknown("--disk", name, (*(f"{each}xN (N of them)" for each in DISKS), "none"))
+    one, count = DISKS[match[1]], int(match[2] or 1)
+    return Disk(
+        f"{one.name}x{count}",
+        count * one.write_bytes_per_s,
+        count * one.read_bytes_per_s,
+        count * one.endurance_bytes,
+        one.source,
+        count,
+    )
+
+
+def _unknown(option: str, name: str, known: Iterable[str]) -> ConfigError:
+    return ConfigError(f"{option} {name!r} is not known; known are {', '.join(known)}")

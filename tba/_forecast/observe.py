@@ -1,0 +1,287 @@
+"""Observe: runs a step without memory and without arithmetic, and learns of it what a planner learns of real ones.
+
+The model is built of fake tensors: shapes, storages and autograd's graph are real, values are not there. So what each
+operator saves is exact, in bytes and in order; only times come from a table of figures (`Device.seconds`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from .._audit.calls import call, scalar
+from .._blocks import find
+from .._errors import ConfigError
+from .._plan import policy
+from .._plan.facts import OUTSIDE, Block, Place, Saved
+from .._record.view import View, span
+from .._torch.weights import Chains
+from .as_cuda import AsCuda
+from .causal import leave_masks_out
+from .clock import GRADIENT, SAVED, WEIGHT, Clock
+from .hardware import Device
+
+_SLICES = 16  # as in packing
+# Attribute of a storage, which lives as long as its memory: (version, begin, end, entry) of what is saved of it.
+_KNOWN = "_tba_forecast"
+Subject = Callable[[], tuple[nn.Module, Any]]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a fake step has shown.
+
+    Attributes:
+        saved, blocks, forward_s, backward_s: as in `Facts`.
+        weight_bytes, trained_bytes: of parameters and buffers; of parameters that get a gradient.
+        trained: their count of elements.
+        block_weight_bytes: of the largest block.
+        other_bytes: most that live at once besides weights, gradients and what is saved: what operators work on, and
+            what is saved in storages that are too small to plan.
+        plain_bytes: most that live at once besides weights, in a step that keeps everything.
+        tokens: of a batch, if it has any: elements of its largest tensor of whole numbers; else 0.
+    """
+
+    saved: tuple[Saved, ...]
+    blocks: tuple[Block, ...]
+    forward_s: float
+    backward_s: float
+    weight_bytes: int
+    trained_bytes: int
+    trained: int
+    block_weight_bytes: int
+    other_bytes: int
+    plain_bytes: int
+    flops: int
+    tokens: int
+
+
+@dataclass
+class _Visit:
+    """One call of a module that may be a block."""
+
+    module: nn.Module
+    begin_s: float
+    input_bytes: int
+    within: tuple[int, ...]
+    end_s: float = 0.0
+
+
+@dataclass
+class _Entry:
+    """One storage saved: within which visits, from outside in."""
+
+    nbytes: int
+    saved_s: float
+    within: tuple[int, ...]
+    wanted_s: float | None = None
+
+
+@dataclass
+class _Watch:
+    """The hooks of one step; they count as the engine's `Packing` does."""
+
+    clock: Clock
+    weights: set[int]
+    min_tensor_bytes: int
+    visits: list[_Visit] = field(default_factory=list)
+    open: list[int] = field(default_factory=list)
+    entries: list[_Entry] = field(default_factory=list)
+    _chains: Chains = field(default_factory=Chains)
+    _asked_s: float = 0.0
+
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        return tensor.detach(), self._entry(tensor)  # detached: a node that holds its own output would be a cycle
+
+    def unpack(self, packed: tuple[Tensor, int | None]) -> Tensor:
+        tensor, index = packed
+        if index is not None and self.entries[index].wanted_s is None:
+            # Those that one operator asks for are asked for in turn.
+            self._asked_s = max(self.clock.now_s, math.nextafter(self._asked_s, math.inf))
+            self.entries[index].wanted_s = self._asked_s
+        return tensor
+
+    def _entry(self, tensor: Tensor) -> int | None:
+        if tensor.layout is not torch.strided or tensor.is_nested or isinstance(tensor, nn.Parameter):
+            return None
+        storage = tensor.untyped_storage()
+        if id(storage) in self.weights or storage.nbytes() < self.min_tensor_bytes or not tensor.nbytes:
+            return None
+        if self._chains.lead_to_parameter(tensor):
+            return None
+        begin, end = span(tensor, View.of(tensor))
+        nbytes, storage_bytes = min(tensor.nbytes, end - begin), storage.nbytes()
+        root = tensor if tensor._base is None else tensor._base
+        known: list[tuple[int, int, int, int]] = vars(storage).setdefault(_KNOWN, [])
+        for version, first, last, index in known:
+            if version == root._version and first <= begin and end <= last:
+                return index
+        if end - begin < self.min_tensor_bytes // _SLICES and nbytes < storage_bytes:
+            return None
+        if nbytes < storage_bytes:
+            begin, end = policy.range_to_store(begin, end, storage_bytes)
+        known.append((root._version, begin, end, len(self.entries)))
+        self.clock.call(storage, SAVED)
+        self.entries.append(_Entry(end - begin, self.clock.now_s, tuple(self.open)))
+        return len(self.entries) - 1
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        storages = {id(a.untyped_storage()): a.nbytes for a in args if isinstance(a, Tensor)}
+        self.visits.append(_Visit(module, self.clock.now_s, sum(storages.values()), tuple(self.open)))
+        self.open.append(len(self.visits) - 1)
+
+    def leave(self, *_: Any) -> None:
+        self.visits[self.open.pop()].end_s = self.clock.now_s
+
+
+def observe(
+    make: Subject, device: Device, *, min_tensor_bytes: int = 1 << 20, autocast: torch.dtype | None = None
+) -> Observed:
+    """Build a model and run one step of it, without memory.
+
+    Args:
+        make: makes a model and its batch.
+        device: whose times count.
+        min_tensor_bytes: of storages that are planned.
+        autocast: run forward under it.
+
+    Raises:
+        ConfigError: the model needs values that fake tensors do not have, gives no loss or trains nothing.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
+        try:
+            model, batch = make()
+            return _observe(model, batch, device, min_tensor_bytes, autocast)
+        except (ConfigError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            if not _needs_values(error):
+                raise
+            raise ConfigError(
+                f"the model cannot be run without values ({type(error).__name__}: {_first_line(error)}): it looks at "
+                "the contents of a tensor, as .item(), .tolist(), nonzero() or a branch on a comparison do. Leave "
+                "that out of the step, or turn it off by an option of the model; what the fake step cannot do, "
+                "`offload_context(model, memory_budget=...)` plans from real steps"
+            ) from error
+
+
+def _observe(
+    model: nn.Module, batch: Any, device: Device, min_tensor_bytes: int, autocast: torch.dtype | None
+) -> Observed:
+    model.train()
+    leave_masks_out(model, batch)
+    clock = Clock(device.seconds)
+    weights = {id(storage): storage for storage in map(Tensor.untyped_storage, [*model.parameters(), *model.buffers()])}
+    for storage in weights.values():
+        clock.call(storage, WEIGHT)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigError("the model has no parameter that requires a gradient: nothing would train")
+    watch = _Watch(clock, set(weights), min_tensor_bytes)
+    for parameter in trained:
+        parameter.register_post_accumulate_grad_hook(lambda p: _note_gradient(clock, p))
+    with AsCuda() if device.like_cuda else nullcontext(), clock:
+        with ExitStack() as stack:
+            for module in find.candidates(model):
+                stack.callback(module.register_forward_pre_hook(watch.enter).remove)
+                stack.callback(module.register_forward_hook(watch.leave, always_call=True).remove)
+            if autocast is not None:
+                stack.enter_context(torch.autocast("cpu", autocast))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack))
+            loss = scalar(call(model, batch, "tba plan"), None, "tba plan")
+        turn_s = clock.now_s
+        loss.backward()
+    blocks, saved = _placed(watch, turn_s, clock.now_s)
+    sizes = [sum(p.nbytes for p in watch.visits[visit].module.parameters()) for visit in blocks]
+    return Observed(
+        saved=saved,
+        blocks=tuple(_block(watch.visits[visit]) for visit in blocks),
+        forward_s=turn_s,
+        backward_s=clock.now_s - turn_s,
+        weight_bytes=sum(storage.nbytes() for storage in weights.values()),
+        trained_bytes=sum(p.nbytes for p in trained),
+        trained=sum(p.numel() for p in trained),
+        block_weight_bytes=max(sizes, default=0),
+        other_bytes=clock.most_other_bytes,
+        plain_bytes=clock.most_bytes,
+        flops=clock.flops,
+        tokens=_tokens(batch),
+    )
+
+
+def _placed(watch: _Watch, turn_s: float, end_s: float) -> tuple[list[int], tuple[Saved, ...]]:
+    """Choose the blocks, and tell for each storage in which of them it is saved."""
+    inside: dict[nn.Module, int] = {}
+    for entry in watch.entries:
+        for visit in entry.within:
+            module = watch.visits[visit].module
+            inside[module] = inside.get(module, 0) + entry.nbytes
+    chosen = set(find.blocks(inside))
+    blocks: list[int] = []
+    numbers: dict[int, int] = {}
+    for visit, each in enumerate(watch.visits):
+        if each.module in chosen and not any(outer in numbers for outer in each.within):
+            numbers[visit] = len(blocks)
+            blocks.append(visit)
+    counts: dict[int, int] = {}
+    saved = []
+    for entry in watch.entries:
+        block = next((numbers[visit] for visit in entry.within if visit in numbers), OUTSIDE)
+        place = Place(block, counts.get(block, 0))
+        counts[block] = place.number + 1
+        wanted_s = end_s if entry.wanted_s is None else entry.wanted_s
+        saved.append(Saved(place, entry.nbytes, entry.saved_s, wanted_s - turn_s))
+    return blocks, tuple(saved)
+
+
+def _block(visit: _Visit) -> Block:
+    return Block(visit.begin_s, visit.end_s - visit.begin_s, visit.input_bytes)
+
+
+def _note_gradient(clock: Clock, parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        clock.call(parameter.grad.untyped_storage(), GRADIENT)
+
+
+def _tokens(batch: Any) -> int:
+    whole = [
+        leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64 and leaf.dim() > 1
+    ]
+    return max((leaf.numel() for leaf in whole), default=0)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep PyTorch from logging an error that is raised too."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+def _needs_values(error: Exception) -> bool:
+    """Whether an error says that a fake tensor has no values, and not that the model is wrong."""
+    kinds = {kind.__module__ for kind in type(error).__mro__}
+    text = str(error)
+    return (
+        "torch._subclasses.fake_tensor" in kinds
+        or "torch.fx.experimental.symbolic_shapes" in kinds
+        or "fake tensor" in text.lower()
+        or "FakeTensor" in text
+        or "meta tensor" in text
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

@@ -1,0 +1,99 @@
+"""Training: what of a card's memory weights, gradients and the optimizer take, and what its step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .._errors import ConfigError
+from .._text import size
+from .hardware import Device
+from .observe import Observed
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optimizer.
+
+    Attributes:
+        state_bytes: that it keeps, of the trained parameters' bytes and count.
+        work_bytes: most that its step makes besides, of their bytes: PyTorch's own goes through all of them at once.
+        about: in words.
+    """
+
+    name: str
+    state_bytes: Callable[[int, int], int]
+    work_bytes: Callable[[int], int]
+    about: str
+
+
+_OPTIMIZERS = (
+    Optimizer("adamw", lambda nbytes, _: 2 * nbytes, lambda nbytes: nbytes, "two states of the weights' dtype"),
+    Optimizer("adamw-fp32", lambda _, count: 8 * count, lambda nbytes: nbytes, "two states in float32"),
+    Optimizer(
+        "adamw-master", lambda _, count: 12 * count, lambda nbytes: nbytes, "those and a float32 copy of weights"
+    ),
+    Optimizer("sgd", lambda _, __: 0, lambda _: 0, "no states"),
+)
+OPTIMIZERS = {each.name: each for each in _OPTIMIZERS}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training's memory on one card, without saved tensors. Bytes.
+
+    Attributes:
+        weights, gradients, states: on this card, as sharded.
+        gathered: of blocks that are whole meanwhile: one in use and one to come, and a gradient. 0 unless sharded.
+        work: what operators work on, the logits among it, and saved tensors that are too small to move.
+        optimizer_work: most that the optimizer's step makes.
+        optimizer_s: time of it.
+    """
+
+    weights: int
+    gradients: int
+    states: int
+    gathered: int
+    work: int
+    optimizer_work: int
+    optimizer_s: float
+
+    @property
+    def always(self) -> int:
+        """Bytes that are in memory from step to step; gradients are counted whole, as where they accumulate."""
+        return self.weights + self.gradients + self.states
+
+    def left(self, device: Device) -> int:
+        """Bytes that are left for saved tensors. Raises ConfigError where there are none."""
+        left = device.memory_bytes - self.always - self.gathered - self.work
+        optimizer = self.always + self.optimizer_work
+        if left <= 0 or optimizer > device.memory_bytes:
+            raise ConfigError(
+                f"{device.name} has {size(device.memory_bytes)}, but before any saved tensor this training needs "
+                f"{size(max(device.memory_bytes - left, optimizer))}: weights {size(self.weights)}, gradients "
+                f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, what "
+                f"operators work on {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
+                "batch or sequence smaller, use --dtype bfloat16, another --optimizer, more --shards, or a card with "
+                "more memory"
+            )
+        return left
+
+
+def training(observed: Observed, device: Device, optimizer: str, shards: int) -> Training:
+    """Count a training's memory on one of `shards` cards. Raises ConfigError for an optimizer that is not known."""
+    kind = OPTIMIZERS.get(optimizer)
+    if kind is None:
+        known = ", ".join(f"{each.name} ({each.about})" for each in _OPTIMIZERS)
+        raise ConfigError(f"--optimizer {optimizer!r} is not known; known are {known}")
+    states = kind.state_bytes(observed.trained_bytes, observed.trained)
+    # Each weight and state is read and written, each gradient read.
+    passed = 3 * observed.trained_bytes + 2 * states
+    return Training(
+        weights=observed.weight_bytes // shards,
+        gradients=observed.trained_bytes // shards,
+        states=states // shards,
+        gathered=3 * observed.block_weight_bytes if shards > 1 else 0,
+        work=observed.other_bytes,
+        optimizer_work=kind.work_bytes(observed.trained_bytes) // shards,
+        optimizer_s=passed / shards / device.memory_bytes_per_s,
+    )
