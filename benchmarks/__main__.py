@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|forecast|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks COMMAND`; `--help` lists the commands."""
 
 from __future__ import annotations
 
@@ -98,6 +98,22 @@ def forecast(
 
 
 @command(app)
+def ablation(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
+    threads: Threads = 2,
+    quick: Quick = False,
+) -> Result:
+    """Plans by the library, a linear program and fixed rules: simulated, above the lower bound (two minutes)."""
+    from ._workload.families import FAMILIES
+    from .ablation import run_ablation
+
+    names = family or (["conv"] if quick else list(FAMILIES))
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    return run_ablation(names, scratch=_OUT / "scratch", threads=threads, with_large=not quick)
+
+
+@command(app)
 def hooks(
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of each kind.")] = 40,
     quick: Quick = False,
@@ -127,6 +143,28 @@ def overlap(
         raise typer.BadParameter(str(error)) from None
     size, rounds = (TINY, 1) if quick else (CPU_MODELS[model], rounds)
     return run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out)
+
+
+@command(app)
+def replay(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, conv (default: both).")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help="Limit of the link (default: 100MB and 400MB).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps traced.")] = 9,
+    threads: Threads = 2,
+    quick: Quick = False,
+) -> Result:
+    """Transfers of planned steps on a throttled link beside those that their plans foresee (five minutes)."""
+    from .overlap import parse_rate
+    from .replay import BUDGETS, run_replay
+
+    names = family or (["conv"] if quick else list(BUDGETS))
+    if unknown := [name for name in names if name not in BUDGETS]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(BUDGETS)}")
+    try:
+        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return run_replay(names, rates=rates, rounds=2 if quick else rounds, threads=threads)
 
 
 @command(app)
@@ -214,9 +252,11 @@ def main() -> None:
     except (CannotMeasure, ChildError) as error:
         sys.exit(f"benchmarks: {error}")
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        needs = {"matplotlib": ("pictures need", "plot"), "scipy": ("the linear program needs", "dev")}
+        if error.name not in needs:
             raise
-        sys.exit("benchmarks: pictures need matplotlib, which is not here; pip install 'tba-offload[plot]'")
+        what, extra = needs[error.name]
+        sys.exit(f"benchmarks: {what} {error.name}, which is not here; pip install 'tba-offload[{extra}]'")
 
 
 if __name__ == "__main__":

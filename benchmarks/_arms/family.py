@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
 _LAST = 16
+_ROUNDS = 16  # of the search for a step's pace, each of which halves what is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +25,14 @@ class FamilyOptions(Options):
     Attributes:
         family: a key of `FAMILIES`.
         checkpoint: recompute every block.
+        replays: trace each step, and simulate its plan at the pace that the step had.
     """
 
     sequence: int = 0
     batch: int = 0
     family: str
     checkpoint: bool = False
+    replays: bool = False
 
 
 class FamilyArm(TrainArm):
@@ -47,13 +51,20 @@ class FamilyArm(TrainArm):
 
     def step(self, *batch: Tensor) -> Tensor:
         torch.manual_seed(0)  # dropout draws equal masks in every arm
-        return super().step(*batch)
+        if not self.options.replays:
+            return super().step(*batch)
+        self._begun_s = time.perf_counter()
+        with self.offload.trace() as self._events:
+            return super().step(*batch)
 
     def describe(self) -> dict[str, Any]:
         self._predicted: tuple[float, int] | None = None
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
         self._held_bytes = 0
+        self._events: list[Any] = []
+        self._begun_s = self._ended_s = 0.0
+        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_ended_s", time.perf_counter()))
         return {"family": FAMILIES[self.options.family].describe}
 
     def turn(self, index: int) -> dict[str, Any]:
@@ -61,6 +72,8 @@ class FamilyArm(TrainArm):
         plan = None if self.offload is None else self.offload.plan
         if plan is None:
             return answer
+        if self.options.replays:
+            answer["replay"] = self._replay(plan)
         if plan.measured is not None and self._predicted is not None:
             # What is measured is the step before: the engine learns of its end where the next begins.
             step_s, peak_bytes = self._predicted
@@ -83,3 +96,32 @@ class FamilyArm(TrainArm):
                 "predicted_peak": median(self._peak_ratios[-_LAST:]),
             }
         return answer
+
+    def _replay(self, plan: Any) -> dict[str, Any]:
+        """Give the transfers of the step and those of its plan, in seconds from the step's begin."""
+        took_s = self._ended_s - self._begun_s
+        at_pace = plan_at_pace(plan, took_s)
+        saved = at_pace.facts.saved
+        return {
+            "step_s": took_s,
+            "pace": at_pace.facts.step_s / plan.facts.step_s,
+            "predicted_s": plan.predicted.step_s,
+            "seen": [
+                (each.kind, each.start_s - self._begun_s, each.end_s - self._begun_s, each.nbytes)
+                for each in self._events
+                if each.kind in ("write", "read")
+            ],
+            "simulated": [
+                (each.kind, each.start_s, each.end_s, saved[each.number].nbytes) for each in at_pace.predicted.transfers
+            ],
+        }
+
+
+def plan_at_pace(plan: Any, step_s: float) -> Any:
+    """Simulate a plan with computation slower or faster, until the step takes so many seconds."""
+    slow, fast = 8.0, 1 / 8
+    for _ in range(_ROUNDS):
+        ratio = (slow * fast) ** 0.5
+        found = plan.under(plan.facts.scaled(ratio), plan.budget_bytes)
+        slow, fast = (ratio, fast) if found.predicted.step_s > step_s else (slow, ratio)
+    return found

@@ -35,7 +35,7 @@ from .._errors import BudgetError
 from .._memory.budgets import local_ranks
 from .._memory.pressure import release
 from .._plan.facts import OUTSIDE, Cap, Facts, Link, Place
-from .._plan.greedy import decide, make
+from .._plan.greedy import decide
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._record.record import DERIVED, Record
@@ -329,9 +329,9 @@ class Planner:
         changed = changed or facts.most_moved_bytes > _SURPRISE * plan.facts.most_moved_bytes
         if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
             facts = replace(facts.scaled(ratio**weight), link=link)
-            still, new = make(facts, budget_bytes, plan.moved, plan.recomputed), self._decide(facts, budget_bytes)
+            still, new = plan.under(facts, budget_bytes), self._decide(facts, budget_bytes)
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
-            plan = replace(still, measured=plan.measured) if stays else new
+            plan = still if stays else new
         self._set(kind, plan)
 
     def _decide(self, facts: Facts, budget_bytes: int) -> Plan:

@@ -22,7 +22,8 @@ from .simulate import simulate
 _FEW = 12  # storages and blocks: all plans can be tried
 _TRIES = 12  # shares tried until the peak fits
 _NEAR = 0.002  # share above the lower bound at which no better plan is looked for
-_PATIENCE = 4  # numbers of blocks tried in a row that give no better plan
+_PATIENCE = 5  # choices of blocks tried in a row that give no better plan
+_ALIKE = 0.999  # of the step that evenly spread blocks take: a choice that takes less is looked at
 _COARSE = 32  # at most so many numbers of blocks are tried where nothing fits
 
 
@@ -49,36 +50,48 @@ def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> 
     if len(facts.movable) + len(may) <= _FEW:
         return min(_all(facts, budget_bytes, facts.movable if moves else (), may), key=_rank)
     best, enough_s = nothing, (1 + _NEAR) * nothing.bound_s
-    missed = in_vain = 0
-    for least, count in _counts(facts, budget_bytes, may, moves=moves):
+    apart, in_vain = max(1, len(may) // _COARSE), 0
+    tried: list[tuple[bool, int]] = []
+    for least, even, blocks in _choices(facts, budget_bytes, may, moves=moves):
         if best.fits and (best.predicted.step_s <= enough_s or least >= best.predicted.step_s or in_vain > _PATIENCE):
             break
-        if count < missed:
+        count = len(blocks)
+        if not best.fits and any(even == was and abs(count - other) < apart for was, other in tried):
             continue
-        plan = _moving_enough(facts, budget_bytes, spread(may, count), moves=moves)
-        if not plan.fits:
-            missed = count + max(1, len(may) // _COARSE)
+        tried.append((even, count))
+        plan = _moving_enough(facts, budget_bytes, blocks, moves=moves)
         better = _rank(plan) < _rank(best)
         in_vain = 0 if better else in_vain + 1
         best = plan if better else best
     if not moves or (best.fits and best.predicted.step_s <= enough_s):
         return best
-    # A fixed rule may be the best there is: all moves, and forward waits for it.
-    return min(best, make(facts, budget_bytes, frozenset(facts.movable), frozenset()), key=_rank)
+    # A fixed rule may be the best there is: all moves, and forward waits for it; or nothing recomputes.
+    fixed = make(facts, budget_bytes, frozenset(facts.movable), frozenset())
+    return min(best, fixed, _moving_enough(facts, budget_bytes, frozenset(), moves=True), key=_rank)
 
 
-def _counts(facts: Facts, budget_bytes: int, may: Sequence[int], *, moves: bool) -> list[tuple[float, int]]:
-    """List how many blocks may recompute, each with a lower bound of the step; the most promising first."""
+def _choices(
+    facts: Facts, budget_bytes: int, may: Sequence[int], *, moves: bool
+) -> list[tuple[float, bool, frozenset[int]]]:
+    """List which blocks may recompute, each with a lower bound of the step; the most promising first.
+
+    Of each number there are those spread evenly and those that cost least a byte.
+    """
     most_bytes = facts.most_moved_bytes if moves else 0
-    found = []
+    cheapest = sorted(may, key=lambda number: (facts.blocks[number].replay_s or 0.0) / facts.block_bytes(number))
+    found: list[tuple[float, bool, frozenset[int]]] = []
     for count in range(len(may) + 1):
-        blocks = spread(may, count)
-        gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
-        gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
-        if gone_bytes <= most_bytes or count == len(may):
+        for costs, blocks in enumerate((spread(may, count), frozenset(cheapest[:count]))):
+            gain_bytes = sum(facts.block_bytes(number) - facts.blocks[number].input_bytes for number in blocks)
+            gone_bytes = max(0, facts.saved_bytes - budget_bytes - gain_bytes)
             replayed_s = sum(facts.blocks[number].replay_s or 0.0 for number in blocks)
-            found.append((least_s(facts, gone_bytes, replayed_s), count))
-    return sorted(found)
+            least = least_s(facts, gone_bytes, replayed_s)
+            if costs and found and len(found[-1][2]) == count and least >= _ALIKE * found[-1][0]:
+                continue  # alike blocks are treated alike
+            if gone_bytes <= most_bytes or count == len(may):
+                found.append((least, bool(costs), blocks))
+    found.sort(key=lambda choice: choice[:2])
+    return [(least, not costs, blocks) for least, costs, blocks in found]
 
 
 def _all(facts: Facts, budget_bytes: int, movable: Iterable[int], may: Iterable[int]) -> Iterable[Plan]:
@@ -118,7 +131,7 @@ def diffuse(nbytes: Sequence[int], share: float, most_bytes: int = 1 << 62) -> l
 
 def _moving_enough(facts: Facts, budget_bytes: int, recomputed: frozenset[int], *, moves: bool) -> Plan:
     """Move just as much as the budget asks for, and then more, as long as that makes the step faster."""
-    candidates = _movable(facts, recomputed, budget_bytes) if moves else []
+    candidates = movable(facts, recomputed, budget_bytes) if moves else []
     sizes = [facts.saved[index].nbytes for index in candidates]
     most_bytes = min(sum(sizes), facts.most_moved_bytes)
 
@@ -151,7 +164,7 @@ def _pays(facts: Facts, number: int) -> bool:
     return block.replay_s is not None and facts.block_bytes(number) > block.input_bytes
 
 
-def _movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list[int]:
+def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list[int]:
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
     window_bytes = min(

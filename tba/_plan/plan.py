@@ -11,7 +11,7 @@ from .._text import as_html, as_text, size
 from .bound import lower_bound_s
 from .facts import OUTSIDE, Facts, Place
 from .picture import draw
-from .simulate import Moment, Timeline
+from .simulate import Moment, Timeline, simulate
 
 _MORE_BYTES, _MORE_BYTES_PER_S = 1 << 30, 1e9  # whose worth a plan tells
 
@@ -79,6 +79,11 @@ class Plan:
     def bound_s(self) -> float:
         """Seconds that no plan within the budget can do better than, by what was observed."""
         return lower_bound_s(self.facts, self.budget_bytes)
+
+    def under(self, facts: Facts, budget_bytes: int) -> Plan:
+        """Return the plan that decides alike from other facts or for another budget: it is simulated anew."""
+        predicted = simulate(facts, self.moved, self.recomputed, budget_bytes)
+        return replace(self, facts=facts, budget_bytes=budget_bytes, predicted=predicted)
 
     def decides_as(self, other: Plan) -> bool:
         """Whether another plan decides alike."""

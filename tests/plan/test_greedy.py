@@ -55,6 +55,26 @@ def test_alike_layers_are_treated_alike() -> None:
     assert max(early) - min(early) <= 1
 
 
+def test_of_uneven_blocks_the_cheap_ones_recompute() -> None:
+    facts = layers(12, 8, rate=SLOW)
+    costs = [3.0 if number % 3 else 0.5 for number in range(12)]
+    blocks = tuple(replace(b, replay_s=(b.replay_s or 0) * c) for b, c in zip(facts.blocks, costs, strict=True))
+    plan = decide(replace(facts, blocks=blocks), int(0.75 * facts.saved_bytes))
+    assert plan.fits
+    assert plan.recomputed <= {0, 3, 6, 9}
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+@pytest.mark.parametrize("rate", [4e8, SLOW])
+def test_blocks_too_large_to_come_back_do_not_keep_others_from_moving(share: float, rate: float) -> None:
+    facts = layers(3, 64, rate=rate)
+    budget = int(share * facts.saved_bytes)
+    plan, moving = decide(facts, budget), decide(facts, budget, recomputes=False)
+    assert moving.fits
+    assert plan.fits
+    assert plan.predicted.step_s <= moving.predicted.step_s
+
+
 def test_what_must_not_recompute_does_not() -> None:
     facts = layers(12, 8, rate=SLOW, replay_s=None)
     assert not decide(facts, facts.saved_bytes // 2).recomputed

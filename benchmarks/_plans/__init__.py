@@ -1,0 +1,1 @@
+"""Plans decided in other ways than the library's, to compare with."""
