@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.exactness import run_training
 from support.planned import ROWS, SLOW, WIDTH, Training, assert_equal, train
+from support.zoo import FAMILIES
 from tba import Offloader
 
 
@@ -45,3 +47,25 @@ def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares:
     assert len({each.step_s for each in measured}) >= len(plans) - 1  # none was departed from
     assert plans[-1] is not None
     assert 0 < len(plans[-1].recomputed) < len(plans[-1].facts.blocks)
+
+
+@pytest.mark.parametrize("name", ["t5", "llama", "bert"])
+def test_families_share_and_no_plan_is_departed_from(auto: Callable[..., Offloader], name: str) -> None:
+    """A decoder's blocks all save what the encoder has made, rotary tables and masks go to all blocks."""
+    family = next(each for each in FAMILIES if each.name == name)
+    made: list[Offloader] = []
+
+    def context(model: nn.Module) -> Offloader:
+        settings = {"max_write_rate": "4MB", "max_read_rate": "4MB", "min_tensor_bytes": 512}
+        made.append(auto(model, memory_budget=budget, **settings))
+        return made[-1]
+
+    budget = 1 << 30
+    run_training(family.make_model, family.make_batch, steps=1, context=context, backward_inside=True)
+    budget = int(0.6 * made[-1].stats().held_bytes)
+    run_training(family.make_model, family.make_batch, steps=7, context=context, backward_inside=True)
+    planner = made[-1]._saver.planner
+    assert planner is not None
+    assert planner.plan is not None
+    assert planner.plan.recomputed
+    assert not any(kind.departures for kind in planner._kinds.values())
