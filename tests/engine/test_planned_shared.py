@@ -37,16 +37,21 @@ def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares:
     training = Training(Rectified)
     offload = auto(training.model, memory_budget=int(share * kept.stats().held_bytes), **SLOW)
     train(offload, training, steps=3, **given)
-    plans = []
+    plans = [offload.plan]
     for number in range(3, 8):
         with offload:
             training.step(number=number, **given)
         plans.append(offload.plan)
     assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
-    measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
-    assert len({each.step_s for each in measured}) >= len(plans) - 1  # none was departed from
-    assert plans[-1] is not None
-    assert 0 < len(plans[-1].recomputed) < len(plans[-1].facts.blocks)
+    assert not departures(offload)
+    assert any(plan is not None and 0 < len(plan.recomputed) < len(plan.facts.blocks) for plan in plans)
+
+
+def departures(offload: Offloader) -> int:
+    """Steps that were not what their plan had been made for."""
+    planner = offload._saver.planner
+    assert planner is not None
+    return sum(kind.departures for kind in planner._kinds.values())
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
@@ -64,8 +69,5 @@ def test_families_share_and_no_plan_is_departed_from(auto: Callable[..., Offload
     run_training(family.make_model, family.make_batch, steps=1, context=context, backward_inside=True)
     budget = int(0.75 * made[-1].stats().held_bytes)
     run_training(family.make_model, family.make_batch, steps=7, context=context, backward_inside=True)
-    planner = made[-1]._saver.planner
-    assert planner is not None
-    assert planner.plan is not None
-    assert planner.plan.recomputed
-    assert not any(kind.departures for kind in planner._kinds.values())
+    assert made[-1].plan is not None
+    assert not departures(made[-1])
