@@ -18,7 +18,8 @@ def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
     made = []
 
     def make(model: nn.Module | None, **settings: Any) -> Offloader:
-        offload = offload_context(model, "auto", storage_paths=scratch, min_tensor_bytes=4096, **settings)
+        given: dict[str, Any] = {"min_tensor_bytes": 4096, "storage_paths": scratch} | settings
+        offload = offload_context(model, "auto", **given)
         made.append(offload)
         return offload
 

@@ -14,6 +14,7 @@ from support.exactness import assert_bit_equal
 from support.gpt import GPT, GPTConfig
 from support.planned import ROWS, SLOW, WIDTH, Training, assert_equal, nothing, train
 from tba import BudgetError, Offloader, offload_context
+from tba._plan.plan import Plan
 
 STEPS = 7
 
@@ -47,13 +48,17 @@ class Language(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
 
 
+plans: list[Plan | None] = []  # of every step of the last training
+
+
 def gradients(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple[list[Tensor], list[Offloader]]:
     """Gradients of every step, and the engine."""
+    plans.clear()
     torch.manual_seed(3)
     model = Language(kind).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offloads = [make(model)] if make is not None else []
-    found = []
+    found: list[Tensor] = []
     for number in range(STEPS):
         torch.manual_seed(50 + number)
         tokens = torch.randint(64, (8, 65))
@@ -62,6 +67,7 @@ def gradients(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple
         model(tokens).backward()
         for offload in offloads:
             offload.__exit__(None, None, None)
+            plans.append(offload.plan)
         found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
@@ -82,11 +88,12 @@ def test_exact_codecs_are_planned_with_and_change_no_bit(
 ) -> None:
     budget = int(share * held_bytes(kind, auto, "exact"))
     ours, (offload,) = gradients(kind, lambda model: auto(model, memory_budget=budget, compress="exact", **rates))
+    made, stats = [plan for plan in plans if plan is not None], offload.stats()
     assert_bit_equal(ours, gradients(kind, None)[0], "gradients")
-    plan, stats = offload.plan, offload.stats()
-    assert plan is not None
-    assert plan.measured is not None
-    assert plan.measured.peak_bytes <= budget
+    measured = [plan.measured for plan in made if plan.measured is not None]
+    assert measured  # a plan that the last step has made is still to be carried out
+    assert max(each.peak_bytes for each in measured) <= budget
+    plan = made[-1]
     assert plan.sends or plan.recomputed
     assert stats.packed_bytes < stats.encoded_bytes
     assert stats.derived_bytes
@@ -96,7 +103,7 @@ def test_exact_codecs_are_planned_with_and_change_no_bit(
     assert derived
     assert all(each.replayed_bytes > 0 and each.place not in plan.sends for each in derived)
     if rates:
-        assert plan.recomputed
+        assert any(plan.recomputed for plan in made)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
@@ -105,15 +112,15 @@ def test_what_a_lossy_preset_loses_does_not_depend_on_the_plan(
 ) -> None:
     budget = int(0.6 * held_bytes(kind, auto, "safe8"))
     ours, (offload,) = gradients(kind, lambda model: auto(model, memory_budget=budget, compress="safe8"))
-    plan = offload.plan
+    plan, measured = offload.plan, [each.measured for each in plans if each is not None and each.measured is not None]
     nvme = {"storage_paths": scratch, "min_tensor_bytes": 4096, "prefetch_bytes": 0}
     theirs, (other,) = gradients(kind, lambda model: offload_context(model, "nvme", compress="safe8", **nvme))
     other.close()
     assert_bit_equal(ours, theirs, "gradients")
     assert any(not torch.equal(a, b) for a, b in zip(ours, gradients(kind, None)[0], strict=True))
+    assert measured
+    assert max(each.peak_bytes for each in measured) <= budget
     assert plan is not None
-    assert plan.measured is not None
-    assert plan.measured.peak_bytes <= budget
     assert plan.sends
     assert not plan.recomputed
     assert {block.why_not for block in plan.facts.blocks} == {

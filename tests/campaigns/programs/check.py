@@ -116,6 +116,7 @@ WAYS: dict[str, tuple[Plan | None, dict[str, Any]]] = {
     "held": (None, {}),
     "auto": (None, {"tier": "auto", "memory_budget": 4096}),
     "exact": (None, {"prefetch_bytes": 0, "compress": "exact"}),
+    "auto exact": (None, {"tier": "auto", "memory_budget": 4096, "compress": "exact"}),
     "keep exact": (None, {"tier": "keep", "compress": "exact"}),
 }
 
