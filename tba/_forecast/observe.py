@@ -78,11 +78,12 @@ class _Visit:
 
 @dataclass
 class _Entry:
-    """One storage saved: within which visits, from outside in."""
+    """One storage saved: within which visits, from outside in; and where it was saved again."""
 
     nbytes: int
     saved_s: float
     within: tuple[int, ...]
+    again_within: set[tuple[int, ...]] = field(default_factory=set)
     wanted_s: float | None = None
 
 
@@ -124,6 +125,7 @@ class _Watch:
         known: list[tuple[int, int, int, int]] = vars(storage).setdefault(_KNOWN, [])
         for version, first, last, index in known:
             if version == root._version and first <= begin and end <= last:
+                self.entries[index].again_within.add(tuple(self.open))
                 return index
         if end - begin < self.min_tensor_bytes // _SLICES and nbytes < storage_bytes:
             return None
@@ -232,12 +234,20 @@ def _placed(watch: _Watch, turn_s: float, end_s: float) -> tuple[list[int], tupl
         if each.module in chosen and not any(outer in numbers for outer in each.within):
             numbers[visit] = len(blocks)
             blocks.append(visit)
+
+    def block_of(within: tuple[int, ...]) -> int:
+        return next((numbers[visit] for visit in within if visit in numbers), OUTSIDE)
+
     counts: dict[int, int] = {}
-    saved = []
+    saved: list[Saved] = []
+    shared = 0
     for entry in watch.entries:
-        block = next((numbers[visit] for visit in entry.within if visit in numbers), OUTSIDE)
+        block = block_of(entry.within)
         place = Place(block, counts.get(block, 0))
         counts[block] = place.number + 1
+        if block != OUTSIDE and any(block_of(within) != block for within in entry.again_within):
+            shared += 1  # saved elsewhere too, it is none of the block's, as in `Watch.elsewhere`
+            place = Place(OUTSIDE, -shared)
         wanted_s = end_s if entry.wanted_s is None else entry.wanted_s
         saved.append(Saved(place, entry.nbytes, entry.saved_s, wanted_s - turn_s))
     return blocks, tuple(saved)
