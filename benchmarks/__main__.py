@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|rok|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -78,6 +78,34 @@ def auto(
         names, few = family or ["conv"], (0.4, 0.85)
         return run_auto(names, rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit, shares=few)
     return run_auto(names, rounds=rounds, starts=starts, threads=threads, rate_bytes_per_s=limit)
+
+
+@command(app)
+def rok(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
+    batch: Annotated[list[float] | None, typer.Option(help="Multiples of the own batch (default: 0.5, 1, 2).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 6,
+    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 1,
+    paper: Annotated[bool, typer.Option(help="Also the paper's figure: GPT, BERT, T5 at 8 layers.")] = True,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """Recompute, offload, keep: throughput against peak memory, five families at three batch sizes (two hours)."""
+    from ._workload.families import FAMILIES
+    from ._workload.sizes import TINY_SETTINGS
+    from .rok import PAPER, SCALES, Sizes, run_rok
+
+    names = family or list(FAMILIES)
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    sizes = Sizes(scales=batch or SCALES)
+    if quick:
+        sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
+        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS)
+        names, rounds, starts = family or ["gpt"], 1, 1
+    figure = [name for name in PAPER if name in names] if paper else []
+    return run_rok(names, sizes=sizes, rounds=rounds, starts=starts, threads=threads, paper=figure, out=out)
 
 
 @command(app)

@@ -134,8 +134,8 @@ FLOORS = {
     ],
     "benchmarks": [
         ("_report", "_workload", ""),
-        ("_io", "_pictures", "_processes"),
-        ("_arms", "bert", "demo", "io", "overlap", "step"),
+        ("_io", "_peers", "_pictures", "_processes"),
+        ("_arms", "bert", "demo", "io", "overlap", "rok", "step"),
         ("auto", "codec", "fidelity", "hooks"),
         ("__main__",),
     ],

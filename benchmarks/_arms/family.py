@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._workload.families import FAMILIES
+from .._peers.registry import put_under
+from .._workload.families import BATCH, FAMILIES
+from .._workload.gpt import GPT, GPTConfig
 from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
@@ -22,13 +25,20 @@ class FamilyOptions(Options):
 
     Attributes:
         family: a key of `FAMILIES`.
-        checkpoint: recompute every block.
+        checkpoint: recompute every block, as the model's own library does it.
+        peer: a key of `PEERS` to train under.
+        batch: examples of a batch.
+        layers: of the model; None: the family's own number.
+        scratch: a folder for what a peer writes.
     """
 
     sequence: int = 0
-    batch: int = 0
+    batch: int = BATCH
     family: str
     checkpoint: bool = False
+    peer: str = ""
+    layers: int | None = None
+    scratch: str = ""
 
 
 class FamilyArm(TrainArm):
@@ -37,24 +47,36 @@ class FamilyArm(TrainArm):
     options_class = FamilyOptions
 
     def make_model(self) -> Any:
-        return FAMILIES[self.options.family].make(self.options.checkpoint)
+        o = self.options
+        model = FAMILIES[o.family].make(o.checkpoint, o.layers).to(self.device)
+        if o.peer:
+            put_under(o.peer, model, Path(o.scratch))
+        return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
-        return FAMILIES[self.options.family].batch(index)
+        return FAMILIES[self.options.family].batch(index, self.options.batch)
 
     def step(self, *batch: Tensor) -> Tensor:
         torch.manual_seed(0)  # dropout draws equal masks in every arm
         return super().step(*batch)
 
     def describe(self) -> dict[str, Any]:
+        if self.options.settings.get("compress") is not None:
+            _compile_kernels(self.options.settings["compress"])
         self._predicted: tuple[float, int] | None = None
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
         self._held_bytes = 0
-        return {"family": FAMILIES[self.options.family].describe}
+        family = FAMILIES[self.options.family]
+        return {
+            "family": family.describe,
+            "unit": family.unit,
+            "units": family.units(self.make_batch(0)),
+            "inexact": self.options.settings.get("compress") not in (None, "exact"),
+        }
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
@@ -83,3 +105,15 @@ class FamilyArm(TrainArm):
                 "predicted_peak": median(self._peak_ratios[-_LAST:]),
             }
         return answer
+
+
+def _compile_kernels(preset: str) -> None:
+    """Compile what codecs need by a step of a tiny model, so that it counts as idle and not as a step's peak."""
+    from tba import OffloadConfig, Offloader
+
+    model = GPT(GPTConfig(layers=1, width=64, heads=2, sequence=64))
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    config = OffloadConfig(tier="keep", compress=preset, min_tensor_bytes=0)
+    with Offloader(model, config) as offload:
+        model(tokens, tokens).backward()
+    offload.close()

@@ -1,0 +1,72 @@
+"""Tests of the benchmarks that compare: rok, peers, knee, scale, and the report of what is filed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks._peers.registry import PEERS
+from benchmarks._report.curve import best_within, curve_bars
+from benchmarks._report.steps import Measured
+from benchmarks._workload.families import FAMILIES, blocks
+from support.benchmarks import run_benchmark
+
+
+def measured(name: str, peak_bytes: int, *wall_s: float) -> Measured:
+    about = {"units": 10, "unit": "tokens"}
+    return Measured(name=name, allocator="none", about=about, peak_bytes=peak_bytes, wall_s=list(wall_s))
+
+
+def test_rok_places_every_arm_and_draws(tmp_path: Path) -> None:
+    found = run_benchmark("rok", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
+    [batches] = found["families"].values()
+    [curve] = batches.values()
+    assert curve["gradients_bit_equal"] is True
+    arms = curve["arms"]
+    assert {"plain", "checkpoint", "selective checkpoint", "SSDTrain's rule", "auto 0.40", "nvme"} <= arms.keys()
+    assert arms["nvme"]["moved"]["written_bytes"] > 0
+    assert arms["keep, safe8"]["moved"]["packed_bytes"] < arms["keep, safe8"]["moved"]["encoded_bytes"]
+    assert arms["keep, safe8"]["about"]["inexact"] is True
+    peers = [bar["what"].partition(" / ")[2].removesuffix(", at no higher peak") for bar in curve["bars"]]
+    assert peers[:2] == ["plain", "checkpoint"]
+    assert found["paper"]["gpt"]["nvme"]["moved"]["read_bytes"] > 0
+    for path in map(Path, found["files"]):
+        assert path.stat().st_size > 1000
+
+
+def test_a_curve_names_what_lies_above_or_left() -> None:
+    plain, fast = measured("plain", 100, 1.0, 1.0, 1.0), measured("fast", 60, 1.0, 1.01, 1.0)
+    low, slow = measured("low", 40, 2.0, 2.0, 2.0), measured("slow", 40, 3.0, 3.1, 2.9)
+    lowest = measured("lowest", 10, 9.0, 9.0, 9.0)
+    assert best_within(plain, [low, fast]) is fast
+    assert best_within(slow, [low, fast]) is low
+    assert best_within(lowest, [low, fast]) is None
+    arms = {arm.name: arm for arm in (plain, fast, low, slow, lowest)}
+    found = curve_bars("here", arms, ["plain", "slow", "lowest"], ["low", "fast"])
+    assert [bar.met for bar in found] == [True, True, False]
+    assert [bar.measured for bar in found] == [1.0, 1.5, 4.0]
+    [beaten] = curve_bars("here", arms, ["fast"], ["low"])
+    assert beaten.what == "here: throughput of low / fast, at no higher peak"
+    assert beaten.met is False
+
+
+@pytest.mark.filterwarnings("ignore::tba.OffloadWarning")
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.missing() and not peer.package])
+@pytest.mark.parametrize("family", ["gpt", "conv"])
+def test_peers_train_with_plain_gradients(family: str, name: str, tmp_path: Path) -> None:
+    gradients: list[Any] = []
+    for peer in (None, PEERS[name]):
+        torch.manual_seed(0)
+        model = FAMILIES[family].make(False, 2)
+        before = [block.forward for block in blocks(model)]
+        if peer is not None:
+            peer.put_under(model, tmp_path)
+            wrapped = [block.forward != old for block, old in zip(blocks(model), before, strict=True)]
+            assert wrapped == ([False, False] if peer.scope == "model" else [True, peer.every == 1])
+        model(*FAMILIES[family].batch(0, 1)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert list(tmp_path.iterdir()) == []
