@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|rok|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|rok|peers|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -102,10 +102,32 @@ def rok(
     sizes = Sizes(scales=batch or SCALES)
     if quick:
         sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
-        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS)
+        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS, warm_up=4)
         names, rounds, starts = family or ["gpt"], 1, 1
     figure = [name for name in PAPER if name in names] if paper else []
     return run_rok(names, sizes=sizes, rounds=rounds, starts=starts, threads=threads, paper=figure, out=out)
+
+
+@command(app)
+def peers(
+    family: Annotated[Literal["llama", "gpt", "bert", "conv"], typer.Option(help="What is trained.")] = "llama",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
+    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """tba beside what else there is: memory, time, bytes left, and what becomes of ten things that code does."""
+    from ._peers.registry import CHECKPOINT, NVME, PEERS
+    from ._workload.sizes import TINY_SETTINGS
+    from .peers import known_cases, run_peers
+
+    if not quick:
+        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out}
+        return run_peers(list(PEERS), family=family, cases=known_cases(), **given)
+    few, cases = [CHECKPOINT, "tutorial's files", NVME], known_cases()[:1] + known_cases()[-3:]
+    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
+    return run_peers(few, family="gpt", cases=cases, rounds=1, starts=1, threads=threads, out=out, **tiny)
 
 
 @command(app)

@@ -31,8 +31,6 @@ _REMAT = ("gpt", "bert", "llama")
 # What the paper measures (its table: 28 to 47% less), in examples a batch as there.
 PAPER, _PAPER_LAYERS, _PAPER_BATCH = ("gpt", "bert", "t5"), 8, 16
 _PAPER_PEAK_BAR, _PAPER_WAIT_BAR = 0.40, 0.01
-# Steps until a plan stands, as for `auto`.
-_WARM_UP = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +44,7 @@ class Sizes:
         paper_layers, paper_batch: of the paper's figure.
         settings: fields of `OffloadConfig` for every arm of tba.
         presets: values of `compress`, each with tier keep and with nvme.
+        warm_up: steps before those that are timed: until a plan stands, as for `auto`.
     """
 
     scales: Sequence[float] = SCALES
@@ -55,6 +54,7 @@ class Sizes:
     paper_batch: int = _PAPER_BATCH
     settings: Mapping[str, Any] = field(default_factory=dict)
     presets: Sequence[str] = PRESETS
+    warm_up: int = 6
 
 
 def run_rok(
@@ -73,7 +73,7 @@ def run_rok(
             saved_bytes = count_saved_bytes({**options, "settings": sizes.settings}, threads)
             specs = make_arms(options, sizes, threads, saved_bytes)
             where = f"{family}, batch {batch}"
-            arms = measure(specs, rounds=rounds, title=f"rok {where}", warm_up=_WARM_UP, starts=starts)
+            arms = measure(specs, rounds=rounds, title=f"rok {where}", warm_up=sizes.warm_up, starts=starts)
             found = curve_bars(where, arms, *sides(arms))
             equal = same_gradients(list(arms.values()))
             tables.append(curve_table(f"{_title(family, sizes)}, batch {batch}", arms, _note(arms, saved_bytes, equal)))

@@ -45,6 +45,10 @@ def draw_curves(panels: Mapping[str, Mapping[float, Sequence[Point]]], path: Pat
         for (title, sizes), axes in zip(panels.items(), grid.flat, strict=False):
             for scale, points in sizes.items():
                 _draw(axes, points, markers, size=5.0 * scale**0.4)
+            if len(panels) == 1:
+                for point in (point for points in sizes.values() for point in points):
+                    place = (point.peak_mib, point.per_second)
+                    axes.annotate(point.name, place, xytext=(6, 3), textcoords="offset points", fontsize=7)
             axes.set_title(title, loc="left", fontsize=10)
             axes.set_xlabel("peak over idle, MiB")
             axes.set_ylabel(f"{units[title]} per second")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks._peers.registry import PEERS
+from benchmarks._peers.registry import CHECKED, NVME, PEERS
+from benchmarks._peers.trial import run_case
 from benchmarks._report.curve import best_within, curve_bars
 from benchmarks._report.steps import Measured
 from benchmarks._workload.families import FAMILIES, blocks
@@ -70,3 +71,37 @@ def test_peers_train_with_plain_gradients(family: str, name: str, tmp_path: Path
         gradients.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_are_measured_and_judged(tmp_path: Path) -> None:
+    found = run_benchmark("peers", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
+    assert found["arms"].keys() == {"plain", "checkpoint", "tutorial's files", NVME, "SSDTrain's rule", "tba auto 0.40"}
+    assert set(found["bit_equal"].values()) == {True}
+    assert set(found["bytes_left_on_disk"].values()) == {0}
+    kinds = {name: {case: each["kind"] for case, each in cases.items()} for name, cases in found["cases"].items()}
+    assert kinds[NVME]["views of one storage"] == kinds["checkpoint"]["graph dropped"] == "right"
+    assert kinds["tutorial's files"]["file vanishes"] == kinds[NVME]["file vanishes"] == "error"
+    assert kinds["checkpoint"]["file vanishes"] == "-"
+    assert found["failed"] == {}
+    assert "trainstream" in found["missing"]
+
+
+@pytest.mark.parametrize(
+    ("peer", "case", "kind"),
+    [
+        ("save_on_cpu", "edit before backward", "wrong"),
+        ("save_on_cpu", "double backward", "right"),
+        ("tutorial's files", "bytes change on disk", "wrong"),
+        (CHECKED, "bytes change on disk", "error"),
+        (CHECKED, "edit before backward", "error"),
+        (CHECKED, "graph dropped", "right"),
+    ],
+)
+def test_a_case_is_judged_by_what_it_does(peer: str, case: str, kind: str, tmp_path: Path) -> None:
+    assert run_case(peer, case, timeout_s=100, directory=tmp_path).kind == kind
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_case_that_hangs_or_dies_is_ended(tmp_path: Path) -> None:
+    assert run_case(CHECKED, "graph dropped", timeout_s=0, directory=tmp_path).kind == "hang"
+    assert run_case("no such peer", "graph dropped", timeout_s=100, directory=tmp_path).kind == "crash"
