@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|rok|peers|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|rok|peers|knee|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -128,6 +128,24 @@ def peers(
     few, cases = [CHECKPOINT, "tutorial's files", NVME], known_cases()[:1] + known_cases()[-3:]
     tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
     return run_peers(few, family="gpt", cases=cases, rounds=1, starts=1, threads=threads, out=out, **tiny)
+
+
+@command(app)
+def knee(
+    family: Annotated[Literal["gpt", "bert", "t5", "llama", "conv"], typer.Option(help="What is trained.")] = "gpt",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 5,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """Step time and waiting on links from 50 MB/s to free; where the link begins to bind, predicted and measured."""
+    from ._workload.sizes import TINY_SETTINGS
+    from .knee import NEAR, RATES, run_knee
+
+    if not quick:
+        return run_knee(family, rates=RATES, near=NEAR, rounds=rounds, threads=threads, out=out)
+    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
+    return run_knee(family, rates=(50e6,), near=(0.5,), rounds=1, threads=threads, out=out, **tiny)
 
 
 @command(app)

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._peers.registry import put_under
 from .._workload.families import BATCH, FAMILIES
 from .._workload.gpt import GPT, GPTConfig
+from .._workload.link_need import needed_bytes_per_s, rule_of_thumb_bytes_per_s
 from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
@@ -97,6 +98,8 @@ class FamilyArm(TrainArm):
             "moved_share": sum(plan.sends.values()) / max(1, plan.facts.saved_bytes),
             "bound_s": plan.bound_s,
             "predicted_s": plan.predicted.step_s,
+            "needed_bytes_per_s": needed_bytes_per_s(plan),
+            "rule_of_thumb_bytes_per_s": rule_of_thumb_bytes_per_s(plan),
         }
         if self._step_ratios:
             answer["moved"] |= {

@@ -13,6 +13,7 @@ from benchmarks._peers.trial import run_case
 from benchmarks._report.curve import best_within, curve_bars
 from benchmarks._report.steps import Measured
 from benchmarks._workload.families import FAMILIES, blocks
+from benchmarks._workload.link_need import begins_to_wait, waiting_s
 from support.benchmarks import run_benchmark
 
 
@@ -105,3 +106,29 @@ def test_a_case_is_judged_by_what_it_does(peer: str, case: str, kind: str, tmp_p
 def test_a_case_that_hangs_or_dies_is_ended(tmp_path: Path) -> None:
     assert run_case(CHECKED, "graph dropped", timeout_s=0, directory=tmp_path).kind == "hang"
     assert run_case("no such peer", "graph dropped", timeout_s=100, directory=tmp_path).kind == "crash"
+
+
+def test_knee_measures_slow_links_beside_a_prediction(tmp_path: Path) -> None:
+    found = run_benchmark("knee", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
+    assert found["gradients_bit_equal"] is True
+    assert found["predicted_bytes_per_s"] > found["arms"]["nvme, 50 MB/s"]["moved"]["written_bytes"]
+    assert found["rule_of_thumb_bytes_per_s"] > 0
+    slow, free = found["arms"]["nvme, 50 MB/s"], found["arms"]["nvme, free"]
+    assert slow["stalled_share"][0] >= slow["waited_share"][0] > 0
+    assert min(slow["moved"]["read_bytes"], free["moved"]["read_bytes"]) > 0
+    [picture] = map(Path, found["files"])
+    assert picture.stat().st_size > 1000
+
+
+def test_waiting_for_a_link() -> None:
+    # Each second 10 bytes: a link of 10 a second keeps up with one transfer under way, one of 5 is a second late each.
+    arrivals = [(float(second), 10) for second in range(5)]
+    assert waiting_s(arrivals, 10.0, 10) == 0.0
+    assert waiting_s(arrivals, 5.0, 10) == 4.0
+    assert waiting_s(arrivals, 5.0, 20) == 2.0  # one more may be under way
+    assert waiting_s(arrivals, 5.0, 30) == 0.0
+    # Waiting of 40 s * MB / rate - 2 s: begins at 20 MB/s, and is half of the floor, 0.5 s, at 16 MB/s.
+    rates = [1e6, 2e6, 4e6, 5e6, 8e6, 20e6, 40e6]
+    waited = [max(0.0, 40e6 / rate - 2) for rate in rates]
+    assert begins_to_wait(rates, waited, floor_s=1.0) == pytest.approx(16e6)
+    assert begins_to_wait(rates, [0.0] * 7, floor_s=1.0) is None
