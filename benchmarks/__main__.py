@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import typer
 
 from ._processes.child import ChildError
-from ._report.options import Folder, Quick, command
-from ._report.results import MIB, CannotMeasure, Result
+from ._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, command
+from ._report.results import MIB, CannotMeasure, Result, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -252,6 +252,35 @@ def bert(
     from .bert import run_bert
 
     return run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick)
+
+
+@app.command()
+def report(out: Out = _OUT, json: AsJson = False) -> None:
+    """One page of all that is filed: report.html, and report.md for the docs. Measures nothing."""
+    from .report import run_report
+
+    show(run_report(out), as_json=json)
+
+
+@app.command(name="all")
+def everything(
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+    only: Annotated[list[str] | None, typer.Option(help="Run these commands alone (default: all).")] = None,
+    json: AsJson = False,
+) -> None:
+    """Every benchmark; with --quick, in a few minutes, to see that all of them work."""
+    from .all import run_all
+
+    known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "report", "all")]
+    names = only or known
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown benchmark {unknown[0]!r}; known are {', '.join(known)}")
+    result = run_all(names, quick=quick, options=["--save", "--machine", machine] if save else [])
+    show(result, as_json=json)
+    if any(each["code"] for each in result.data["commands"].values()):
+        sys.exit(1)
 
 
 def _terminated(number: int, _: object) -> None:

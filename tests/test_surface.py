@@ -134,7 +134,7 @@ FLOORS = {
     ],
     "benchmarks": [
         ("_report", "_workload", ""),
-        ("_io", "_peers", "_pictures", "_processes"),
+        ("_io", "all", "report", "_peers", "_pictures", "_processes"),
         ("_arms", "bert", "demo", "io", "knee", "overlap", "peers", "rok", "step"),
         ("auto", "codec", "fidelity", "hooks"),
         ("__main__",),

@@ -10,10 +10,14 @@ import torch
 
 from benchmarks._peers.registry import CHECKED, NVME, PEERS
 from benchmarks._peers.trial import run_case
+from benchmarks._report.bar import Bar
 from benchmarks._report.curve import best_within, curve_bars
+from benchmarks._report.results import Grid, Result, file_result
 from benchmarks._report.steps import Measured
 from benchmarks._workload.families import FAMILIES, blocks
 from benchmarks._workload.link_need import begins_to_wait, waiting_s
+from benchmarks.all import run_all
+from benchmarks.report import run_report
 from support.benchmarks import run_benchmark
 
 
@@ -132,3 +136,40 @@ def test_waiting_for_a_link() -> None:
     waited = [max(0.0, 40e6 / rate - 2) for rate in rates]
     assert begins_to_wait(rates, waited, floor_s=1.0) == pytest.approx(16e6)
     assert begins_to_wait(rates, [0.0] * 7, floor_s=1.0) is None
+
+
+def test_report_answers_from_what_is_filed(tmp_path: Path) -> None:
+    both = measured("plain", 100, 1.0, 2.0), measured("nvme", 30, 1.1, 2.2)
+    arms = {arm.name: vars(arm) for arm in both}
+    bars = [Bar(what="peak", measured=0.3, limit=0.2).data(), Bar(what="time", measured=1.1, limit=None).data()]
+    data = {"families": {"gpt": {"8": {"arms": arms, "bars": bars}}}, "missing": {"trl": "not installed"}}
+    (tmp_path / "rok.png").write_bytes(b"a picture")
+    table = Grid("A table", ("what", "value"), [("a|b", "<1>")])
+    picture = tmp_path / "rok.png"
+    environment = {"cpu": "a processor", "date": "2026-11-24", "commit": "abc with changes"}
+    result = Result(theme="rok", tables=[table], data=data, environment=environment, files=[picture], picture=picture)
+    file_result(result, "vm2", tmp_path / "results")
+    (tmp_path / "results" / "old_kind_vm3_202610.md").write_text("# Without figures\n")
+    found = run_report(tmp_path / "out", tmp_path / "results")
+    [answer] = found.data["How much memory, at what cost"]
+    assert answer[:5] == ["rok, gpt, batch 8: nvme", "0.30x", "1.100x ± 0.000", "plain", "vm2"]
+    assert "python -m benchmarks" in answer[5]
+    assert found.data["Bars that are not met"] == [["rok", "peak", "<= 0.2", "0.300", "vm2"]]
+    rest = dict(map(tuple, reversed(found.data["Measured and not claimed, and not measured"])))
+    assert rest["rok"].startswith("1 values are shown")
+    assert "a processor" in rest["all"] or "GPU" in rest["all"]
+    page, text = (path.read_text() for path in found.files)
+    assert page.count("<details>") == 2
+    assert "data:image/png;base64,YSBwaWN0dXJl" in page
+    for part in ("<td", "&lt;1&gt;", "Without figures"):
+        assert part in page
+    assert "http" not in page
+    assert "| rok, gpt, batch 8: nvme | 0.30x |" in text
+
+
+@pytest.mark.slow
+def test_all_runs_what_it_is_told_and_names_what_fails() -> None:
+    found = run_all(["hooks", "no-such"], quick=True, options=[])
+    assert found.data["commands"]["hooks"]["code"] == 0
+    assert found.data["commands"]["no-such"]["code"] == 2
+    assert [row[1] for row in found.tables[0].rows] == ["yes", "NO"]
