@@ -1,4 +1,4 @@
-"""The command line: `python -m benchmarks step|auto|rok|peers|knee|hooks|overlap|io|codec|fidelity|bert|demo`."""
+"""The command line: `python -m benchmarks step|auto|rok|peers|knee|scale|hooks|overlap|io|codec|fidelity|bert|demo`."""
 
 from __future__ import annotations
 
@@ -146,6 +146,19 @@ def knee(
         return run_knee(family, rates=RATES, near=NEAR, rounds=rounds, threads=threads, out=out)
     tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
     return run_knee(family, rates=(50e6,), near=(0.5,), rounds=1, threads=threads, out=out, **tiny)
+
+
+@command(app)
+def scale(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 4,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """How cost grows: layers, width, sequence, batch, threads, saved tensors; 30 GB in 4 GiB (30 GB of disk)."""
+    from .scale import Sizes, run_scale, tiny
+
+    return run_scale(tiny() if quick else Sizes(), rounds=1 if quick else rounds, threads=threads, out=out)
 
 
 @command(app)

@@ -136,7 +136,8 @@ FLOORS = {
         ("_report", "_workload", ""),
         ("_io", "all", "report", "_peers", "_pictures", "_processes"),
         ("_arms", "bert", "demo", "io", "knee", "overlap", "peers", "rok", "step"),
-        ("auto", "codec", "fidelity", "hooks"),
+        ("_growth", "auto", "codec", "fidelity", "hooks"),
+        ("scale",),
         ("__main__",),
     ],
 }

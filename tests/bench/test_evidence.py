@@ -18,7 +18,8 @@ from benchmarks._workload.families import FAMILIES, blocks
 from benchmarks._workload.link_need import begins_to_wait, waiting_s
 from benchmarks.all import run_all
 from benchmarks.report import run_report
-from support.benchmarks import run_benchmark
+from benchmarks.scale import exponent, lines
+from support.benchmarks import quick, run_benchmark
 
 
 def measured(name: str, peak_bytes: int, *wall_s: float) -> Measured:
@@ -173,3 +174,34 @@ def test_all_runs_what_it_is_told_and_names_what_fails() -> None:
     assert found.data["commands"]["hooks"]["code"] == 0
     assert found.data["commands"]["no-such"]["code"] == 2
     assert [row[1] for row in found.tables[0].rows] == ["yes", "NO"]
+
+
+def test_a_power_law_is_fitted() -> None:
+    assert exponent([1, 2, 4, 8], [3.0, 12.0, 48.0, 192.0]) == pytest.approx(2.0)
+    arms = {
+        size: {"plain": measured("plain", size << 20, float(size)), "nvme": measured("nvme", 5 << 20, 2.0)}
+        for size in (4, 8, 16)
+    }
+    for pair in arms.values():
+        for arm in pair.values():
+            arm.about = {**arm.about, "parameters": 1 << 18}  # 1 MiB of gradients
+    found = lines(arms)
+    assert found["step, s"]["plain"].exponent == pytest.approx(1.0)
+    assert found["step, s"]["nvme"].exponent == pytest.approx(0.0)
+    assert found["peak less gradients, MiB"]["plain"].values == [3.0, 7.0, 15.0]
+
+
+@pytest.mark.slow
+def test_scale_fits_and_finishes_under_a_limit(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    found = quick("scale", tmp_path, "--out", out)
+    assert found["layers"].keys() == {"2", "4"}
+    assert found["records_s"].keys() == {"100", "1000"}
+    assert len(found["limits"]) + len(found["missing"]) == 2
+    for row in found["limits"]:
+        assert row["equal"] is True
+        assert row["peak_bytes"] <= row["limit_bytes"] < row["saved_bytes"]
+        assert row["written_bytes"] > 0
+    for why in found["missing"].values():
+        assert "cgroup" in why  # where none can be made, that is all that may be missing
+    assert [Path(path).name for path in found["files"]] == ["scale.png"]
