@@ -57,13 +57,14 @@ def run_knee(
     moved = probe[AUTO].moved
     if "needed_bytes_per_s" not in moved:
         raise CannotMeasure(f"no plan was made for {family}: its step saves too little; take a larger one")
-    need, thumb = moved["needed_bytes_per_s"], moved["rule_of_thumb_bytes_per_s"]
-    moving = sorted({*rates, *(round(share * need, -6) for share in near)} - {0.0})
+    moving = sorted({*rates, *(round(share * moved["needed_bytes_per_s"], -6) for share in near)} - {0.0})
     specs = [arm(PLAIN, None, None, {})]
     specs += [arm(link_name(NVME, rate), "nvme", rate, given) for rate in [*moving, None]]
     specs += [arm(link_name(AUTO, rate), "auto", rate, given_auto) for rate in [*rates, None]]
     arms = measure(specs, rounds=rounds, title=f"knee {family}", warm_up=_WARM_UP)
-    plain = arms[PLAIN]
+    plain, planned = arms[PLAIN], arms[link_name(AUTO, None)].moved
+    # What was planned in the same rounds, as the machine may have become slower or faster since.
+    need, thumb = (planned.get(key, moved[key]) for key in ("needed_bytes_per_s", "rule_of_thumb_bytes_per_s"))
     waited = [_waited_s(arms[link_name(NVME, rate)]) for rate in moving]
     floor_s = _waited_s(arms[link_name(NVME, None)]) + _FLOOR_SHARE * median(plain.wall_s)
     measured = begins_to_wait(moving, waited, floor_s=floor_s)

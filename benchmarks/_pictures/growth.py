@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from matplotlib.ticker import NullLocator
+
 from .pictures import BACKWARD, OPTIMIZER, picture
 
 
@@ -32,7 +34,7 @@ def draw_growth(panels: Mapping[str, Mapping[str, Mapping[str, Line]]], path: Pa
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")
                 axes.set_xticks(line.sizes, [f"{size:g}" for size in line.sizes])
-                axes.minorticks_off()
+                axes.xaxis.set_minor_locator(NullLocator())
                 axes.set_title(f"{quantity} by {sweep}", loc="left", fontsize=9)
                 axes.grid(alpha=0.3)
                 axes.legend(frameon=False, fontsize=8)
