@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import typer
 
 from ._processes.child import ChildError
-from ._report.options import Folder, Quick, command
-from ._report.results import MIB, CannotMeasure, Result
+from ._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, command
+from ._report.results import MIB, CannotMeasure, Result, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -111,6 +111,87 @@ def ablation(
     if unknown := [name for name in names if name not in FAMILIES]:
         raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
     return run_ablation(names, scratch=_OUT / "scratch", threads=threads, with_large=not quick)
+
+
+@command(app)
+def rok(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
+    batch: Annotated[list[float] | None, typer.Option(help="Multiples of the own batch (default: 0.5, 1, 2).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 6,
+    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 1,
+    paper: Annotated[bool, typer.Option(help="Also the paper's figure: GPT, BERT, T5 at 8 layers.")] = True,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """Recompute, offload, keep: throughput against peak memory, five families at three batch sizes (two hours)."""
+    from ._workload.families import FAMILIES
+    from ._workload.sizes import TINY_SETTINGS
+    from .rok import PAPER, SCALES, Sizes, run_rok
+
+    names = family or list(FAMILIES)
+    if unknown := [name for name in names if name not in FAMILIES]:
+        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    sizes = Sizes(scales=batch or SCALES)
+    if quick:
+        sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
+        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS, warm_up=4)
+        names, rounds, starts = family or ["gpt"], 1, 1
+    figure = [name for name in PAPER if name in names] if paper else []
+    return run_rok(names, sizes=sizes, rounds=rounds, starts=starts, threads=threads, paper=figure, out=out)
+
+
+@command(app)
+def peers(
+    family: Annotated[Literal["llama", "gpt", "bert", "conv"], typer.Option(help="What is trained.")] = "llama",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
+    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """tba beside what else there is: memory, time, bytes left, and what becomes of ten things that code does."""
+    from ._peers.registry import CHECKPOINT, NVME, PEERS
+    from ._workload.sizes import TINY_SETTINGS
+    from .peers import known_cases, run_peers
+
+    if not quick:
+        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out}
+        return run_peers(list(PEERS), family=family, cases=known_cases(), **given)
+    few, cases = [CHECKPOINT, "tutorial's files", NVME], known_cases()[:1] + known_cases()[-3:]
+    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
+    return run_peers(few, family="gpt", cases=cases, rounds=1, starts=1, threads=threads, out=out, **tiny)
+
+
+@command(app)
+def knee(
+    family: Annotated[Literal["gpt", "bert", "t5", "llama", "conv"], typer.Option(help="What is trained.")] = "gpt",
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 5,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """Step time and waiting on links from 50 MB/s to free; where the link begins to bind, predicted and measured."""
+    from ._workload.sizes import TINY_SETTINGS
+    from .knee import NEAR, RATES, run_knee
+
+    if not quick:
+        return run_knee(family, rates=RATES, near=NEAR, rounds=rounds, threads=threads, out=out)
+    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
+    return run_knee(family, rates=(50e6,), near=(0.5,), rounds=1, threads=threads, out=out, **tiny)
+
+
+@command(app)
+def scale(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 4,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """How cost grows: layers, width, sequence, batch, threads, saved tensors; 30 GB in 4 GiB (30 GB of disk)."""
+    from .scale import Sizes, run_scale, tiny
+
+    return run_scale(tiny() if quick else Sizes(), rounds=1 if quick else rounds, threads=threads, out=out)
 
 
 @command(app)
@@ -239,6 +320,35 @@ def bert(
     from .bert import run_bert
 
     return run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick)
+
+
+@app.command()
+def report(out: Out = _OUT, json: AsJson = False) -> None:
+    """One page of all that is filed: report.html, and report.md for the docs. Measures nothing."""
+    from .report import run_report
+
+    show(run_report(out), as_json=json)
+
+
+@app.command(name="all")
+def everything(
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+    only: Annotated[list[str] | None, typer.Option(help="Run these commands alone (default: all).")] = None,
+    json: AsJson = False,
+) -> None:
+    """Every benchmark; with --quick, in a few minutes, to see that all of them work."""
+    from .all import run_all
+
+    known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "report", "all")]
+    names = only or known
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"unknown benchmark {unknown[0]!r}; known are {', '.join(known)}")
+    result = run_all(names, quick=quick, options=["--save", "--machine", machine] if save else [])
+    show(result, as_json=json)
+    if any(each["code"] for each in result.data["commands"].values()):
+        sys.exit(1)
 
 
 def _terminated(number: int, _: object) -> None:

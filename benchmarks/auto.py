@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from ._processes.arms import Spec
-from ._processes.measure import measure
+from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
 from ._report.ratios import doubt, median_ratio, ratios
@@ -20,7 +20,7 @@ from ._report.steps import Measured, memory_share, same_gradients
 
 # The first brings the peak of the process down to about that of full checkpointing.
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85)
-PLAIN, KEEP, NVME, CHECKPOINT, TBA = "plain", "keep", "nvme", "checkpoint", "tba"
+PLAIN, NVME, CHECKPOINT, TBA = "plain", "nvme", "checkpoint", "tba"
 FIXED = (PLAIN, NVME, CHECKPOINT, TBA)
 # Steps until a plan stands: two are watched, and what they were predicted to take is corrected by the next ones.
 _WARM_UP = 6
@@ -42,7 +42,7 @@ def run_auto(
     data: dict[str, Any] = {}
     allocators: dict[str, str] = {}
     for family in families:
-        saved_bytes = _saved_bytes(family, threads)
+        saved_bytes = count_saved_bytes({"family": family}, threads)
         specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s, shares)
         arms = measure(specs, rounds=rounds, title=f"auto {family}", warm_up=_WARM_UP, starts=starts)
         bars = make_bars(arms, saved_bytes)
@@ -145,13 +145,6 @@ def _table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
     heads = ("arm", "peak MiB", "/ plain", "step s", "/ plain", "CPU / plain", "written")
     of_plans = ("planned to move", "recomputed", "held", "predicted peak", "predicted step")
     return Grid(title, (*heads, *of_plans), rows, note)
-
-
-def _saved_bytes(family: str, threads: int) -> int:
-    options = {"family": family, "tier": "keep"}
-    spec = Spec(name=KEEP, role="family:FamilyArm", options=options, allocator="auto", threads=threads)
-    moved = measure([spec], rounds=1, title=f"bytes {family}", warm_up=1)[KEEP].moved
-    return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])
 
 
 def _auto(share: float) -> str:

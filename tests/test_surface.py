@@ -135,9 +135,10 @@ FLOORS = {
     ],
     "benchmarks": [
         ("_report", "_workload", ""),
-        ("_io", "_pictures", "_plans", "_processes"),
-        ("_arms", "ablation", "bert", "demo", "io", "overlap", "replay", "step"),
-        ("auto", "codec", "fidelity", "forecast", "hooks"),
+        ("_io", "_peers", "_pictures", "_plans", "_processes", "all", "report"),
+        ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "peers", "replay", "rok", "step"),
+        ("_growth", "auto", "codec", "fidelity", "forecast", "hooks"),
+        ("scale",),
         ("__main__",),
     ],
 }

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._workload.families import FAMILIES
+from .._peers.registry import put_under
+from .._workload.families import BATCH, FAMILIES
+from .._workload.gpt import GPT, GPTConfig
+from .._workload.link_need import needed_bytes_per_s, rule_of_thumb_bytes_per_s
 from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
@@ -24,14 +28,21 @@ class FamilyOptions(Options):
 
     Attributes:
         family: a key of `FAMILIES`.
-        checkpoint: recompute every block.
+        checkpoint: recompute every block, as the model's own library does it.
+        peer: a key of `PEERS` to train under.
+        batch: examples of a batch.
+        layers: of the model; None: the family's own number.
+        scratch: a folder for what a peer writes.
         replays: trace each step, and simulate its plan at the pace that the step had.
     """
 
     sequence: int = 0
-    batch: int = 0
+    batch: int = BATCH
     family: str
     checkpoint: bool = False
+    peer: str = ""
+    layers: int | None = None
+    scratch: str = ""
     replays: bool = False
 
 
@@ -41,13 +52,17 @@ class FamilyArm(TrainArm):
     options_class = FamilyOptions
 
     def make_model(self) -> Any:
-        return FAMILIES[self.options.family].make(self.options.checkpoint)
+        o = self.options
+        model = FAMILIES[o.family].make(o.checkpoint, o.layers).to(self.device)
+        if o.peer:
+            put_under(o.peer, model, Path(o.scratch))
+        return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
-        return FAMILIES[self.options.family].batch(index)
+        return FAMILIES[self.options.family].batch(index, self.options.batch)
 
     def step(self, *batch: Tensor) -> Tensor:
         torch.manual_seed(0)  # dropout draws equal masks in every arm
@@ -58,6 +73,8 @@ class FamilyArm(TrainArm):
             return super().step(*batch)
 
     def describe(self) -> dict[str, Any]:
+        if self.options.settings.get("compress") is not None:
+            _compile_kernels(self.options.settings["compress"])
         self._predicted: tuple[float, int] | None = None
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
@@ -65,7 +82,13 @@ class FamilyArm(TrainArm):
         self._events: list[Any] = []
         self._begun_s = self._ended_s = 0.0
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_ended_s", time.perf_counter()))
-        return {"family": FAMILIES[self.options.family].describe}
+        family = FAMILIES[self.options.family]
+        return {
+            "family": family.describe,
+            "unit": family.unit,
+            "units": family.units(self.make_batch(0)),
+            "inexact": self.options.settings.get("compress") not in (None, "exact"),
+        }
 
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
@@ -88,6 +111,8 @@ class FamilyArm(TrainArm):
             "moved_share": sum(plan.sends.values()) / max(1, plan.facts.saved_bytes),
             "bound_s": plan.bound_s,
             "predicted_s": plan.predicted.step_s,
+            "needed_bytes_per_s": needed_bytes_per_s(plan),
+            "rule_of_thumb_bytes_per_s": rule_of_thumb_bytes_per_s(plan),
         }
         if self._step_ratios:
             answer["moved"] |= {
@@ -125,3 +150,15 @@ def plan_at_pace(plan: Any, step_s: float) -> Any:
         found = plan.under(plan.facts.scaled(ratio), plan.budget_bytes)
         slow, fast = (ratio, fast) if found.predicted.step_s > step_s else (slow, ratio)
     return found
+
+
+def _compile_kernels(preset: str) -> None:
+    """Compile what codecs need by a step of a tiny model, so that it counts as idle and not as a step's peak."""
+    from tba import OffloadConfig, Offloader
+
+    model = GPT(GPTConfig(layers=1, width=64, heads=2, sequence=64))
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    config = OffloadConfig(tier="keep", compress=preset, min_tensor_bytes=0)
+    with Offloader(model, config) as offload:
+        model(tokens, tokens).backward()
+    offload.close()

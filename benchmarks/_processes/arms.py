@@ -34,7 +34,8 @@ _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_
 class Spec:
     """One arm: its name, the role and options of its process, its allocator and its threads.
 
-    `role` names a module of `_arms` and what to call in it, such as "train:TrainArm".
+    `role` names a module of `_arms` and what to call in it, such as "train:TrainArm"; a module of another room by its
+    path below `benchmarks`, such as "_growth.arms:LimitedArm".
     `allocator` is "as-is" (as Python comes) or a name that `tba run --allocator` takes.
     """
 

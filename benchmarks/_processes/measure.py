@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .._report.progress import progress
 from .._report.results import mib
@@ -33,3 +34,12 @@ def measure(
                 for arm in arms:
                     arm.close()
     return found
+
+
+def count_saved_bytes(options: Mapping[str, Any], threads: int) -> int:
+    """Count the bytes of storages, of at least the minimum size, that a plain step of a `FamilyArm` saves."""
+    found = Spec(
+        name="keep", role="family:FamilyArm", options={**options, "tier": "keep"}, allocator="auto", threads=threads
+    )
+    moved = measure([found], rounds=1, title=f"bytes {options['family']}", warm_up=1)["keep"].moved
+    return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])

@@ -18,7 +18,10 @@ _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
 
 @dataclass(kw_only=True)
 class Measured:
-    """The measurements of one arm; each list has one value per timed round, each dict one per round."""
+    """The measurements of one arm; each list has one value per timed round, each dict one per round.
+
+    `waited_share` is backward's waiting, `stalled_share` that of forward too.
+    """
 
     name: str
     allocator: str
@@ -28,6 +31,7 @@ class Measured:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     waited_share: list[float] = field(default_factory=list)
+    stalled_share: list[float] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     gradients: dict[int, str] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
@@ -47,7 +51,9 @@ class Measured:
         if timed:
             self.wall_s.append(answer["wall_s"])
             self.cpu_s.append(answer["cpu_s"])
-            self.waited_share.append(answer["moved"].get("wait_s", 0.0) / answer["wall_s"])
+            waited_s, stalled_s = (answer["moved"].get(name, 0.0) for name in ("wait_s", "backpressure_s"))
+            self.waited_share.append(waited_s / answer["wall_s"])
+            self.stalled_share.append((waited_s + stalled_s) / answer["wall_s"])
 
 
 def same_gradients(arms: Sequence[Measured]) -> bool:

@@ -19,6 +19,8 @@ from .sizes import Model
 
 _VOCAB, _WIDTH, _HEADS, _BATCH, _SEQUENCE = 512, 256, 8, 8, 256
 _CLASSES, _CHANNELS, _PIXELS = 10, 64, 32
+_BLOCKS = frozenset({"Block", "BertLayer", "T5Block", "LlamaDecoderLayer", "_Residual"})
+BATCH = _BATCH  # examples of the benchmark's own batch
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,25 @@ class Family:
 
     Attributes:
         describe: what is trained.
-        make: gives a model, which recomputes each block if asked to; its forward takes a batch and returns the loss.
-        batch: gives a batch by its index and the size, 1 for the benchmark's own.
+        make: gives a model of so many layers, or its own number for None, which recomputes each block if asked to; its
+            forward takes a batch and returns the loss.
+        batch: gives a batch by its index and size, in examples.
+        unit: what throughput counts.
     """
 
     describe: str
-    make: Callable[[bool], nn.Module]
-    batch: Callable[[int], tuple[Tensor, ...]]
+    make: Callable[[bool, int | None], nn.Module]
+    batch: Callable[[int, int], tuple[Tensor, ...]]
+    unit: str = "tokens"
+
+    def units(self, batch: tuple[Tensor, ...]) -> int:
+        """Count the tokens, or the images, of a batch."""
+        return batch[0].numel() if self.unit == "tokens" else len(batch[0])
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """Find the blocks of a model of any family, in order: what checkpointing is usually put around."""
+    return [module for module in model.modules() if type(module).__name__ in _BLOCKS]
 
 
 class _Language(nn.Module):
@@ -86,43 +100,49 @@ class _ConvNet(nn.Module):
         return functional.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-def _tokens(sequence: int) -> Callable[[int], tuple[Tensor, ...]]:
-    def batch(index: int) -> tuple[Tensor, ...]:
+def _tokens(sequence: int) -> Callable[[int, int], tuple[Tensor, ...]]:
+    def batch(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(index)
-        return (torch.randint(_VOCAB, (_BATCH, sequence), generator=generator),)
+        return (torch.randint(_VOCAB, (size, sequence), generator=generator),)
 
     return batch
 
 
-def _next_tokens(index: int) -> tuple[Tensor, ...]:
+def _next_tokens(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(256, (_BATCH, _SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(256, (size, _SEQUENCE + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _images(index: int) -> tuple[Tensor, ...]:
+def _images(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(index)
-    images = torch.randn(_BATCH, 3, _PIXELS, _PIXELS, generator=generator)
-    return images, torch.randint(_CLASSES, (_BATCH,), generator=generator)
+    images = torch.randn(size, 3, _PIXELS, _PIXELS, generator=generator)
+    return images, torch.randint(_CLASSES, (size,), generator=generator)
 
 
-def _gpt(checkpoint: bool) -> nn.Module:
-    return GPT(Model(layers=12, width=_WIDTH, heads=_HEADS, sequence=_SEQUENCE, batch=_BATCH), checkpoint=checkpoint)
+def _gpt(checkpoint: bool, layers: int | None = None) -> nn.Module:
+    sizes = {"width": _WIDTH, "heads": _HEADS, "sequence": _SEQUENCE, "batch": _BATCH}
+    return GPT(Model(layers=layers or 12, **sizes), checkpoint=checkpoint)
 
 
-def _bert(checkpoint: bool) -> nn.Module:
-    sizes = {"hidden_size": _WIDTH, "num_hidden_layers": 8, "num_attention_heads": _HEADS, "intermediate_size": 1024}
-    return _Language("Bert", checkpoint=checkpoint, **sizes)
+def _bert(checkpoint: bool, layers: int | None = None) -> nn.Module:
+    sizes = {"hidden_size": _WIDTH, "num_attention_heads": _HEADS, "intermediate_size": 1024}
+    return _Language("Bert", checkpoint=checkpoint, num_hidden_layers=layers or 8, **sizes)
 
 
-def _t5(checkpoint: bool) -> nn.Module:
-    sizes = {"d_model": _WIDTH, "d_kv": 32, "d_ff": 1024, "num_layers": 4, "num_heads": _HEADS}
-    return _Language("T5", checkpoint=checkpoint, decoder_start_token_id=0, **sizes)
+def _t5(checkpoint: bool, layers: int | None = None) -> nn.Module:
+    # Half of them in the encoder, half in the decoder.
+    sizes = {"d_model": _WIDTH, "d_kv": 32, "d_ff": 1024, "num_layers": (layers or 8) // 2, "num_heads": _HEADS}
+    return _Language("T5", checkpoint=checkpoint, use_cache=False, decoder_start_token_id=0, **sizes)
 
 
-def _llama(checkpoint: bool) -> nn.Module:
-    sizes = {"hidden_size": _WIDTH, "intermediate_size": 688, "num_hidden_layers": 8, "num_attention_heads": _HEADS}
-    return _Language("Llama", checkpoint=checkpoint, use_cache=False, num_key_value_heads=4, **sizes)
+def _llama(checkpoint: bool, layers: int | None = None) -> nn.Module:
+    sizes = {"hidden_size": _WIDTH, "intermediate_size": 688, "num_attention_heads": _HEADS, "num_key_value_heads": 4}
+    return _Language("Llama", checkpoint=checkpoint, use_cache=False, num_hidden_layers=layers or 8, **sizes)
+
+
+def _conv(checkpoint: bool, layers: int | None = None) -> nn.Module:
+    return _ConvNet(layers or 10, checkpoint=checkpoint)
 
 
 FAMILIES = {
@@ -132,7 +152,8 @@ FAMILIES = {
     "llama": Family(f"Llama, 8 x {_WIDTH}, sequence {_SEQUENCE}, batch {_BATCH}", _llama, _tokens(_SEQUENCE)),
     "conv": Family(
         f"a residual network, 10 x {_CHANNELS} channels, {_PIXELS} x {_PIXELS}, batch {_BATCH}",
-        lambda checkpoint: _ConvNet(10, checkpoint=checkpoint),
+        _conv,
         _images,
+        "images",
     ),
 }

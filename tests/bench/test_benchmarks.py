@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,24 +25,9 @@ from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
 from benchmarks.overlap import needed_rate, parse_rate
-from support.benchmarks import run_benchmark
+from support.benchmarks import quick, run_benchmark
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def quick(name: str, scratch: Path, *options: str) -> Any:
-    """Run a benchmark with `--quick` in processes of its own; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", name, "--threads", "1", *options, "--quick", "--json"],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +22,8 @@ from benchmarks.__main__ import app
 from benchmarks._processes import arms
 from benchmarks._processes.worker import Worker
 from tba import OffloadWarning
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 class LocalChild:
@@ -77,4 +81,19 @@ def run_benchmark(*arguments: str, scratch: Path) -> Any:
     with arms_in_this_process(scratch):
         done = CliRunner().invoke(app, [*arguments, "--quick", "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def quick(name: str, scratch: Path, *options: str) -> Any:
+    """Run a benchmark with `--quick` in processes of its own; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--threads", "1", *options, "--quick", "--json"],
+        cwd=_ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TBA_STORAGE_PATHS": str(scratch)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

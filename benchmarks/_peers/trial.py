@@ -1,0 +1,77 @@
+"""Trial: one case under one peer in a process of its own, which may hang or die.
+
+Processes are forked from one that has imported PyTorch and nothing else, so that each takes a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint", "torch._dynamo"])
+
+
+class Outcome(NamedTuple):
+    """What became of a case: "right", "error", "wrong", "leak", "hang" or "crash", and the words to it."""
+
+    kind: str
+    words: str = ""
+
+
+def run_case(peer: str, case: str, *, timeout_s: float, directory: Path) -> Outcome:
+    """Run a case; files go below `directory`, which is left as it was."""
+    inlet, outlet = _FORKS.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(dir=directory) as scratch, inlet:
+        process = _FORKS.Process(target=_work, args=(outlet, peer, case, scratch))
+        process.start()
+        outlet.close()
+        try:
+            return Outcome(*inlet.recv()) if inlet.poll(timeout_s) else Outcome("hang", f"no answer in {timeout_s:g} s")
+        except EOFError:
+            process.join()
+            return Outcome("crash", f"exit status {process.exitcode}")
+        finally:
+            process.kill()
+            process.join()
+
+
+def _work(outlet: Connection, peer: str, case: str, scratch: str) -> None:
+    with open(os.devnull, "w") as silence:
+        for descriptor in (1, 2):
+            os.dup2(silence.fileno(), descriptor)
+    outlet.send(tuple(judge(peer, case, Path(scratch))))
+    outlet.close()
+
+
+def judge(peer: str, case: str, scratch: Path) -> Outcome:
+    """Run a case plain and under a peer in this process, and compare."""
+    import torch
+
+    from .cases import CASES, OF_FILES, edited, unedited
+    from .registry import PEERS
+
+    torch.set_num_threads(1)
+    chosen = PEERS[peer]
+    if case in OF_FILES and not chosen.files:
+        return Outcome("-", "keeps nothing in files")
+    # Where plain has an error, gradients as if nothing had been edited are right too.
+    truth = unedited if CASES[case] is edited else CASES[case]
+    expected = truth(_as_it_is, scratch)
+    try:
+        wrap = chosen.make(None, scratch)
+        found = CASES[case](wrap, scratch)
+    except MemoryError as error:
+        return Outcome("leak", str(error))
+    except Exception as error:
+        return Outcome("error", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+    equal = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return Outcome("right") if equal else Outcome("wrong", "other gradients, without an error")
+
+
+def _as_it_is(function: Any) -> Any:
+    return function
