@@ -33,7 +33,9 @@ from ._workload.tools import scratch_directory
 PLAIN, RULE, SHARE = "plain", "SSDTrain's rule", 0.4
 AUTO = f"tba auto {SHARE:.2f}"
 _WARM_UP = 6
-_CASE_TIMEOUT_S = 60.0
+# DeepSpeed compiles an operator where it finds none, and who is killed while it does leaves a lock behind in the cache
+# of torch's extensions, for which every later process waits: a short limit would make hangs of its own.
+_CASE_TIMEOUT_S = 180.0
 # What PyPI has besides, and why it is no arm.
 ELSEWHERE = {
     "trainstream": "needs CUDA: wrap() refuses a CPU build of PyTorch; it pages weights, optimizer and activations",

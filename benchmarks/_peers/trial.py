@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint", "torch._dynamo"])
+_FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint"])
 
 
 class Outcome(NamedTuple):
