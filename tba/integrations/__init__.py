@@ -1,0 +1,1 @@
+"""Integrations: one file for each framework, imported only when asked for, e.g. `tba.integrations.transformers`."""
