@@ -15,10 +15,10 @@ from ._figures import figures
 from ._framework import framework
 from ._others import of_deepspeed, refuse
 
-_library = framework("lightning.pytorch", extra="lightning")
+_Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
 
 
-class OffloadCallback(_library.Callback):  # type: ignore[misc]
+class OffloadCallback(_Callback):  # type: ignore[misc]
     """Offloads what each training batch saves for backward; validation is left alone.
 
     The context is entered before `training_step` and left after the batch, also when training raises. What was moved

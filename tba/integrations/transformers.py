@@ -18,12 +18,13 @@ from ._framework import framework
 from ._others import of_deepspeed, refuse
 
 _library = framework("transformers", extra="hf")
+_Callback: Any = _library.TrainerCallback
 
 # What of a Trainer runs the training, from the one that covers most. Older releases have the second alone.
 _TRAINING = ("_run_epoch", "training_step")
 
 
-class OffloadCallback(_library.TrainerCallback):  # type: ignore[misc]
+class OffloadCallback(_Callback):  # type: ignore[misc]
     """Offloads during training: attaches where it begins, ends where it ends, also by an exception.
 
     What was moved, how long training waited and the peak of memory go into the Trainer's logs as `tba/...`, and so to

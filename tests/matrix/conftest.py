@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = "torch transformers trl peft accelerate lightning deepspeed ray torchao megatron-core torchtitan".split()
+PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "deepspeed", "ray", "torchao")
 COLUMNS = {
     "nvme": 'tier="nvme"',
     "exact": 'compress="exact"',
@@ -18,8 +18,8 @@ COLUMNS = {
 HEAD = """# Frameworks, each with what it was tried
 
 Written by `make matrix` from the results of `tests/matrix`; no cell is filled in by hand. Every row is a training of 3
-steps by the framework alone, and again with each of the settings: `compress=` with `tier="nvme"`, and `tier="auto"` with a
-budget of two thirds of what a step saves.
+steps by the framework alone, and again with each of the settings: `compress=` with `tier="nvme"`, and `tier="auto"`
+with a budget of two thirds of what `tier="nvme"` moves in a step.
 
 - **equal**: every loss and every weight after the last step is bit for bit that of the framework alone.
 - **within**: `safe8` changes gradients; the losses are finite and none is further away than this (at most 0.05).

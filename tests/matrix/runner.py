@@ -89,9 +89,9 @@ def _compare(arm: Arm, alone: Arm) -> dict[str, Any]:
 
 
 def _budget(arm: Arm) -> int:
-    """Choose two thirds of what a micro-batch keeps or moves, so that something must go."""
+    """Choose two thirds of what of a micro-batch can move, so that something must go."""
     assert arm.stats is not None
-    return 2 * (arm.stats.offloaded_bytes + arm.stats.kept_bytes) // (3 * max(1, arm.stats.micro_batches))
+    return 2 * arm.stats.offloaded_bytes // (3 * max(1, arm.stats.micro_batches))
 
 
 if __name__ == "__main__":
