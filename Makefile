@@ -65,7 +65,7 @@ lint: $(VENV)/.installed
 	touch $@
 
 matrix: .venv-matrix/.installed
-	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default tests/matrix --page docs/matrix.md
+	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=600 tests/matrix --page docs/matrix.md
 
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py

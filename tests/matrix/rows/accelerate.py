@@ -5,7 +5,7 @@ from __future__ import annotations
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 
 from matrix.arms import Arm, Cannot, batches
@@ -13,10 +13,16 @@ from matrix.rows.huggingface import llama
 from tba.integrations.accelerate import attach
 
 
-def _accelerator(**plugins: object) -> Accelerator:
+def _accelerator(kind: DistributedType, **given: object) -> Accelerator:
     AcceleratorState._reset_state()
     PartialState._reset_state()
-    return Accelerator(cpu=True, **plugins)
+    accelerator = Accelerator(**given)
+    if accelerator.distributed_type != kind:
+        raise Cannot(
+            f"accelerate {accelerate.__version__} leaves this plugin aside on a CPU (its distributed type is "
+            f"{accelerator.distributed_type.value})"
+        )
+    return accelerator
 
 
 def _train(arm: Arm, accelerator: Accelerator) -> None:
@@ -36,18 +42,13 @@ def _train(arm: Arm, accelerator: Accelerator) -> None:
 
 def ddp(arm: Arm) -> None:
     """accelerate, 2 ranks"""
-    _train(arm, _accelerator())
+    _train(arm, _accelerator(DistributedType.MULTI_CPU, cpu=True))
 
 
 def fsdp2(arm: Arm) -> None:
     """accelerate with FSDP2, 2 ranks"""
-    accelerator = _accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    if accelerator.distributed_type != accelerate.DistributedType.FSDP:
-        raise Cannot(
-            f"accelerate {accelerate.__version__} leaves its FSDP plugin aside on a CPU (its distributed type is "
-            f"{accelerator.distributed_type.value})"
-        )
-    _train(arm, accelerator)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    _train(arm, _accelerator(DistributedType.FSDP, fsdp_plugin=plugin))
 
 
 def zero2(arm: Arm) -> None:
@@ -58,4 +59,5 @@ def zero2(arm: Arm) -> None:
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
     }
-    _train(arm, _accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config)))
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    _train(arm, _accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin))
