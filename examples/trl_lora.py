@@ -6,6 +6,7 @@ python examples/trl_lora.py                    # or: python examples/trl_lora.py
 
 import sys
 
+import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +23,15 @@ texts = [
 offload = OffloadCallback(tier="nvme")  # leave TRL's own activation_offloading off: both would want the same tensors
 trainer = SFTTrainer(
     AutoModelForCausalLM.from_pretrained(name),
-    SFTConfig("out/trl", max_steps=3, logging_steps=1, per_device_train_batch_size=4, max_length=128, report_to="none"),
+    SFTConfig(
+        "out/trl",
+        max_steps=3,
+        logging_steps=1,
+        per_device_train_batch_size=4,
+        max_length=128,
+        bf16=torch.cuda.is_available(),
+        report_to="none",
+    ),
     train_dataset=Dataset.from_dict({"text": texts}),
     processing_class=AutoTokenizer.from_pretrained(name),
     peft_config=LoraConfig(r=8, target_modules="all-linear"),

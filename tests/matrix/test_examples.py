@@ -47,6 +47,7 @@ def test_it_runs_and_moves_something(name: str, model: Path, tmp_path: Path) -> 
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),  # DeepSpeed builds one, once
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",  # its workers import torch on a busy machine
         "TBA_MIN_TENSOR_BYTES": "8KiB",
         "TBA_PREFETCH_BYTES": "32KiB",

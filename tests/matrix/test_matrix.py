@@ -63,6 +63,7 @@ def train(row: str) -> list[dict[str, Any]]:
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix, "torch_extensions")),  # DeepSpeed builds one, once
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300",  # its workers import torch on a busy machine
     }
     command = [sys.executable, *start, row, str(out)]
