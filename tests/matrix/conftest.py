@@ -23,7 +23,7 @@ with a budget of two thirds of what `tier="nvme"` moves in a step.
 
 - **equal**: every loss and every weight after the last step is bit for bit that of the framework alone.
 - **within**: `safe8` changes gradients; the losses are finite and none is further away than this (at most 0.05).
-- The figure is what was offloaded, on all ranks together. No parameter is among it except where a line below says so.
+- The figure is what was offloaded, on all ranks together. No parameter is among it, unless the cell says so.
   Nothing is alive at the end: no thread, no file.
 
 """
@@ -39,22 +39,18 @@ def cells(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], str]
     found: dict[tuple[str, str], str] = {}
     yield found
     page: Path | None = request.config.getoption("--page")
-    if page is not None:
-        page.write_text(HEAD + _table(found) + "\n" + _versions())
+    if page is not None and found:
+        page.write_text(HEAD + _table(found, page.read_text() if page.is_file() else "") + "\n" + _versions())
 
 
-def _table(cells: dict[tuple[str, str], str]) -> str:
-    notes: list[str] = []
-    lines = ["| framework | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+def _table(cells: dict[tuple[str, str], str], before: str) -> str:
+    """Make the table of all rows. Those that were not run this time keep the line that the page has."""
+    rule = "|---" * (len(COLUMNS) + 1) + "|"
+    lines = {line.split(" | ")[0]: line for line in before.partition(rule)[2].splitlines() if line.startswith("| ")}
     for title in dict.fromkeys(title for title, _ in cells):
-        shown = []
-        for arm in COLUMNS:
-            cell, _, note = cells.get((title, arm), "not run").partition("; ")
-            if note and note not in notes:
-                notes.append(note)
-            shown.append(f"{cell} ({notes.index(note) + 1})" if note else cell)
-        lines.append(f"| {title} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""])
+        shown = [cells.get((title, arm), "not run") for arm in COLUMNS]
+        lines[f"| {title}"] = f"| {title} | {' | '.join(shown)} |"
+    return "\n".join(["| framework | " + " | ".join(COLUMNS.values()) + " |", rule, *lines.values(), ""])
 
 
 def _versions() -> str:
@@ -64,4 +60,4 @@ def _versions() -> str:
             found.append(f"{name} {version(name).partition('+')[0]}")
         except PackageNotFoundError:
             found.append(f"{name} not installed")
-    return "Versions: " + ", ".join(found) + ". CPU; several ranks talk by gloo.\n"
+    return "Versions when it was written last: " + ", ".join(found) + ". CPU; several ranks talk by gloo.\n"

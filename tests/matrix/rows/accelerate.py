@@ -48,7 +48,7 @@ def ddp(arm: Arm) -> None:
 def fsdp2(arm: Arm) -> None:
     """accelerate with FSDP2, 2 ranks"""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    _train(arm, _accelerator(DistributedType.FSDP, fsdp_plugin=plugin))
+    _train(arm, _accelerator(DistributedType.FSDP, cpu=True, fsdp_plugin=plugin))
 
 
 def zero2(arm: Arm) -> None:
