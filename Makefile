@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test lint docs wheel gpu clean
+.PHONY: help .venv demo allocator test lint docs matrix wheel gpu clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint   ruff, format check, mypy strict"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
+	@echo "make matrix train with every framework, with tba and without, and write docs/matrix.md"
 	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark"
 	@echo "make .venv  make the environment alone"
 	@echo "make clean  remove the environment and all that was generated"
@@ -81,10 +82,22 @@ wheel: $(VENV)/.release
 	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd out/wheel && venv/bin/python -I $(CURDIR)/tests/support/smoke.py && venv/bin/tba --version
 
+# The frameworks have an environment of their own: some ask for versions that others do not.
+.venv-matrix/.installed: pyproject.toml constraints-matrix.txt
+	@echo "making .venv-matrix: some minutes"
+	test -x .venv-matrix/bin/python || $(PYTHON) -m venv .venv-matrix
+	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt torch==2.13.0
+	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt --editable '.[hf,lightning,deepspeed]' \
+		trl peft datasets torchao 'ray[train]' pytest hypothesis
+	touch $@
+
+matrix: .venv-matrix/.installed
+	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=600 tests/matrix --page docs/matrix.md
+
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
 	$(PYTHON) -m benchmarks step --device cuda --rounds 12
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -189,7 +189,7 @@ class Offloader:
 
         `report` shows it.
         """
-        return self._saver.mover.recorder.region()
+        return self._saver.recorder.region()
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs nothing else: bytes by class, memory and transfers over time, plan, settings.
@@ -206,7 +206,7 @@ class Offloader:
             raise ConfigError(
                 "report: nothing has been saved inside this context yet; run a step in it, then ask again"
             )
-        recorder, model = self._saver.mover.recorder, self._saver.model()
+        recorder, model = self._saver.recorder, self._saver.model()
         with self._saver.locked():
             events, number = recorder.latest()
         name = type(model).__name__ if model is not None else "saved tensors"

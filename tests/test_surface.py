@@ -96,6 +96,19 @@ def test_imports_run_one_way(path: Path) -> None:
     assert found <= allowed
 
 
+# Selective checkpointing stands on torch's own seam, as the engine does, and on no framework.
+INTEGRATIONS = [path for path in sorted((ROOT / "tba" / "integrations").glob("*.py")) if path.stem != "checkpoint"]
+
+
+@pytest.mark.parametrize("path", INTEGRATIONS, ids=relative)
+def test_an_integration_uses_public_names_and_its_own_framework(path: Path) -> None:
+    found = {module for module, _ in imports(path)}
+    assert {name for name in found if name.startswith("tba.") and not name.startswith("tba.integrations")} == set()
+    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    asked = [ast.literal_eval(call.args[0]) for call in calls if call.func.id == "framework"]
+    assert {name.partition(".")[0] for name in asked} <= {path.stem}
+
+
 @pytest.mark.parametrize("path", library_files(), ids=relative)
 def test_a_package_reaches_others_by_public_names(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0]
@@ -142,7 +155,7 @@ FLOORS = {
         ("__main__",),
     ],
 }
-MOST_ROOMS, MOST_ARROWS, MOST_FILES = 22, 91, 9
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 22, 93, 9
 
 
 def room_of(module: str) -> str:

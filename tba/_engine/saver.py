@@ -69,6 +69,7 @@ class Saver(ForkAware):
         self.model = model  # gives it, or None
         self._marked = False  # the model's weights, in this step
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
+        self.recorder = self.mover.recorder
         self.write_behind = WriteBehind(config, self.mover, self.counters, model)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
@@ -98,7 +99,6 @@ class Saver(ForkAware):
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return tensor.detach(), tensor._version
-        mover = self.mover
         with self.lock:
             on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
@@ -116,8 +116,8 @@ class Saver(ForkAware):
                 packed = self._packing.weight(tensor)
             else:
                 packed = self._packing.activation(tensor, base, on_cpu)
-        if mover.ended:
-            mover.catch_up()
+        if self.mover.ended:
+            self.mover.catch_up()
         if interrupts.pending:
             interrupts.deliver()
         return packed

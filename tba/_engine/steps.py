@@ -25,6 +25,7 @@ from torch.utils import checkpoint
 
 from .._memory import heap
 from .._stats import Counters, OffloadStats, difference
+from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
 
@@ -94,7 +95,7 @@ class Steps:
         self.told = True
         warn(
             f"tier={self._tier!r} gets nothing: the saved-tensor hooks of {name} act inside of this context, and "
-            "PyTorch asks the innermost pair alone; switch that offloading off, or enter tba inside of it"
+            f"PyTorch asks the innermost pair alone; {line_to_delete(name)}, or enter tba inside of it"
         )
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:

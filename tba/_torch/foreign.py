@@ -26,6 +26,21 @@ from .user_frames import warn
 SAVES_INPUTS = frozenset(map(str, (checkpoint.__file__, function.__file__)))
 _CACHE: Any = getattr(checkpoint, "_CachedTorchDispatchMode", ())  # of torch's selective checkpointing
 
+# Offloaders that people know, by the start of the module that has their hooks: what to delete.
+_LINES = {
+    "torch.autograd.graph.save_on_cpu": "delete `with torch.autograd.graph.save_on_cpu(...)`, or `offload=True` of the "
+    "framework that enters it",
+    "trl.": "delete activation_offloading=True",
+    "torchtune.": "delete enable_activation_offloading: True",
+    "tba.": "keep one `offload_context` or `attach` on this model, and delete the other",
+}
+
+
+def line_to_delete(owner: str) -> str:
+    """Say how to switch off the hooks of an owner (`module.Class`)."""
+    known = (line for start, line in _LINES.items() if owner.startswith(start))
+    return next(known, "switch that offloading off")
+
 
 class Foreign:
     """Looks for foreign hooks in one forward, from `watch` to `end`, if an earlier one makes it `suspect` them."""

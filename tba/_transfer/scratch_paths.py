@@ -83,7 +83,7 @@ def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
     named = [(path, look_at(path)) for path in config.storage_paths]
     refused = [f"storage path {str(path)!r}: {reason}" for path, facts in named if (reason := refusal(facts))]
     if refused:
-        raise StorageError("\n".join(refused))
+        raise StorageError("\n".join(refused) + _of_rank(os.environ))
     return tuple(_accepted(path, facts) for path, facts in named)
 
 
@@ -111,6 +111,17 @@ def _default_directory() -> Directory:
     raise StorageError(
         "no default directory can hold the scratch file; name one on a disk with storage_paths or TBA_STORAGE_PATHS. "
         "Tried " + "; ".join(tried)
+    )
+
+
+def _of_rank(environment: Mapping[str, str]) -> str:
+    """Say which of several ranks, on which machine, has refused: the others wait for it at their next collective."""
+    rank, ranks = environment.get("RANK"), environment.get("WORLD_SIZE", "1")
+    if rank is None or ranks == "1":
+        return ""
+    return (
+        f"\nThis is rank {rank} of {ranks}, on {os.uname().nodename}: every node needs the directory; make it on each "
+        "(`srun mkdir -p ...`), or set TBA_STORAGE_PATHS on each to one that it has"
     )
 
 

@@ -1,1 +1,1 @@
-"""Integrations: tba inside other libraries' ways of training, one file each, imported only when asked for."""
+"""Integrations: one file for each framework, imported only when asked for, e.g. `tba.integrations.transformers`."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from support.exactness import assert_bit_equal
 from tba import ConfigError, attach, offload_context
 from tba._torch import private
+from tba._torch.foreign import line_to_delete
 
 
 class Interrupted(nn.Module):
@@ -185,14 +186,14 @@ class _Inside(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("context", "name"),
+    ("context", "name", "line"),
     [
-        (_TheirOffload, r"test_attach\._TheirOffload"),
-        (torch.autograd.graph.save_on_cpu, r"torch\.autograd\.graph\.save_on_cpu"),
+        (_TheirOffload, r"test_attach\._TheirOffload", "switch that offloading off"),
+        (torch.autograd.graph.save_on_cpu, r"torch\.autograd\.graph\.save_on_cpu", "delete `with torch.*save_on_cpu"),
     ],
 )
 @pytest.mark.parametrize("how", ["context", "attach", "auto"])
-def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, how: str, scratch: Path) -> None:
+def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, line: str, how: str, scratch: Path) -> None:
     model = _Inside(context)
     x = torch.randn(8, 64)
     settings: dict[str, Any] = {"storage_paths": scratch, "min_tensor_bytes": 0}
@@ -208,8 +209,28 @@ def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, how: str
     assert not model.layers[0]._forward_pre_hooks
     messages = [str(warning.message) for warning in told if "gets nothing" in str(warning.message)]
     assert len(messages) == 1
-    assert re.search(f"the saved-tensor hooks of .*{name}.*switch that", messages[0])
+    assert re.search(f"the saved-tensor hooks of .*{name}.*{line}", messages[0])
     offload.close()
+
+
+def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    outer = offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0)
+    inner = attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0, checksum=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            with outer:
+                model(torch.randn(8, 64)).sum().backward()
+    messages = [str(warning.message) for warning in told]
+    assert len([message for message in messages if "keep one `offload_context` or `attach`" in message]) == 1
+    inner.close()
+    outer.close()
+
+
+@pytest.mark.parametrize("line", ["trl.models.activation_offloading.OffloadActivations", "torchtune.training.X"])
+def test_a_known_offloader_comes_with_the_line_to_delete(line: str) -> None:
+    assert line_to_delete(line).startswith("delete ")
 
 
 def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:

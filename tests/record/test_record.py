@@ -268,13 +268,14 @@ def test_nothing_reaches_through_the_saver() -> None:
     assert found == []
 
 
-# Where counters are read: to be shown, to be logged, and one that is the most there ever was.
+# Where counters are read: to be shown, to be logged, and those that are the most there ever was.
 READ = {
     ("offloader", "counters.steps"),
     ("offloader", "counters.offloaded_bytes"),
     ("saver", "self.counters.written_bytes"),
     ("steps", "self._counters.written_bytes"),
     ("write_behind", "self._counters.held_bytes"),
+    ("write_behind", "self._counters.peak_bytes"),
 }
 
 

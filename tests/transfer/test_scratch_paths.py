@@ -102,6 +102,13 @@ def test_the_given_directory_is_used_as_it_is(scratch: Path) -> None:
     assert (scratch.stat().st_mode, os.listdir(scratch)) == (mode, [])
 
 
+def test_a_rank_without_the_directory_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(StorageError, match=r"no such directory(.|\n)*rank 3 of 8.*set TBA_STORAGE_PATHS"):
+        storage_directories(OffloadConfig(storage_paths=tmp_path / "not"))
+
+
 def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
     missing = tmp_path / "not" / "there"
     with pytest.raises(StorageError, match=rf"storage path '{missing}': there is no such directory"):

@@ -1,0 +1,25 @@
+"""Figures: what an Offloader has done so far, by the names under which loggers show it."""
+
+from __future__ import annotations
+
+import resource
+
+import torch
+
+from .. import Offloader
+
+_SHOWN = ("offloaded_bytes", "written_bytes", "read_bytes", "kept_bytes", "wait_s", "backpressure_s")
+
+
+def figures(offload: Offloader) -> dict[str, float]:
+    """Return bytes and waits since training began, and the peak of memory since the process did."""
+    stats = offload.stats()
+    shown = {f"tba/{name}": float(getattr(stats, name)) for name in _SHOWN}
+    return shown | {"tba/peak_memory_bytes": float(_peak_bytes())}
+
+
+def _peak_bytes() -> int:
+    """Return the most memory held at once: on the GPU if there is one, else resident in this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB

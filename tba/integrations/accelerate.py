@@ -1,0 +1,61 @@
+"""Accelerate: attaches to a model that `Accelerator.prepare` has given back.
+
+from tba.integrations.accelerate import attach
+
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+offload = attach(accelerator, model, tier="nvme")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from .. import ConfigError, Offloader
+from .. import attach as _attach
+from ._figures import figures
+from ._framework import framework
+from ._others import of_deepspeed, refuse
+
+__all__ = ["attach", "figures"]
+
+_library = framework("accelerate", extra="hf")
+
+
+def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
+    """Offload during every forward of a prepared model from now on. `close()` on what is returned ends it.
+
+    `accelerator.log(figures(offload), step=...)` sends what was moved to the trackers.
+
+    Args:
+        accelerator: the one that has prepared the model, with any plugin (FSDP, DeepSpeed) or none.
+        model: what `accelerator.prepare` has returned for the model.
+        settings: those of `tba.attach`.
+
+    Raises:
+        ConfigError: the model is not prepared, a plugin offloads activations itself, or a setting is wrong.
+    """
+    if not isinstance(accelerator, _library.Accelerator):
+        raise ConfigError(f"attach needs an accelerate.Accelerator first, got {type(accelerator).__name__}")
+    inner = accelerator.unwrap_model
+    if not any(inner(prepared) is inner(model) for prepared in accelerator._models):
+        raise ConfigError(
+            f"this {type(model).__name__} is not what the Accelerator trains; write `model = "
+            "accelerator.prepare(model)` before attach(accelerator, model), and give it what prepare returned"
+        )
+    refuse(_others(accelerator.state))
+    return _attach(model, **settings)
+
+
+def _others(state: Any) -> Iterator[tuple[str, str]]:
+    """Yield the offloaders that plugins switch on."""
+    if getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
+        yield (
+            "accelerate's activation_checkpointing_offload",
+            "activation_checkpointing_offload=True from FullyShardedDataParallelPlugin(...)",
+        )
+    plugin = getattr(state, "deepspeed_plugin", None)
+    if plugin is not None:
+        yield from of_deepspeed(plugin.deepspeed_config)

@@ -1,0 +1,141 @@
+"""Transformers: a callback for `Trainer` and everything derived from it, TRL's trainers among them.
+
+from tba.integrations.transformers import OffloadCallback
+
+trainer = SFTTrainer(..., callbacks=[OffloadCallback(tier="nvme")])
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .. import ConfigError, OffloadConfig, Offloader, attach
+from ._figures import figures
+from ._framework import framework
+from ._others import of_deepspeed, refuse
+
+_library = framework("transformers", extra="hf")
+_Callback: Any = _library.TrainerCallback
+
+# What of a Trainer runs the training, from the one that covers most. Older releases have the second alone.
+_TRAINING = ("_run_epoch", "training_step")
+
+
+class OffloadCallback(_Callback):  # type: ignore[misc]
+    """Offloads during training: attaches where it begins, ends where it ends, also by an exception.
+
+    What was moved, how long training waited and the peak of memory go into the Trainer's logs as `tba/...`, and so to
+    whatever it reports to.
+
+    Args:
+        settings: those of `tba.attach`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
+
+    Attributes:
+        offload: the Offloader, from the start of training on.
+
+    Raises:
+        ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
+        self.offload: Offloader | None = None
+        self._settings = settings
+        self._trainer: Any = None
+        self._model: Any = None
+        self._unguard: Callable[[], None] = lambda: None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Attach to the Trainer's model."""
+        self._end()
+        self._trainer = trainer = _calling(_library.Trainer)
+        refuse(_others(args, trainer))
+        self._model = trainer.model
+        self.offload = attach(self._model, **self._settings)
+        self._unguard = _on_error(trainer, self._end)
+        # Reporters read the logs in `on_log` too, each in its turn: ours comes first from now on.
+        handler = trainer.callback_handler
+        handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Look whether the model is still the one that was attached."""
+        if self.offload is not None and self._trainer.model is not self._model:
+            raise ConfigError(
+                f"trainer.model was replaced after OffloadCallback had attached to it (now a "
+                f"{type(self._trainer.model).__name__}), so nothing would be offloaded; replace it before "
+                "trainer.train(), or in model_init="
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Have the engine judge the first step, which warns if it moved nothing."""
+        if self.offload is not None and state.global_step == 1:
+            self.offload.stats()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Add what was moved to what is logged."""
+        if self.offload is not None and not self.offload.closed and logs is not None:
+            shown = figures(self.offload)
+            logs.update(shown)
+            if state.log_history:
+                state.log_history[-1].update(shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End what `on_train_begin` began. `offload.stats()` can still be asked."""
+        self._end()
+
+    def _end(self) -> None:
+        unguard, self._unguard = self._unguard, lambda: None
+        unguard()
+        self._trainer = self._model = None
+        if self.offload is not None:
+            self.offload.close()
+
+
+def _calling(kind: type[Any]) -> Any:
+    """Return the object of a class whose method led here: callbacks are given the model, but not the Trainer."""
+    frame = sys._getframe(1)
+    while not isinstance(frame.f_locals.get("self"), kind):
+        if frame.f_back is None:
+            raise ConfigError(
+                f"OffloadCallback.on_train_begin was not called by a {kind.__name__}; pass it in callbacks="
+            )
+        frame = frame.f_back
+    return frame.f_locals["self"]
+
+
+def _on_error(trainer: Any, end: Callable[[], None]) -> Callable[[], None]:
+    """Call `end` if training raises: `on_train_end` is not called then. Returns a function that undoes this."""
+    name = next(name for name in _TRAINING if hasattr(trainer, name))
+    method = getattr(trainer, name)
+
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            end()
+            raise
+
+    before = vars(trainer).get(name)
+    setattr(trainer, name, guarded)
+    return lambda: delattr(trainer, name) if before is None else setattr(trainer, name, before)
+
+
+def _others(args: Any, trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the offloaders that the arguments of a Trainer switch on."""
+    if getattr(args, "activation_offloading", False):
+        yield "TRL's activation_offloading", f"activation_offloading=True from {type(args).__name__}(...)"
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        given = getattr(args, f"{name}_kwargs", None)
+        if getattr(args, name, False) and isinstance(given, dict) and given.get("offload"):
+            yield "transformers' offload", f'"offload": True from {name}_kwargs in {type(args).__name__}(...)'
+            break
+    plugin = getattr(getattr(trainer.accelerator, "state", None), "fsdp_plugin", None)
+    if getattr(plugin, "activation_checkpointing_offload", False):
+        yield "accelerate's activation_checkpointing_offload", "it from the FSDP configuration"
+    plugin = getattr(getattr(trainer.accelerator, "state", None), "deepspeed_plugin", None)
+    if plugin is not None:
+        yield from of_deepspeed(plugin.deepspeed_config)

@@ -1,0 +1,142 @@
+"""Hugging Face: Trainer, TRL's trainers and PEFT, with the callback of `tba.integrations.transformers`."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from matrix.arms import STEPS, Arm, batches
+from tba.integrations.transformers import OffloadCallback
+
+WORDS = [f"w{number}" for number in range(90)]
+COMMON = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 3,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "save_strategy": "no",
+    "learning_rate": 1e-2,
+    "disable_tqdm": True,
+}
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 96}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
+
+
+def loaded(folder: str) -> LlamaForCausalLM:
+    """The model as one that came from a folder: some trainers load it a second time, as the reference."""
+    llama().save_pretrained(folder)
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    ids = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    words = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def text(seed: int, words: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[int(number)] for number in torch.randint(0, len(WORDS), (words,), generator=generator))
+
+
+class Watch(TrainerCallback):
+    """Follows the Offloader of the callback, and takes the losses from the logs."""
+
+    def __init__(self, arm: Arm, callback: OffloadCallback | None) -> None:
+        self._arm, self._callback = arm, callback
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._arm.watch(self._callback.offload if self._callback is not None else None, model)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self._arm.losses.append(logs["loss"])
+            assert self._callback is None or logs["tba/offloaded_bytes"] >= 0
+
+
+def _train(arm: Arm, kind: type[Trainer], **given: Any) -> None:
+    callback = OffloadCallback(**arm.settings) if arm.settings is not None else None
+    callbacks = [*([callback] if callback is not None else []), Watch(arm, callback)]
+    made = kind(callbacks=callbacks, **given)
+    made.train()
+    arm.end(made.model)
+
+
+def trainer(arm: Arm) -> None:
+    """transformers.Trainer"""
+    rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9, 70), count=1))).tolist()]
+    with tempfile.TemporaryDirectory() as folder:
+        _train(arm, Trainer, model=llama(), args=TrainingArguments(folder, **COMMON), train_dataset=rows)
+
+
+def sft(arm: Arm, *, bf16: bool = True, **more: Any) -> None:
+    """TRL SFTTrainer"""
+    data = Dataset.from_list([{"text": text(seed, 70)} for seed in range(9)])
+    with tempfile.TemporaryDirectory() as folder:
+        args = SFTConfig(folder, **COMMON, max_length=70, gradient_checkpointing=False, bf16=bf16)
+        given = {"model": llama(), "args": args, "train_dataset": data, "processing_class": tokenizer()} | more
+        _train(arm, SFTTrainer, **given)
+
+
+def lora(arm: Arm) -> None:
+    """PEFT LoRA (SFTTrainer, float32)"""
+    sft(arm, bf16=False, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def lora_bf16(arm: Arm) -> None:
+    """PEFT LoRA (SFTTrainer, bfloat16 autocast)"""
+    sft(arm, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+def lora_int8(arm: Arm) -> None:
+    """PEFT LoRA on a torchao int8 base"""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = llama()
+    quantize_(model.model, Int8WeightOnlyConfig())
+    sft(arm, bf16=False, model=model, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def dpo(arm: Arm) -> None:
+    """TRL DPOTrainer"""
+    rows = [{"prompt": text(s, 10), "chosen": text(s + 99, 50), "rejected": text(s + 999, 50)} for s in range(9)]
+    with tempfile.TemporaryDirectory() as folder:
+        args = DPOConfig(folder, **COMMON, max_length=70, gradient_checkpointing=False)
+        data = Dataset.from_list(rows)
+        _train(arm, DPOTrainer, model=loaded(folder), args=args, train_dataset=data, processing_class=tokenizer())
+
+
+def grpo(arm: Arm) -> None:
+    """TRL GRPOTrainer"""
+    data = Dataset.from_list([{"prompt": text(seed, 30)} for seed in range(9)])
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = {"max_completion_length": 40, "num_generations": 3, "gradient_checkpointing": False}
+        args = GRPOConfig(folder, **COMMON, **sizes, beta=0.1)
+        given = {"model": loaded(folder), "args": args, "train_dataset": data, "processing_class": tokenizer()}
+        _train(arm, GRPOTrainer, reward_funcs=_reward, **given)
+
+
+def _reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(sum(map(ord, completion)) % 7) for completion in completions]
