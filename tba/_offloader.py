@@ -189,7 +189,8 @@ class Offloader:
 
         `report` shows it.
         """
-        return self._saver.recorder.region()
+        recorder = self._saver.recorder
+        return recorder.region()
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write one HTML page that needs nothing else: bytes by class, memory and transfers over time, plan, settings.
