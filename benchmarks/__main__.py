@@ -169,19 +169,21 @@ def replay(
 
 @command(app)
 def sim(
-    rate: Annotated[list[str] | None, typer.Option(help="Limit of the link of the check (default: 400MB).")] = None,
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Limit of the check's link (default: 100MB and 400MB).")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps that check the simulator.")] = 5,
     threads: Threads = 2,
     out: Out = _OUT,
     quick: Quick = False,
 ) -> Result:
-    """Simulation: what can leave at 2% of a step on cards, links and drives that are not here (three minutes)."""
+    """Simulation: what can leave at 2% of a step on cards, links and drives that are not here (five minutes)."""
     from .overlap import parse_rate
     from .replay import BUDGETS
     from .sim import run_sim
 
     try:
-        rates = [parse_rate(text) for text in rate or ["400MB"]]
+        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     families = ["conv"] if quick else list(BUDGETS)

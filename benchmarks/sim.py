@@ -7,6 +7,7 @@ planner's event simulator. Beside it stands the simulator against throttled step
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -23,6 +24,7 @@ from .replay import run_replay
 SLOWDOWN = 1.02
 SHARDS = (8, 64, 256, 1024)
 SHARDED_DRIVES = 4
+SHARDED_SEQUENCES = {"1B": 8, "3B": 4, "8B": 4, "70B": 1, "405B": 1}
 OPTIMIZER = "adamw-master"
 _DRAWN = ("8B", ("rtx4060-laptop", "rtx4090", "a100", "h100", "b200", "b300", "gb200"))
 
@@ -43,9 +45,7 @@ def run_sim(
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "sim.png"
     drawn = [row for row in rows["cards"] if quick or (row["model"] == _DRAWN[0] and row["card"] in _DRAWN[1])]
-    title = (
-        f"Simulation, not measured: Llama {drawn[0]['model']}, {TOKENS:,} tokens a card, what leaves at 2% of a step"
-    )
+    title = f"Simulation, not measured: Llama {drawn[0]['model']}, what can leave at 2% of a step"
     draw_leaving(drawn, picture, title=title)
     tables = [_table(title, each) for title, each in rows.items()]
     tables += [_shards_table(shards), _check_table(checked), *check.tables]
@@ -84,9 +84,9 @@ def _each(title: str, rows: Sequence[Row], simulate: Callable[[str, Machine], di
 
 
 @cache
-def _observed(name: str, card: str) -> Any:
+def _observed(name: str, card: str, sequences: int = 1) -> Any:
     """Observe a model on a card; its link and drives play no part in that."""
-    return observed(MODELS[name], MACHINES[card].device)
+    return observed(replace(MODELS[name], sequences=sequences), MACHINES[card].device)
 
 
 def _simulate(name: str, machine: Machine) -> dict[str, Any]:
@@ -100,13 +100,14 @@ def _simulate(name: str, machine: Machine) -> dict[str, Any]:
 
 
 def _shard(name: str, machine: Machine) -> dict[str, Any]:
-    seen = _observed(name, machine.card)
+    sequences = SHARDED_SEQUENCES[name]
+    seen = _observed(name, machine.card, sequences)
     leaving = Leaving(machine.facts(seen, SHARDED_DRIVES))
-    found: dict[str, Any] = {"model": name, "card": machine.card, "link": machine.link, "shards": {}}
+    found: dict[str, Any] = {"model": name, "sequences": sequences, "card": machine.card, "shards": {}}
     for shards in SHARDS:
         room = room_bytes(seen, machine.device, OPTIMIZER, shards)
         plan = None if room is None else leaving.least(room)
-        needs = {} if plan is None else told(plan, machine.disk(SHARDED_DRIVES))
+        needs = {} if plan is None else {"kept": plan.idle, **told(plan, machine.disk(SHARDED_DRIVES))}
         found["shards"][str(shards)] = {"room_bytes": room, **needs}
     return found
 
@@ -146,17 +147,18 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> Grid:
 
 
 _ALL = (
-    f"Simulated, not measured. One sequence of {TOKENS:,} tokens a card, bf16, nothing recomputed. Percent: the "
-    "largest share found of the saved bytes, evenly spread, for which the simulated forward and backward take at most "
-    "1.02 of those of a step that keeps all; what cards send one another is in neither. What leaves is read from the "
-    "card's memory and written to it again, which on a fast link is what takes the 2%; where layers are large, the "
-    "default of 1 GiB in flight is the limit. Years (y) and days (d): until the drives' rated endurance is used up by "
-    "such steps without a pause. Drives are a card's own, striped, of its link's generation (C2C: 5)."
+    f"Simulated, not measured. One sequence of {TOKENS:,} tokens a card, bf16, nothing recomputed; whether all else "
+    "fits the card is not asked here. Percent: the share of the saved bytes that leaves and comes back, evenly spread, "
+    "in the largest plan found whose simulated forward and backward take at most 1.02 of those of a step that keeps "
+    "all; what cards send one another is in neither. What leaves is read from the card's memory and written to it "
+    "again, which on a fast link is what takes the 2%; where layers are large, what may be in flight at once (1 GiB, "
+    "at most a sixteenth of the card's memory) is the limit. Days (d) and years (y): until the drives' rated endurance "
+    "is used up by such steps without a pause. Drives are a card's own, striped, of its link's generation (C2C: 5)."
 )
 _NOTES = {
     "cards": _ALL,
-    "models": _ALL,
-    "links": f"{_ALL} Here an H100 is simulated as if it had been built with each link (C2C: drives of generation 6).",
+    "models": "Simulated, not measured; as above.",
+    "links": "Simulated, not measured; as above. An H100 as if it had been built with each link (C2C: drives of PCIe 6).",
 }
 
 
@@ -173,15 +175,17 @@ def _life(years: float) -> str:
 
 
 def _shards_table(rows: Sequence[Mapping[str, Any]]) -> Grid:
-    lines = [(f"{row['model']}, {row['card']}", *map(_needs, row["shards"].values())) for row in rows]
+    lines = [
+        (f"{row['model']} x {row['sequences']}, {row['card']}", *map(_needs, row["shards"].values())) for row in rows
+    ]
     note = (
-        f"Simulated, not measured. As above with {SHARDED_DRIVES} drives a card; weights, gradients and optimizer "
+        f"Simulated, not measured; as above, with {SHARDED_DRIVES} drives a card; weights, gradients and optimizer "
         f"({OPTIMIZER}) are spread over all cards. The least share of the saved bytes that has to leave for the step "
         "to fit the card, how long the step then takes against one that keeps all, were there memory, and how long the "
         "drives last. Kept: all fits; no: with all gone it still does not; -: what is no saved tensor does not fit. "
         "Above 1.02x recomputing some blocks may take less: `tba plan --shards`."
     )
-    heads = ("model, card", *(f"{count:,} cards" for count in SHARDS))
+    heads = ("model x sequences, card", *(f"{count:,} cards" for count in SHARDS))
     return Grid("Simulation: what has to leave under FSDP", heads, lines, note)
 
 
@@ -190,7 +194,9 @@ def _needs(each: Mapping[str, Any]) -> str:
         return "-"
     if "share" not in each:
         return "no"
-    return f"{each['share']:.0%}, {each['slowdown']:.2f}x, {_life(each['years'])}" if each["share"] else "kept"
+    if each["kept"]:
+        return "kept"
+    return f"{each['share']:.0%}, {each['slowdown']:.2f}x, {_life(each['years'])}"
 
 
 def _check_table(checked: Mapping[str, Mapping[str, float]]) -> Grid:

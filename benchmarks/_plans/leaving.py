@@ -28,12 +28,16 @@ def room_bytes(observed: Observed, device: Device, optimizer: str, shards: int) 
 
 
 def told(plan: Plan, disk: Disk) -> dict[str, Any]:
-    """What a plan moves, what it takes, and how long drives live with it; None for what does not wear."""
+    """What leaves and comes back, what that takes, and how long drives live with it; None for what does not wear.
+
+    What backward asks for while it is still on its way out has not left, though it is written.
+    """
     written = plan.predicted.moved_bytes / plan.predicted.step_s * _DAY_S
     years = disk.years(written)
     return {
-        "share": plan.predicted.moved_bytes / plan.facts.saved_bytes,
+        "share": plan.predicted.read_bytes / plan.facts.saved_bytes,
         "slowdown": plan.predicted.step_s / plan.facts.step_s,
+        "written_share": plan.predicted.moved_bytes / plan.facts.saved_bytes,
         "waited_s": plan.predicted.waited_s,
         "written_bytes_per_day": written,
         "years": None if years is None or math.isinf(years) else years,

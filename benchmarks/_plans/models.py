@@ -22,7 +22,7 @@ _GROWING = ("forward_s", "backward_s", "weight_bytes", "trained_bytes", "trained
 
 @dataclass(frozen=True)
 class Model:
-    """Fields of a Llama's published config."""
+    """Fields of a Llama's published config, and how many sequences a card takes at a time."""
 
     name: str
     width: int
@@ -31,9 +31,10 @@ class Model:
     heads: int
     key_heads: int
     tied: bool = False
+    sequences: int = 1
 
     def subject(self) -> tuple[nn.Module, Any]:
-        """Make the model in bfloat16, and a batch of one sequence."""
+        """Make the model in bfloat16, and its batch."""
         import transformers
 
         config = transformers.LlamaConfig(
@@ -48,7 +49,7 @@ class Model:
             use_cache=False,
         )
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        tokens = torch.randint(0, VOCABULARY, (1, TOKENS))
+        tokens = torch.randint(0, VOCABULARY, (self.sequences, TOKENS))
         return model, {"input_ids": tokens, "labels": tokens}
 
 

@@ -25,7 +25,7 @@ SMALL = Model("small", 256, 512, 7, 4, 2)
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def pair(request: pytest.FixtureRequest) -> tuple[Observed, Observed]:
     """A model observed whole, and from three layers."""
-    model = replace(SMALL, tied=request.param)
+    model = replace(SMALL, tied=request.param, sequences=2)
     return observe(model.subject, CARD.device), observed(model, CARD.device)
 
 
