@@ -158,7 +158,8 @@ _ALL = (
 _NOTES = {
     "cards": _ALL,
     "models": "Simulated, not measured; as above.",
-    "links": "Simulated, not measured; as above. An H100 as if it had been built with each link (C2C: drives of PCIe 6).",
+    "links": "Simulated, not measured; as above. An H100 as if it had been built with each link (C2C: drives of "
+    "PCIe 6).",
 }
 
 
