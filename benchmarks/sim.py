@@ -49,7 +49,12 @@ def run_sim(
     draw_leaving(drawn, picture, title=title)
     tables = [_table(title, each) for title, each in rows.items()]
     tables += [_shards_table(shards), _check_table(checked), *check.tables]
-    data = {"simulated": True, "rows": rows, "shards": shards, "check": {"arms": checked, "replay": check.data}}
+    data = {
+        "simulated": True,
+        "rows": rows,
+        "shards": shards,
+        "check": {"arms": checked, "transfers": check.data["arms"], "bars": check.data["bars"]},
+    }
     return Result(
         theme="sim",
         tables=tables,

@@ -77,12 +77,10 @@ def repeated(two: Observed, three: Observed, layers: int) -> Observed:
     """
     more = layers - 3
     forward_s, backward_s = three.forward_s - two.forward_s, three.backward_s - two.backward_s
-    shallow = {each.place: each for each in two.saved}
 
-    def at_an_end(each: Saved) -> Saved:
-        block, number = each.place
-        like = shallow[Place(min(block, 1), number)]
+    def at_an_end(each: Saved, like: Saved) -> Saved:
         assert like.nbytes == each.nbytes
+        block, number = each.place
         return replace(
             each,
             place=Place(layers - 1 if block == 2 else block, number),
@@ -101,9 +99,9 @@ def repeated(two: Observed, three: Observed, layers: int) -> Observed:
     inside = [index for index, each in enumerate(three.saved) if each.place.block == 1]
     assert inside == list(range(inside[0], inside[-1] + 1))
     middle = three.saved[inside[0] : inside[-1] + 1]
-    saved = [at_an_end(each) for each in three.saved[: inside[0]]]
-    saved += [copied(each, copy) for copy in range(more + 1) for each in middle]
-    saved += [at_an_end(each) for each in three.saved[inside[-1] + 1 :]]
+    ends = [each for each in three.saved if each.place.block != 1]
+    saved = [at_an_end(*pair) for pair in zip(ends, two.saved, strict=True)]
+    saved[inside[0] : inside[0]] = [copied(each, copy) for copy in range(more + 1) for each in middle]
     first, alike, last = three.blocks
     blocks = [first, *(replace(alike, begin_s=alike.begin_s + copy * forward_s) for copy in range(more + 1))]
     blocks.append(replace(last, begin_s=last.begin_s + more * forward_s))
