@@ -170,7 +170,7 @@ def replay(
 @command(app)
 def sim(
     rate: Annotated[
-        list[str] | None, typer.Option(help="Limit of the check's link (default: 100MB and 400MB).")
+        list[str] | None, typer.Option(help="Limit of the check's link (default: 200MB and 400MB).")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps that check the simulator.")] = 5,
     threads: Threads = 2,
@@ -183,7 +183,7 @@ def sim(
     from .sim import run_sim
 
     try:
-        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
+        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["200MB", "400MB"])]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     families = ["conv"] if quick else list(BUDGETS)
