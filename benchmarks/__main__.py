@@ -249,6 +249,29 @@ def replay(
 
 
 @command(app)
+def sim(
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Limit of the check's link (default: 200MB and 400MB).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps that check the simulator.")] = 5,
+    threads: Threads = 2,
+    out: Out = _OUT,
+    quick: Quick = False,
+) -> Result:
+    """Simulation: what can leave at 2% of a step on cards, links and drives that are not here (five minutes)."""
+    from .overlap import parse_rate
+    from .replay import BUDGETS
+    from .sim import run_sim
+
+    try:
+        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["200MB", "400MB"])]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    families = ["conv"] if quick else list(BUDGETS)
+    return run_sim(rates=rates, families=families, rounds=2 if quick else rounds, threads=threads, out=out, quick=quick)
+
+
+@command(app)
 def demo(
     seconds: Annotated[float, typer.Option(min=1, help="Take about so long, all arms together.")] = 150,
     steps: Annotated[int, typer.Option(min=1, help="At most so many steps.")] = 60,

@@ -168,7 +168,7 @@ def forecast(
             f"gradients and optimizer and {size(own.work)} that operators work on. Give at most that, or none"
         )
     plan = decide(
-        _facts(observed, device, disk),
+        facts_on(observed, device, disk),
         left_bytes if budget_bytes is None else budget_bytes,
         moves=disk is not None,
     )
@@ -177,7 +177,8 @@ def forecast(
     return Forecast(device, disk, shards, optimizer, observed, own, plan)
 
 
-def _facts(observed: Observed, device: Device, disk: Disk | None) -> Facts:
+def facts_on(observed: Observed, device: Device, disk: Disk | None) -> Facts:
+    """Give the facts that a plan for this machine is made from."""
     largest_bytes = max((each.nbytes for each in observed.saved), default=0)
     window_bytes = default_window_bytes(device.memory_bytes, device.memory_bytes if device.like_cuda else None)
     write, read = (1.0, 1.0) if disk is None else (disk.write_bytes_per_s, disk.read_bytes_per_s)

@@ -96,10 +96,24 @@ _DEVICES = (
     _card("h100-pcie", 756, 51, 80, 2000, 64, "NVIDIA H100 PCIe data sheet, without sparsity; PCIe gen 5 x16"),
     _card("h200", 989.4, 66.9, 141, 4800, 64, "NVIDIA H200 SXM data sheet, without sparsity; PCIe gen 5 x16"),
     _card("gh200", 989.4, 66.9, 96, 4000, 450, "NVIDIA GH200 data sheet (96 GB HBM3); NVLink-C2C 900 GB/s both ways"),
+    _card(
+        "gh200-144",
+        989.4,
+        66.9,
+        144,
+        4900,
+        450,
+        "NVIDIA GH200 data sheet (144 GB HBM3e); NVLink-C2C 900 GB/s both ways",
+    ),
+    _card(
+        "gb200", 2500, 80, 186, 8000, 225, "NVIDIA GB200 NVL72 data sheet, a 72nd, without sparsity; half of NVLink-C2C"
+    ),
     _card("b200", 2250, 75, 180, 8000, 64, "NVIDIA DGX B200 data sheet, an eighth, without sparsity; PCIe gen 5 x16"),
+    _card("b300", 2250, 75, 270, 7700, 128, "NVIDIA HGX B300 data sheet, an eighth, without sparsity; PCIe gen 6 x16"),
     _card("l40s", 362, 91.6, 48, 864, 32, "NVIDIA L40S data sheet, without sparsity; PCIe gen 4 x16"),
     _card("rtx3090", 71, 35.6, 24, 936, 32, "NVIDIA GA102 whitepaper, without sparsity; PCIe gen 4 x16"),
     _card("rtx4090", 165.2, 82.6, 24, 1008, 32, "NVIDIA Ada whitepaper, without sparsity; PCIe gen 4 x16"),
+    _card("rtx4060-laptop", 29.1, 14.6, 8, 256, 16, "NVIDIA Ada whitepaper, 24 SMs at 2.37 GHz (115 W); PCIe gen 4 x8"),
     _card("rtx5090", 209.5, 104.8, 32, 1792, 64, "NVIDIA RTX Blackwell whitepaper, without sparsity; PCIe gen 5 x16"),
 )
 DEVICES = {device.name: device for device in _DEVICES}
@@ -109,6 +123,7 @@ _DISKS = (
     Disk("gen3", 2.7 * _G, 3.5 * _G, 1200 * _T, "Samsung 970 PRO 1 TB data sheet (MLC, no SLC cache): 1,200 TBW"),
     Disk("gen4", 5.6 * _G, 6.8 * _G, 14016 * _T, "Micron 7450 PRO 7.68 TB data sheet: 1 drive write a day, 5 years"),
     Disk("gen5", 10 * _G, 14 * _G, 35040 * _T, "Micron 9550 MAX 6.4 TB data sheet: 35,040 TBW, random writes"),
+    Disk("gen6", 14 * _G, 28 * _G, 35040 * _T, "Micron 9650 MAX 6.4 TB product brief: 3 drive writes a day, 5 years"),
 )
 DISKS = {disk.name: disk for disk in _DISKS}
 
