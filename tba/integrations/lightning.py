@@ -40,6 +40,10 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._settings = settings
         self._inside = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
+        return vars(self) | {"offload": None, "_inside": False}
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the context of this training."""
         refuse(_others(trainer))
