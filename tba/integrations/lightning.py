@@ -28,7 +28,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
     Attributes:
-        offload: the Offloader, from the start of training on.
+        offload: the Offloader, from the start of training on. Where a strategy spawns processes, theirs have it.
 
     Raises:
         ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
