@@ -1,4 +1,4 @@
-"""Train a U-Net on fields, as weather and PDE models do: early feature maps are most of the memory, and wait longest.
+"""Train a U-Net on fields, as weather and PDE models do: early feature maps take most of the memory, for longest.
 
 python examples/convolutional.py               # or: python examples/convolutional.py PIXELS
 """

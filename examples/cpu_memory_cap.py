@@ -1,6 +1,7 @@
 """Fine-tune on a CPU under a cap on memory: tier "auto" reads the cap and moves only what would not fit.
 
-systemd-run --user --scope -p MemoryMax=6G tba run -- python examples/cpu_memory_cap.py     # MODEL, and a BUDGET
+pip install tba-offload transformers
+systemd-run --user --scope -p MemoryMax=6G tba run -- python examples/cpu_memory_cap.py     # or: ... MODEL BUDGET
 """
 
 import sys

@@ -1,5 +1,8 @@
 """Train on a context longer than memory has room for: a budget, and the plan that keeps to it.
 
+The least budget is that of the largest tensor, here a float for each token and word of the vocabulary (4.6 GiB).
+
+pip install tba-offload transformers
 python examples/long_context.py                # or: python examples/long_context.py MODEL TOKENS BUDGET
 """
 
@@ -10,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import tba
 
-name, length, budget = [*sys.argv[1:], *("Qwen/Qwen3-0.6B", "16384", "4GiB")[len(sys.argv) - 1 :]]
+name, length, budget = [*sys.argv[1:], *("Qwen/Qwen3-0.6B", "8192", "10GiB")[len(sys.argv) - 1 :]]
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = AutoModelForCausalLM.from_pretrained(name).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)

@@ -1,4 +1,4 @@
-"""Fine-tune adapters with TRL and PEFT: the callback is the one of the Trainer, for every trainer of TRL.
+"""Fine-tune adapters with TRL and PEFT: the Trainer's callback works for every trainer of TRL.
 
 pip install 'tba-offload[hf]' trl peft
 python examples/trl_lora.py                    # or: python examples/trl_lora.py MODEL

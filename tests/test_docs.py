@@ -17,6 +17,7 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "llms.txt",
     ROOT / "benchmarks" / "README.md",
+    ROOT / "examples" / "README.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs").glob("[!s]*/*.md")),  # without docs/site, whose links Sphinx follows
 ]

@@ -16,8 +16,8 @@ from results import page
 
 ROOT = Path(__file__).resolve().parents[2]
 _PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "CITATION.cff", "docs/*.md",
-          "docs/*.png", "docs/guide/*", "docs/frameworks/*.md", "benchmarks/README.md", "benchmarks/results/*.md",
-          "benchmarks/results/*.png")  # fmt: skip
+          "docs/*.png", "docs/guide/*", "docs/frameworks/*.md", "examples/*", "benchmarks/README.md",
+          "benchmarks/results/*.md", "benchmarks/results/*.png")  # fmt: skip
 
 
 def assemble(target: Path) -> None:

@@ -57,7 +57,14 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend by the flash kernel (half precision, no mask, one width of heads), else by the memory-efficient one."""
+    """Attend by the flash kernel (half precision, no mask, one width of heads), else by the memory-efficient one.
+
+    Both take four dimensions; with fewer CUDA computes by single products, as a CPU does.
+    """
+    if query.dim() != 4:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     width = query.shape[-1]
     if attn_mask is None and query.dtype in _HALF and width <= _FLASH_WIDTH and value.shape[-1] == width:
         out: Tensor = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]

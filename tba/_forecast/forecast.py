@@ -44,7 +44,7 @@ class Forecast:
 
     @cached_property
     def ways(self) -> dict[str, Plan]:
-        """The plan beside what anybody could do without one."""
+        """The plan beside what can be done without one."""
         facts, budget_bytes = self.plan.facts, self.plan.budget_bytes
         nothing: frozenset[int] = frozenset()
         found = {"all kept": make(facts, budget_bytes, nothing, nothing), "planned": self.plan}

@@ -27,13 +27,18 @@ def audit_command(
             metavar="MODEL",
         ),
     ],
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences, for a config.json; else 2.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens of each, for a config.json; else 128.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16, for a config.json; else its own, else float32.")
+        str | None,
+        typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
     ] = None,
     preset: Annotated[
-        list[str] | None, typer.Option(help=f"A preset; again for several. Else {', '.join(PRESETS_AUDITED)}.")
+        list[str] | None, typer.Option(help=f"A preset; may be repeated. If none: {', '.join(PRESETS_AUDITED)}.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .pdf or .svg.")] = None,

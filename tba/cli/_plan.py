@@ -39,13 +39,19 @@ def plan_command(
     disk: Annotated[
         str, typer.Option(help=f"{', '.join(f'{name}xN' for name in DISKS)}: N SSDs; none: nothing moves.")
     ] = "gen4x1",
-    batch: Annotated[int | None, typer.Option(min=1, help="Sequences, for a config; else 2.")] = None,
-    sequence: Annotated[int | None, typer.Option(min=2, help="Tokens of each, for a config; else 128.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
+    ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16 weights, for a config; else its own, else float32.")
+        str | None,
+        typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="field=value of the config; again for several.", metavar="FIELD")
+        list[str] | None,
+        typer.Option("--set", help="Change a field of the config; may be repeated.", metavar="FIELD=VALUE"),
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16: run forward under autocast.")] = None,
     optimizer: Annotated[
@@ -55,7 +61,7 @@ def plan_command(
         int, typer.Option(min=1, help="Cards that weights, gradients and states are spread over (FSDP).")
     ] = 1,
     memory_budget: Annotated[
-        str | None, typer.Option(help='For saved tensors, such as "8GiB"; else all that is left.')
+        str | None, typer.Option(help='What saved tensors may hold, such as "8GiB"; all that is left if not given.')
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:

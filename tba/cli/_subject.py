@@ -50,15 +50,17 @@ def subject(
     if changes is not None and re.fullmatch(r"\w[\w-]*", name):
         return from_type(name, batch or _BATCH, sequence, dtype, changes)
     if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
+        kind = "" if changes is None else ", a model type such as llama or gpt2,"
         raise ConfigError(
             f"MODEL {name!r} is no file or directory here, and no `module:callable`: give a config.json of "
-            "transformers, its directory, or `module:callable`; nothing is downloaded"
+            f"transformers, its directory{kind} or `module:callable`; nothing is downloaded"
         )
     options = {"batch": batch, "sequence": sequence, "dtype": dtype, "set": changes}
     given = [option for option, value in options.items() if value]
     if given:
         raise ConfigError(
-            f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config.json alone"
+            f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config of "
+            "transformers alone"
         )
     return from_callable(name)
 

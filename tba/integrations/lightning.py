@@ -28,7 +28,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
     Attributes:
-        offload: the Offloader, from the start of training on.
+        offload: the Offloader, from the start of training on. Where a strategy spawns processes, theirs have it.
 
     Raises:
         ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
@@ -39,6 +39,10 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self.offload: Offloader | None = None
         self._settings = settings
         self._inside = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
+        return vars(self) | {"offload": None, "_inside": False}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the context of this training."""

@@ -46,7 +46,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._settings = settings
         self._trainer: Any = None
         self._model: Any = None
-        self._unguard: Callable[[], None] = lambda: None
+        self._unguard: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
+        return vars(self) | {"offload": None, "_trainer": None, "_model": None, "_unguard": None}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Attach to the Trainer's model."""
@@ -87,8 +91,9 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._end()
 
     def _end(self) -> None:
-        unguard, self._unguard = self._unguard, lambda: None
-        unguard()
+        unguard, self._unguard = self._unguard, None
+        if unguard is not None:
+            unguard()
         self._trainer = self._model = None
         if self.offload is not None:
             self.offload.close()

@@ -153,6 +153,28 @@ def test_attention_on_a_card_saves_its_inputs_and_its_output(value_width: int, h
     assert found.flops >= 2 * 2 * 8 * 256 * 256 * (32 + value_width) + 3 * 2 * rows * 64 * 8 * 32
 
 
+class OneHead(nn.Module):
+    """Attention without a dimension of heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 3 * 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x).chunk(3, -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+
+def test_attention_of_three_dimensions_is_that_of_the_cpu() -> None:
+    def make() -> tuple[nn.Module, Any]:
+        return OneHead(), torch.randn(4, 256, 64)
+
+    cpu, card = (observe(make, each, min_tensor_bytes=LEAST_BYTES) for each in (CPU, CARD))
+    assert [each.nbytes for each in card.saved] == [each.nbytes for each in cpu.saved]
+    assert 4 * 256 * 256 * 4 in {each.nbytes for each in card.saved}  # probabilities
+    assert card.flops >= 5 * 2 * 4 * 256 * 256 * 64
+
+
 def test_a_cast_of_a_weight_is_not_saved_under_autocast() -> None:
     plain, cast = (
         observe(feed, CPU, min_tensor_bytes=1),

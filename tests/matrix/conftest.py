@@ -15,7 +15,7 @@ COLUMNS = {
     "safe8": 'compress="safe8"',
     "auto": 'tier="auto", budget',
 }
-HEAD = """# Frameworks, each with what it was tried
+HEAD = """# Frameworks, each as it was run
 
 Written by `make matrix` from the results of `tests/matrix`; no cell is filled in by hand. Every row is a training of 3
 steps by the framework alone, and again with each of the settings: `compress=` with `tier="nvme"`, and `tier="auto"`
@@ -60,4 +60,4 @@ def _versions() -> str:
             found.append(f"{name} {version(name).partition('+')[0]}")
         except PackageNotFoundError:
             found.append(f"{name} not installed")
-    return "Versions when it was written last: " + ", ".join(found) + ". CPU; several ranks talk by gloo.\n"
+    return "Versions in the last run: " + ", ".join(found) + ". CPU; several ranks talk by gloo.\n"

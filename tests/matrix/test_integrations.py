@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
-from matrix.arms import alive, batches
+from matrix.arms import alive, batches, equal
 from matrix.rows.huggingface import COMMON, llama, text, tokenizer
 from matrix.rows.lightning import Module
 from tba import ConfigError
@@ -97,6 +99,51 @@ def test_a_second_training_attaches_again(tmp_path: Path) -> None:
     assert offload.offload is not first
     assert offload.offload is not None
     assert offload.offload.stats().offloaded_bytes > 0
+    assert alive() == []
+
+
+def test_a_training_that_is_resumed_offloads_to_the_same_weights(tmp_path: Path) -> None:
+    whole = trainer(tmp_path, save_strategy="steps", save_steps=1)
+    whole.train()
+    offload = OffloadCallback(**SMALL)
+    resumed = trainer(tmp_path, offload)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert offload.offload is not None
+    assert offload.offload.stats().steps == 2
+    assert offload.offload.stats().offloaded_bytes > 0
+    assert equal(resumed.model.state_dict(), whole.model.state_dict())
+    assert alive() == []
+
+
+def test_a_copy_of_a_callback_has_its_settings_and_nothing_of_a_training(tmp_path: Path) -> None:
+    used = OffloadCallback(**SMALL)
+    trainer(tmp_path, used).train()
+    for copied in (copy.deepcopy(used), pickle.loads(pickle.dumps(used))):
+        assert copied.offload is None
+        trainer(tmp_path, copied).train()
+        assert copied.offload.stats().offloaded_bytes > 0
+    other = with_lightning.OffloadCallback(**SMALL)
+    other.on_train_start(lightning.Trainer(accelerator="cpu", logger=False), Module())
+    assert other.offload is not None
+    assert pickle.loads(pickle.dumps(other)).offload is None
+    assert copy.deepcopy(other).offload is None
+    other.offload.close()
+
+
+def test_two_trainings_in_turns_do_not_disturb_each_other(tmp_path: Path) -> None:
+    class Inner(TrainerCallback):
+        """Trains another model in the middle of a training."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                trainer(tmp_path, inner).train()
+
+    outer, inner = OffloadCallback(**SMALL), OffloadCallback(**SMALL)
+    trainer(tmp_path, outer, Inner()).train()
+    for callback in (outer, inner):
+        assert callback.offload is not None
+        assert callback.offload.stats().steps == 3
+        assert callback.offload.stats().offloaded_bytes > 0
     assert alive() == []
 
 

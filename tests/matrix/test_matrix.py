@@ -18,6 +18,7 @@ ROOT = HERE.parent.parent
 # Module and function in `rows`, and the number of ranks.
 ROWS = {
     "huggingface:trainer": 1,
+    "huggingface:trainer_ddp": 2,
     "huggingface:sft": 1,
     "huggingface:dpo": 1,
     "huggingface:grpo": 1,

@@ -84,9 +84,14 @@ def _train(arm: Arm, kind: type[Trainer], **given: Any) -> None:
     arm.end(made.model)
 
 
-def trainer(arm: Arm) -> None:
+def trainer_ddp(arm: Arm) -> None:
+    """transformers.Trainer, 2 ranks"""
+    trainer(arm, ranks=2)
+
+
+def trainer(arm: Arm, ranks: int = 1) -> None:
     """transformers.Trainer"""
-    rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9, 70), count=1))).tolist()]
+    rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9 * ranks, 70), count=1))).tolist()]
     with tempfile.TemporaryDirectory() as folder:
         _train(arm, Trainer, model=llama(), args=TrainingArguments(folder, **COMMON), train_dataset=rows)
 
