@@ -21,11 +21,13 @@ _NEARLY = 0.9
 
 def candidates(model: nn.Module) -> list[nn.Module]:
     """List modules that may be blocks: of classes with at least two of them, which have modules of their own."""
+    traced = _in_compiled(model)
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
         if module is not model and not isinstance(module, _CONTAINERS) and any(module.children()):
             by_class.setdefault(type(module), []).append(module)
-    return [module for alike in by_class.values() if len(alike) > 1 for module in alike if wrappable(module)]
+    alike = (module for same in by_class.values() if len(same) > 1 for module in same)
+    return [module for module in alike if module not in traced and wrappable(module)]
 
 
 def named(model: nn.Module | None, names: tuple[str, ...]) -> list[nn.Module]:
@@ -37,6 +39,7 @@ def named(model: nn.Module | None, names: tuple[str, ...]) -> list[nn.Module]:
     if model is None:
         raise ConfigError(f"blocks={names!r} was given without a model to find them in: offload_context(model, ...)")
     inside = {path: module for path, module in model.named_modules() if path}
+    traced = _in_compiled(model)
     chosen: set[nn.Module] = set()
     for name in names:
         found = inside.get(name)
@@ -48,12 +51,14 @@ def named(model: nn.Module | None, names: tuple[str, ...]) -> list[nn.Module]:
             alike = [found]
         if not alike:
             raise ConfigError(_nothing_named(name, model, inside))
-        if not any(map(wrappable, alike)):
+        free = [module for module in alike if module not in traced and wrappable(module)]
+        if not free:
             raise ConfigError(
                 f"blocks={name!r} names {len(alike)} modules of {type(model).__name__}, none of which can recompute: "
-                "they are compiled, or something has replaced their forward; name others, or attach before that is done"
+                "they are compiled, part of a compiled module, or something has replaced their forward; name others, "
+                "or attach before that is done"
             )
-        chosen.update(alike)
+        chosen.update(free)
     return [module for module in inside.values() if module in chosen]
 
 
@@ -76,9 +81,24 @@ def _nothing_named(name: str, model: nn.Module, inside: Mapping[str, nn.Module])
 
 def wrappable(module: nn.Module) -> bool:
     """Whether its forward may be replaced: it is Python, and no compiled one takes its place."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
-    return getattr(module, "_compiled_call_impl", None) is None and "forward" not in vars(module)
+    return not isinstance(module, torch.jit.ScriptModule) and not _is_compiled(module) and "forward" not in vars(module)
+
+
+def _in_compiled(model: nn.Module) -> set[nn.Module]:
+    """Collect the compiled modules of a model and all that they contain.
+
+    The forward of an inner one is traced into the code around it. With another in its place that is compiled again, and
+    differently: the graph breaks there, and kernels that are fused in other ways round in other ways.
+    """
+    return {inner for module in model.modules() if _is_compiled(module) for inner in module.modules()}
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, or `torch.compile` with the module or its forward."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    # All that torch.compile returns has this method.
+    return any(hasattr(each, "get_compiler_config") for each in (module, getattr(module, "forward", None)))
 
 
 def blocks(saved_bytes: Mapping[nn.Module, int]) -> list[nn.Module]:

@@ -285,6 +285,7 @@ class Planner:
             kind.modules.clear()
 
     def _advance(self, kind: _Kind, seen: Watch, budget_bytes: int) -> None:
+        surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
             assert self._link is not None
             facts = seen.facts(self._link, self._mover.read_ahead_bytes)
@@ -292,7 +293,7 @@ class Planner:
             kind.elsewhere, kind.lends = seen.elsewhere(), seen.lends()
             self._set(kind, self._decide(facts, budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
-        elif seen.inside:
+        elif surveyed:  # none is seen inside compiled code: then there are no blocks
             chosen = seen.inside if self._named else find.blocks(seen.inside)
             kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -40,6 +41,29 @@ def test_what_is_compiled_or_changed_is_no_candidate() -> None:
     first.compile(backend="eager")
     second.forward = second.forward
     assert len([module for module in find.candidates(model) if isinstance(module, Outer)]) == 2
+
+
+@pytest.mark.parametrize("how", ["compile", "module", "forward", "class", "whole"])
+def test_nothing_inside_what_is_compiled_is_a_candidate(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    if how == "class":
+        monkeypatch.setattr(
+            Outer, "forward", torch.compile(lambda self, x: self.inner(x), backend="eager"), raising=False
+        )
+    for stage in model.stages:
+        for number, outer in enumerate(stage):
+            if how == "compile":
+                outer.compile(backend="eager")
+            elif how == "module":
+                stage[number] = torch.compile(outer, backend="eager")
+            elif how == "forward":
+                outer.forward = torch.compile(lambda x, inner=outer.inner: inner(x), backend="eager")
+    if how == "whole":
+        assert find.candidates(torch.compile(model, backend="eager")) == []
+        model.compile(backend="eager")
+        assert find.candidates(model) == []
+    else:
+        assert find.candidates(model) == [model.alone]
 
 
 def test_the_class_that_saves_most_are_the_blocks() -> None:

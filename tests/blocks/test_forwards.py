@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -38,6 +39,26 @@ def test_modules_that_are_changed_otherwise_are_left() -> None:
     forwards.put([layer], lambda *_: None)
     forwards.remove()
     assert layer.forward is theirs
+
+
+def test_code_compiled_around_a_module_is_what_it_is_without() -> None:
+    """The compiler may trace a module that nothing tells of being inside compiled code."""
+    graphs: list[list[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    layer, x, forwards = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(2), Forwards()
+    compiled = torch.compile(lambda x: layer(x) * 2, backend=backend, fullgraph=True)
+    plain = compiled(x)
+    for _ in range(3):
+        forwards.put([layer], lambda *_: pytest.fail("traced"))
+        assert torch.equal(compiled(x), plain)
+        forwards.remove()
+        assert torch.equal(compiled(x), plain)
+    assert len(graphs) == 2  # with and without, and not again for each time
+    assert graphs[0] == graphs[1]
 
 
 def test_putting_again_takes_off_what_was_put() -> None:

@@ -122,6 +122,8 @@ def test_what_cannot_recompute_is_an_error(auto: Callable[..., Offloader]) -> No
         ConfigError, match=rf"blocks='support.planned.Block' names {LAYERS} modules of Net, none of which can recompute"
     ):
         auto(model, memory_budget="1MiB", blocks=Block)
+    with pytest.raises(ConfigError, match=r"blocks='layers.0.up' names 1 modules .* they are compiled, part of a"):
+        auto(model, memory_budget="1MiB", blocks="layers.0.up")
     with pytest.raises(ConfigError, match=r"'layers.0',.* without a model"):
         offload_context(None, "auto", blocks="layers.0")
     with pytest.raises(ConfigError, match=r"is no module inside of the Net"):

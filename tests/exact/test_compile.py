@@ -280,3 +280,82 @@ def test_eager_blocks_are_not_told_about_compiled_code(scratch: Path) -> None:
     _, each = _steps(model, offload)  # a warning would be an error
     assert all(step.encoded_bytes > 0 for step in each)
     offload.close()
+
+
+# -- by plan ---------------------------------------------------------------------------------------------------------
+
+
+def _language_model() -> nn.Module:
+    """Two layers of Llama, each with two modules that would be blocks, were the layer not compiled."""
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config.use_cache = False
+    return transformers.LlamaForCausalLM(config)
+
+
+def _compile(model: nn.Module, how: str, backend: str) -> nn.Module:
+    """Compile the layers, or the whole, in one of the ways there are; what is to be called then."""
+    if how == "outside":  # nothing in the model tells
+        compiled: nn.Module = torch.compile(model, backend=backend)
+        return compiled
+    for layer in model.model.layers:
+        if how == "layers":
+            layer.compile(backend=backend)
+        else:
+            layer.forward = torch.compile(layer.forward, backend=backend)
+    return model
+
+
+def _losses_and_gradients(model: nn.Module, compiled: nn.Module, offload: Offloader | None) -> list[Any]:
+    start = copy.deepcopy(model.state_dict())
+    optimizer = adamw(model.parameters())
+    tokens = torch.Generator().manual_seed(3)
+    results: list[Any] = []
+    for _ in range(6):
+        batch = torch.randint(0, 61, (2, 32), generator=tokens)
+        with offload if offload is not None else nullcontext():
+            loss = compiled(input_ids=batch, labels=batch).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss
+    results.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    model.load_state_dict(start)
+    return results
+
+
+@pytest.mark.parametrize("how", ["layers", "forwards", "outside"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
+def test_a_plan_leaves_compiled_code_as_it_is(backend: str, how: str, scratch: Path) -> None:
+    """What stands around the forward of a module inside would have it compiled again, to other kernels."""
+    model = _language_model()
+    compiled = _compile(model, how, backend)
+    plain = _losses_and_gradients(model, compiled, None)
+    assert_bit_equal(_losses_and_gradients(model, compiled, None), plain, "plain against itself:")
+    settings: dict[str, Any] = {"min_tensor_bytes": 4096, "prefetch_bytes": "32KiB", "storage_paths": scratch}
+    with offload_context(model, tier="keep", min_tensor_bytes=4096) as keep:
+        compiled(input_ids=torch.zeros(2, 32, dtype=torch.int64))
+    budget_bytes = 2 * keep.stats().kept_by_reason["tier keep"] // 3
+    keep.close()
+    offload = offload_context(model, tier="auto", memory_budget=budget_bytes, **settings)
+    # Where nothing tells, the compiler looks at the model again, once, and comes to equal code.
+    stance = "default" if how == "outside" else "fail_on_recompile"
+    with torch.compiler.set_stance(stance):
+        planned = _losses_and_gradients(model, compiled, offload)
+    assert_bit_equal(planned, plain)
+    assert offload.plan is not None
+    assert offload.plan.sends
+    assert not offload.plan.recomputed
+    assert offload.stats().read_bytes > 0
+    offload.close()
