@@ -131,14 +131,17 @@ class Watch:
 
 def input_bytes(args: tuple[Any, ...]) -> int:
     """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
-    storages = {arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if type(arg) is Tensor}
-    return sum(storages.values())
+    return sum({arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if _has_storage(arg)}.values())
 
 
 def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
     """Number the tensors of a block's arguments or results; by id of their storage, while they live."""
-    tensors = (leaf for leaf in tree_leaves(value) if type(leaf) is Tensor and leaf.layout is strided)
+    tensors = filter(_has_storage, tree_leaves(value))
     return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
+
+
+def _has_storage(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is strided
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:

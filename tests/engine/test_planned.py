@@ -178,6 +178,29 @@ def test_one_context_around_the_whole_loop(auto: Callable[..., Offloader]) -> No
     assert_equal(training.state(), train(None, Training()))
 
 
+def test_a_sparse_argument_of_a_block_is_none_of_its_input_bytes(auto: Callable[..., Offloader]) -> None:
+    class Mixes(Block):
+        def forward(self, x: Tensor, mix: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(torch.sparse.mm(mix, x), scale)
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Mixes() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mix = torch.eye(ROWS).to_sparse()
+            for block in self.blocks:
+                x = block(x, mix)
+            return x
+
+    training = Training(Given, layers=3)
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), blocks=Mixes, **SLOW)
+    assert_equal(train(offload, training), train(None, Training(Given, layers=3)))
+    assert offload.plan is not None
+    assert any(block.replay_s is not None for block in offload.plan.facts.blocks)
+
+
 def test_what_the_user_checkpoints_is_left_alone(auto: Callable[..., Offloader]) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
