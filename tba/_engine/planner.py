@@ -147,16 +147,19 @@ class Planner:
             self._candidates(kind)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        self._kind = kind
+        self._begin(kind)
         self._block = OUTSIDE
         if self._strict and kind.plan is not None and not kind.plan.fits:
             raise BudgetError(kind.plan.shortfall())
-        self._write_behind.plan_bytes = sum(kind.sends.values())
-        plan = kind.plan
-        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
+
+    def _begin(self, kind: _Kind) -> None:
+        """Take the step under way for one of this kind."""
+        self._kind, plan = kind, kind.plan
+        self._write_behind.plan_bytes = sum(kind.sends.values())
+        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
 
     def end_forward(self) -> None:
         """End it."""
@@ -258,9 +261,11 @@ class Planner:
         """End a step: learn from it, and plan the next of its kind."""
         seen, self._now = self._now, None
         self.put_aside.clear()
-        kind, self._kind = self._kind, self._kinds.setdefault(None, _Kind())
-        if seen is None or not seen.turned:
-            return
+        if seen is not None and seen.turned:
+            self._learn(self._kind, seen)
+        self._begin(self._kinds.setdefault(None, _Kind()))  # until a forward tells of which kind the next is
+
+    def _learn(self, kind: _Kind, seen: Watch) -> None:
         budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
         kind.watched = True

@@ -104,6 +104,23 @@ def test_a_budget_that_is_never_reached_stands_around_nothing(
     assert len(put) == 1  # in the first step, which tells that it fits
 
 
+def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
+    train(offload, training, steps=4)
+    offload.stats()
+    plan, write_behind = offload.plan, offload._saver.write_behind
+    assert plan is not None
+    assert plan.recomputed
+    assert (write_behind.plan_bytes, write_behind.replay_bytes) == (0, 0)
+    with offload:  # not by the model's own forward
+        training.model.layers[0](torch.ones(ROWS, WIDTH)).sum().backward()
+    with offload:
+        training.step()
+        assert write_behind.plan_bytes == sum(plan.sends.values())
+        assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+
+
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(None, memory_budget=int(0.5 * saved_bytes()))
