@@ -162,11 +162,12 @@ class Places:
         first = self.lends.get(where) if where is not None else None
         if first is not None and self._is_lent(seen, first, nbytes):
             return self._lent(seen, first)
-        place = seen.place(block)
-        place = self.elsewhere.get(place, place)
-        if self.nbytes.get(place) == nbytes:
+        inside = seen.place(block)
+        place = self.elsewhere.get(inside, inside)
+        runs_again = block in self.recomputed  # it saves its input first, whatever it saved first before
+        if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
             return place
-        if block in self.recomputed:
+        if runs_again:
             return None
         first = next((each for each in self.elsewhere if self._is_lent(seen, each, nbytes)), None)
         if first is None:
