@@ -27,6 +27,10 @@ class TraceEvent(NamedTuple):
     label: str
 
 
+# Of a micro-batch that nobody asked to record: forwards without a backward never end it.
+_MOST_EVENTS = 1 << 17
+
+
 class Recorder:
     """Events of the region under way, if that is recorded: one that was asked for, or a micro-batch now and then.
 
@@ -46,9 +50,14 @@ class Recorder:
         self._ended = 0
 
     def note(self, kind: str, start_s: float, end_s: float, nbytes: int, label: str) -> None:
-        """Record an event. Call it only while `trace` is there."""
-        if self.trace is not None:
-            self.trace.append(TraceEvent(kind, start_s, end_s, nbytes, label))
+        """Record an event, if anything is recorded."""
+        trace = self.trace  # read once: on another thread a region may end
+        if trace is None:
+            return
+        trace.append(TraceEvent(kind, start_s, end_s, nbytes, label))
+        if len(trace) >= _MOST_EVENTS and trace is self._own:
+            self.last, self.number = trace, self._ended + 1
+            self.trace = self._own = None
 
     def end_step(self) -> None:
         """End a micro-batch."""

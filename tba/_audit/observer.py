@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import EllipsisType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -131,16 +131,17 @@ class Observer(Saver):
             self._kept_bytes += _nbytes(tensor)
         return packed
 
-    def unpack(self, packed: Packed, asker: FrameType | None = None) -> Tensor:
+    def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
         """Restore a tensor for autograd or for a recipe, and note which node asked for it first."""
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
-        asker = asker or sys._getframe(1)
-        if piece is not None and piece.asked_by is NEVER_ASKED and not is_for_operators(asker):
+        if asker is ...:
+            asker = sys._getframe().f_back
+        if piece is not None and piece.asked_by is NEVER_ASKED and not (asker and is_for_operators(asker)):
             # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
             node = current_node()
             if node is not None:
-                by_checkpoint = asker.f_globals.get("__name__") == _CHECKPOINT
+                by_checkpoint = asker is not None and asker.f_globals.get("__name__") == _CHECKPOINT
                 piece.asked_by = _CHECKPOINT if by_checkpoint else node.name()
         return super().unpack(packed, asker)
 

@@ -79,6 +79,8 @@ class Trial:
         last = next((tensor for tensor in reversed(outputs) if tensor.requires_grad and not tensor.is_leaf), None)
         if last is None:
             self._tell("its output needs no gradient")
+        elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
+            self._tell("it returns a sparse or nested tensor, which is not compared")
         elif (odd := self._odd(args, kwargs)) is not None:
             self._tell(f"it is given a {odd}, which may remember its calls")
         elif buffers != _versions(self._module.buffers()):

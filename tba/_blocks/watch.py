@@ -31,7 +31,8 @@ class Watch:
         verdicts: what trials have found, by visit.
         counts: storages saved so far, by block.
         shared: numbers of records that are saved by a block and again elsewhere: they are none of that block's.
-        lent: those of them, by the whereabouts where they are saved again.
+        lent: those of them, by the whereabouts where they are saved again, if a block is given them or has made them.
+        found: places outside of all blocks, of what has been saved first where it is only saved again otherwise.
         near: what the block under way is given, or what the last one has made: positions, by id of the storage.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
@@ -51,6 +52,7 @@ class Watch:
     counts: dict[int, int] = field(default_factory=dict)
     shared: set[int] = field(default_factory=set)
     lent: dict[tuple[int, int], int] = field(default_factory=dict)
+    found: set[Place] = field(default_factory=set)
     near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -66,11 +68,21 @@ class Watch:
         self.counts[block] = number + 1
         return Place(block, number)
 
-    def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int]:
-        """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, or -1."""
-        stretch = 2 * len(self.visits) - (block != OUTSIDE)
+    def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int] | None:
+        """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, if any."""
         found = self.near.get(id(root.untyped_storage())) if root is not None else None
-        return stretch, -1 if found is None or found[1]() is None else found[0]
+        if found is None or found[1]() is None:
+            return None
+        return 2 * len(self.visits) - (block != OUTSIDE), found[0]
+
+    def again(self, block: int, number: int, root: Tensor | None) -> None:
+        """Note that `block` saves the record `number` once more."""
+        first = self.saved.get(number)
+        if first is None or first[0].block in (OUTSIDE, block):
+            return
+        self.shared.add(number)
+        if (where := self.whereabouts(block, root)) is not None:
+            self.lent[where] = number
 
     def elsewhere(self) -> dict[Place, Place]:
         """Give what is shared its place outside of all blocks, by the place where it was saved first."""
@@ -78,9 +90,8 @@ class Watch:
         return {place: Place(OUTSIDE, -1 - number) for number, place in enumerate(places)}
 
     def lends(self) -> dict[tuple[int, int], Place]:
-        """Give where else what is shared may be saved first, if the block where it was recomputes."""
-        elsewhere = self.elsewhere()
-        return {where: elsewhere[self.saved[number][0]] for where, number in self.lent.items()}
+        """Give where else what is shared may be saved first: the place where it was, by the whereabouts."""
+        return {where: self.saved[number][0] for where, number in self.lent.items()}
 
     @property
     def held_bytes(self) -> int:
@@ -129,16 +140,65 @@ class Watch:
         )
 
 
+@dataclass
+class Places:
+    """Where a planned step is to save what.
+
+    Attributes:
+        nbytes: of what is saved there, before any codec, by place.
+        elsewhere: what is saved in a block and again after it: its place outside, by that in the block.
+        lends: its place in the block, by the whereabouts where else it may be saved first.
+        recomputed: blocks that run again.
+    """
+
+    nbytes: dict[Place, int] = field(default_factory=dict)
+    elsewhere: dict[Place, Place] = field(default_factory=dict)
+    lends: dict[tuple[int, int], Place] = field(default_factory=dict)
+    recomputed: frozenset[int] = frozenset()
+
+    def find(self, seen: Watch, block: int, root: Tensor | None, nbytes: int) -> Place | None:
+        """Find the place of what `block` saves now; None if nothing of as many bytes is to be saved there."""
+        where = seen.whereabouts(block, root) if self.lends else None
+        first = self.lends.get(where) if where is not None else None
+        if first is not None and self._is_lent(seen, first, nbytes):
+            return self._lent(seen, first)
+        inside = seen.place(block)
+        place = self.elsewhere.get(inside, inside)
+        runs_again = block in self.recomputed  # it saves its input first, whatever it saved first before
+        if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
+            return place
+        if runs_again:
+            return None
+        first = next((each for each in self.elsewhere if self._is_lent(seen, each, nbytes)), None)
+        if first is None:
+            return None
+        seen.counts[block] -= 1
+        return self._lent(seen, first)
+
+    def _is_lent(self, seen: Watch, first: Place, nbytes: int) -> bool:
+        """Whether what `first` was the place of is still to be saved, as its block recomputes."""
+        place = self.elsewhere[first]
+        return first.block in self.recomputed and place not in seen.found and self.nbytes.get(place) == nbytes
+
+    def _lent(self, seen: Watch, first: Place) -> Place:
+        place = self.elsewhere[first]
+        seen.found.add(place)
+        return place
+
+
 def input_bytes(args: tuple[Any, ...]) -> int:
     """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
-    storages = {arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if type(arg) is Tensor}
-    return sum(storages.values())
+    return sum({arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if _has_storage(arg)}.values())
 
 
 def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
     """Number the tensors of a block's arguments or results; by id of their storage, while they live."""
-    tensors = (leaf for leaf in tree_leaves(value) if type(leaf) is Tensor and leaf.layout is strided)
+    tensors = filter(_has_storage, tree_leaves(value))
     return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
+
+
+def _has_storage(value: Any) -> bool:
+    return type(value) is Tensor and value.layout is strided
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:

@@ -71,7 +71,7 @@ class Pending:
     def wanted(self, record: Record) -> None:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
         if self.compressor is not None and not self.compressor.encode(record):
-            self.settle(wait=True)
+            self.settle(wait=True, but=record)
         if self._packed is not None:
             self._packed(record)
         record.hold()
@@ -82,14 +82,14 @@ class Pending:
         compressor, derivations = self.compressor, self.derivations
         return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
 
-    def settle(self, *, wait: bool) -> None:
-        """Pass on records whose values have come from the device; all of them, if `wait`."""
+    def settle(self, *, wait: bool, but: Record | None = None) -> None:
+        """Pass on records whose values have come from the device, all of them if `wait`; `but` is not passed on."""
         assert self.compressor is not None
         if self.derivations is not None:
             for record, replaced in self.derivations.settle(wait=wait):
                 self._compared(record, replaced=replaced)
         for record in self.compressor.settle(wait=wait):
-            if record.state is PENDING:
+            if record.state is PENDING and record is not but:
                 self._go(record)
 
     def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:

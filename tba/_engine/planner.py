@@ -29,7 +29,7 @@ from .._blocks import find
 from .._blocks.forwards import Forwards
 from .._blocks.recompute import recompute
 from .._blocks.trial import Trial, Verdict
-from .._blocks.watch import Watch, by_storage, input_bytes
+from .._blocks.watch import Places, Watch, by_storage, input_bytes
 from .._config import OffloadConfig
 from .._errors import BudgetError
 from .._memory.budgets import local_ranks
@@ -66,8 +66,7 @@ class _Kind:
         watched: a step of it has been seen.
         departures: steps that were not what the ones before it had been.
         visits: the module of each block, in order of forward.
-        elsewhere: what is saved in a block and again after it: its place outside, by that in the block.
-        lends: its place outside, by the whereabouts where else it may be saved first.
+        places: where it saves what, by its plan.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -77,9 +76,7 @@ class _Kind:
     visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
     plan: Plan | None = None
     sends: dict[Place, int] = field(default_factory=dict)
-    expected: dict[Place, int] = field(default_factory=dict)
-    elsewhere: dict[Place, Place] = field(default_factory=dict)
-    lends: dict[tuple[int, int], Place] = field(default_factory=dict)
+    places: Places = field(default_factory=Places)
 
 
 class Planner:
@@ -150,16 +147,19 @@ class Planner:
             self._candidates(kind)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
-        self._kind = kind
+        self._begin(kind)
         self._block = OUTSIDE
         if self._strict and kind.plan is not None and not kind.plan.fits:
             raise BudgetError(kind.plan.shortfall())
-        self._write_behind.plan_bytes = sum(kind.sends.values())
-        plan = kind.plan
-        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
+
+    def _begin(self, kind: _Kind) -> None:
+        """Take the step under way for one of this kind."""
+        self._kind, plan = kind, kind.plan
+        self._write_behind.plan_bytes = sum(kind.sends.values())
+        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
 
     def end_forward(self) -> None:
         """End it."""
@@ -214,22 +214,17 @@ class Planner:
         self.put_aside.discard(record.number)
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
-        if kind.lends and (lent := kind.lends.get(seen.whereabouts(self._block, record.root()))) is not None:
-            return (
-                not seen.departed and lent in kind.sends
-            )  # the block that saved it when the step was watched has recomputed
-        place = seen.place(self._block)
         if kind.plan is None:
-            seen.saved[record.number] = place, nbytes, self._at(seen)
+            seen.saved[record.number] = seen.place(self._block), nbytes, self._at(seen)
             return False
         if seen.departed:
             return False
-        place = kind.elsewhere.get(place, place)
+        place = kind.places.find(seen, self._block, record.root(), nbytes)
+        if place is None:
+            seen.departed = self._block not in kind.plan.recomputed
+            return False
         if self._compresses:
             seen.saved[record.number] = place, nbytes, 0.0
-        if self._block not in kind.plan.recomputed and kind.expected.get(place) != nbytes:
-            seen.departed = True
-            return False
         return place in kind.sends
 
     def joined(self, record: Record) -> None:
@@ -238,10 +233,7 @@ class Planner:
             if self.saved(record):
                 record.go()
         elif self._kind.plan is None and self._now is not None and not self._aside and not self._now.turned:
-            first = self._now.saved.get(record.number)
-            if first is not None and first[0].block not in (OUTSIDE, self._block):
-                self._now.shared.add(record.number)
-                self._now.lent[self._now.whereabouts(self._block, record.root())] = record.number
+            self._now.again(self._block, record.number, record.root())
 
     def packed(self, record: Record) -> None:
         """Note what a codec has left of a record, or that others give it again."""
@@ -269,9 +261,11 @@ class Planner:
         """End a step: learn from it, and plan the next of its kind."""
         seen, self._now = self._now, None
         self.put_aside.clear()
-        kind, self._kind = self._kind, self._kinds.setdefault(None, _Kind())
-        if seen is None or not seen.turned:
-            return
+        if seen is not None and seen.turned:
+            self._learn(self._kind, seen)
+        self._begin(self._kinds.setdefault(None, _Kind()))  # until a forward tells of which kind the next is
+
+    def _learn(self, kind: _Kind, seen: Watch) -> None:
         budget_bytes = self._write_behind.look_at_room()
         self._learn_link()
         kind.watched = True
@@ -290,7 +284,7 @@ class Planner:
             assert self._link is not None
             facts = seen.facts(self._link, self._mover.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(len(facts.saved)))
-            kind.elsewhere, kind.lends = seen.elsewhere(), seen.lends()
+            kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
             self._set(kind, self._decide(facts, budget_bytes))
             kind.visits = [module for module, _, _ in seen.visits]
         elif surveyed:  # none is seen inside compiled code: then there are no blocks
@@ -308,7 +302,7 @@ class Planner:
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.plan, kind.sends, kind.expected = None, {}, {}
+            kind.plan, kind.sends, kind.places = None, {}, Places()
             kind.departures += 1
             return
         link, was = self._link, plan.facts.link
@@ -344,7 +338,8 @@ class Planner:
             release()
         kind.plan = self.plan = plan
         kind.sends = plan.sends
-        kind.expected = {each.place: each.replayed_bytes for each in plan.facts.saved}
+        nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}
+        kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed)
 
     def _cap(self, storages: int) -> Cap | None:
         store = self._mover.store

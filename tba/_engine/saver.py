@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import EllipsisType, FrameType
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,10 +62,9 @@ class Saver(ForkAware):
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
     ) -> None:
-        self.lock, self.counters = threading.RLock(), Counters()
+        self.lock, self.counters, self.dead = threading.RLock(), Counters(), False
         self.steps = Steps(config.tier, self.counters, model)
         self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
-        self.dead = False
         self.model = model  # gives it, or None
         self._marked = False  # the model's weights, in this step
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
@@ -89,7 +88,8 @@ class Saver(ForkAware):
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
-        if (frame := sys._getframe(1)).f_code.co_filename in SAVES_INPUTS:
+        frame = sys._getframe().f_back  # None on a thread of autograd's own
+        if frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
             self._caches.look(frame)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
@@ -124,7 +124,7 @@ class Saver(ForkAware):
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
-    def unpack(self, packed: Packed, asker: FrameType | None = None) -> Tensor:
+    def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
         """Unpack a saved tensor for autograd, any number of times; `asker`: the innermost frame outside of the hook.
 
         Raises:
@@ -133,20 +133,20 @@ class Saver(ForkAware):
         """
         of_any_kind: Any = packed
         first, second = of_any_kind
+        if asker is ...:
+            asker = sys._getframe().f_back
         if type(first) is not Record:
             if type(first) is Shell:
-                return first.around(second, self.unpack, asker or sys._getframe().f_back)
+                return first.around(second, self.unpack, asker)
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
-                current_graph_task_id(), asker or sys._getframe().f_back
-            ):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
-        to_code = goes_to_code(task, asker or sys._getframe().f_back)
+        to_code = goes_to_code(task, asker)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
                 return self._unpack(first, second, task, to_code)

@@ -62,10 +62,13 @@ class Known:
         It must not have been copied: another tensor may have edited the memory since, by a counter of its own. Only
         what was saved last is looked at; if `pending`, only what no later save has passed on, however it will move.
         """
-        for key in islice(reversed(self._ranges), _ALIKE):
+        try:
+            last = list(islice(reversed(self._ranges.items()), _ALIKE))
+        except RuntimeError:  # another engine, with a lock of its own, has just added a record
+            return None
+        for key, ranges in last:
             if key[2] != id(owner):
                 continue
-            ranges = self._ranges[key]
             index = bisect_left(ranges, (begin,))
             if index < len(ranges) and ranges[index][:2] == (begin, end):
                 record = ranges[index][2]()
@@ -89,7 +92,7 @@ class Known:
 
     def _sweep(self) -> None:
         """Drop dead records: a storage may outlive any number of records and versions."""
-        everything = list(self._ranges.items())  # a copy: another engine, with a lock of its own, may add records
+        everything = self._ranges.copy().items()  # another engine, with a lock of its own, may add records
         alive = {key: [entry for entry in ranges if entry[2]() is not None] for key, ranges in everything}
         self._ranges = {key: ranges for key, ranges in alive.items() if ranges}
         self._count = sum(map(len, self._ranges.values()))

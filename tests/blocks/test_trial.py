@@ -67,3 +67,17 @@ def test_an_argument_that_may_remember_is_named() -> None:
     trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
     trial.call((torch.ones(3, 4, requires_grad=True),), {"by": object()})
     assert [verdict.why_not for verdict in verdicts] == ["it is given a object, which may remember its calls"]
+
+
+@pytest.mark.parametrize(
+    "make", [Tensor.to_sparse, lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged)]
+)
+def test_a_result_without_plain_memory_is_not_compared(make: Callable[[Tensor], Tensor]) -> None:
+    class Two(Layer):
+        def forward(self, x: Tensor, by: Any = 1.0) -> Any:
+            return make(x * 1.0), super().forward(x, by)
+
+    layer, verdicts = Two(lambda *_: None), list[Verdict]()
+    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial.call((torch.ones(3, 4, requires_grad=True),), {})[1].sum().backward()
+    assert [verdict.why_not for verdict in verdicts] == ["it returns a sparse or nested tensor, which is not compared"]

@@ -104,6 +104,23 @@ def test_a_budget_that_is_never_reached_stands_around_nothing(
     assert len(put) == 1  # in the first step, which tells that it fits
 
 
+def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
+    train(offload, training, steps=4)
+    offload.stats()
+    plan, write_behind = offload.plan, offload._saver.write_behind
+    assert plan is not None
+    assert plan.recomputed
+    assert (write_behind.plan_bytes, write_behind.replay_bytes) == (0, 0)
+    with offload:  # not by the model's own forward
+        training.model.layers[0](torch.ones(ROWS, WIDTH)).sum().backward()
+    with offload:
+        training.step()
+        assert write_behind.plan_bytes == sum(plan.sends.values())
+        assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+
+
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(None, memory_budget=int(0.5 * saved_bytes()))
@@ -176,6 +193,29 @@ def test_one_context_around_the_whole_loop(auto: Callable[..., Offloader]) -> No
         assert offload.plan is not None
         assert offload.plan.recomputed
     assert_equal(training.state(), train(None, Training()))
+
+
+def test_a_sparse_argument_of_a_block_is_none_of_its_input_bytes(auto: Callable[..., Offloader]) -> None:
+    class Mixes(Block):
+        def forward(self, x: Tensor, mix: Tensor, scale: Tensor | None = None) -> Tensor:
+            return super().forward(torch.sparse.mm(mix, x), scale)
+
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Mixes() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            mix = torch.eye(ROWS).to_sparse()
+            for block in self.blocks:
+                x = block(x, mix)
+            return x
+
+    training = Training(Given, layers=3)
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), blocks=Mixes, **SLOW)
+    assert_equal(train(offload, training), train(None, Training(Given, layers=3)))
+    assert offload.plan is not None
+    assert any(block.replay_s is not None for block in offload.plan.facts.blocks)
 
 
 def test_what_the_user_checkpoints_is_left_alone(auto: Callable[..., Offloader]) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from support.exactness import run_training
-from support.planned import ROWS, SLOW, WIDTH, Training, assert_equal, train
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, train
 from support.zoo import FAMILIES
 from tba import Offloader
+from tba._engine.planner import Planner
+from tba._record.record import Record
 
 
 class Rectified(nn.Module):
@@ -71,3 +74,58 @@ def test_families_share_and_no_plan_is_departed_from(auto: Callable[..., Offload
     run_training(family.make_model, family.make_batch, steps=7, context=context, backward_inside=True)
     assert made[-1].plan is not None
     assert not departures(made[-1])
+
+
+class _Masks(nn.Module):
+    """Blocks that all save what no argument gives them: a mask that the model makes for each forward."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.masks: list[Tensor] = []
+        self.layers = nn.ModuleList(_Masked(self.masks) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.masks[:] = [torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) * 1.0]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _Masked(Block):
+    def __init__(self, masks: list[Tensor]) -> None:
+        super().__init__()
+        self.masks = masks
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        return super().forward(x, self.masks[0])
+
+
+@pytest.mark.parametrize("share", [0.5, 0.75])
+@pytest.mark.parametrize("rates", [{}, SLOW], ids=["fast", "slow"])
+def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
+    auto: Callable[..., Offloader], share: float, rates: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def training() -> Training:
+        return Training(partial(_Masks, 6), layers=1)
+
+    whole = training()
+    kept = auto(whole.model, memory_budget="1GiB")
+    train(kept, whole, steps=1)
+    ours, sent = training(), list[int]()
+    saved = Planner.saved
+    monkeypatch.setattr(Planner, "saved", lambda planner, record: noted(saved(planner, record), record))
+
+    def noted(goes: bool, record: Record) -> bool:
+        sent.extend([record.plain_bytes] * goes)
+        return goes
+
+    offload = auto(ours.model, memory_budget=int(share * kept.stats().held_bytes), blocks=_Masked, **rates)
+    for number in range(8):
+        before, plan = sum(sent), offload.plan
+        with offload:
+            ours.step(number=number)
+        assert sum(sent) - before == (0 if plan is None else sum(plan.sends.values()))
+        offload.stats()
+    assert_equal(ours.state(), train(None, training(), steps=8))
+    assert offload.plan is not None
+    assert not departures(offload)

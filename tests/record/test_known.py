@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,28 @@ def test_records_of_another_engine_are_not_joined() -> None:
     known.add(record)
     assert known.find(root, 0, 32, theirs) is None
     assert known.find(root, 0, 32, ours) is record
+
+
+def test_engines_look_at_a_storage_while_others_add_to_it() -> None:
+    """Each has a lock of its own: two models that save one input, on two threads."""
+    root = torch.zeros(_NBYTES, dtype=torch.uint8)
+    known, others, alive = Known(), deque[Remains](), list[Record]()
+
+    def add() -> None:
+        for _ in range(50000):
+            alive.append(_record(root.detach(), 0, 8, others))
+            known.add(alive[-1])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        thread = threading.Thread(target=add)
+        thread.start()
+        while thread.is_alive():
+            assert known.find_alike(0, 9, others, pending=False) is None
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
 
 
 def test_what_has_died_is_forgotten_however_long_the_storage_lives() -> None:

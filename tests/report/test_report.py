@@ -135,6 +135,29 @@ def test_only_some_micro_batches_are_recorded(scratch: Path) -> None:
     assert numbers == ["1", "2", "2", "4", "4", "4", "4", "8", "8"]
 
 
+def test_forwards_without_a_backward_are_not_recorded_for_ever(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba._stats._MOST_EVENTS", 100)
+    with engine(scratch) as offload:
+        recorder = offload._saver.recorder
+        for _ in range(50):
+            _, x = activation(N, N)
+            with offload:
+                chain(x)
+        assert recorder.trace is None
+        assert len(recorder.last) == 100
+        with offload.trace() as events:  # as long as it is asked for
+            for _ in range(50):
+                _, x = activation(N, N)
+                with offload:
+                    chain(x)
+        assert len(events) > 100
+        _train(offload, steps=1)
+        offload.stats()
+        assert recorder.number == 0  # of the region; what was cut short has ended with this micro-batch
+        _train(offload, steps=1)
+        assert "micro-batch 2" in _read(offload, scratch).titles[0]
+
+
 def test_a_course_is_pure_arithmetic() -> None:
     assert course([], []) is None
     events = [
