@@ -1,4 +1,4 @@
-"""Hooks on threads that autograd has made: no Python frame lies beneath them there, as on the thread of a CUDA device."""
+"""Hooks on threads that autograd has made: no Python frame lies beneath them, as on the thread of a CUDA device."""
 
 from __future__ import annotations
 
