@@ -45,6 +45,7 @@ from .._transfer.write_cap import write_cap
 from .write_behind import WriteBehind
 
 _MOST_KINDS = 16
+_MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
 _UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
@@ -143,6 +144,8 @@ class Planner:
     def begin_forward(self, key: Hashable) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
         kind = self._kinds.setdefault(key, _Kind())
+        if self._now is not None and max(len(self._now.saved), len(self._now.visits)) > _MOST_WATCHED:
+            self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
         if len(self._kinds) > _MOST_KINDS:

@@ -104,6 +104,25 @@ def test_a_budget_that_is_never_reached_stands_around_nothing(
     assert len(put) == 1  # in the first step, which tells that it fits
 
 
+def test_forwards_without_a_backward_are_not_watched_for_ever(
+    auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba._engine.planner._MOST_WATCHED", 100, raising=False)
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
+    planner = offload._saver.planner
+    assert planner is not None
+    most = 0
+    with offload:
+        for _ in range(20):
+            training.model(torch.ones(ROWS, WIDTH))
+            assert planner._now is not None
+            most = max(most, len(planner._now.saved))
+    assert 100 < most < 200
+    assert_equal(train(offload, training), train(None, Training()))
+    assert offload.plan is not None
+
+
 def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
