@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -21,6 +22,13 @@ Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 
 _OUT = Path("out")
+
+
+def _check_names(names: Iterable[str], known: Collection[str], what: str, *, where: str = "") -> None:
+    """Refuse a name that is not known. Raises BadParameter."""
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"unknown {what} {name!r}{where}; known are {', '.join(known)}")
 
 
 @command(app)
@@ -41,8 +49,7 @@ def step(
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
     names = model or (["16x1024"] if device == "cuda" else list(known))
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"unknown model {unknown[0]!r} for {device}; known are {', '.join(known)}")
+    _check_names(names, known, "model", where=f" for {device}")
     if explain and device == "cuda":
         raise typer.BadParameter("--explain takes the cost on a CPU apart; leave --device away")
     if quick:
@@ -68,8 +75,7 @@ def auto(
     from .overlap import parse_rate
 
     names = family or list(FAMILIES)
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    _check_names(names, FAMILIES, "family")
     try:
         limit = None if rate is None else parse_rate(rate)
     except ValueError as error:
@@ -92,8 +98,7 @@ def forecast(
     from .forecast import run_forecast
 
     names = family or (["conv"] if quick else list(FAMILIES))
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    _check_names(names, FAMILIES, "family")
     return run_forecast(names, rounds=1 if quick else rounds, threads=threads, published=not quick)
 
 
@@ -108,8 +113,7 @@ def ablation(
     from .ablation import run_ablation
 
     names = family or (["conv"] if quick else list(FAMILIES))
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    _check_names(names, FAMILIES, "family")
     return run_ablation(names, scratch=_OUT / "scratch", threads=threads, with_large=not quick)
 
 
@@ -130,8 +134,7 @@ def rok(
     from .rok import PAPER, SCALES, Sizes, run_rok
 
     names = family or list(FAMILIES)
-    if unknown := [name for name in names if name not in FAMILIES]:
-        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(FAMILIES)}")
+    _check_names(names, FAMILIES, "family")
     sizes = Sizes(scales=batch or SCALES)
     if quick:
         sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
@@ -239,8 +242,7 @@ def replay(
     from .replay import BUDGETS, run_replay
 
     names = family or (["conv"] if quick else list(BUDGETS))
-    if unknown := [name for name in names if name not in BUDGETS]:
-        raise typer.BadParameter(f"unknown family {unknown[0]!r}; known are {', '.join(BUDGETS)}")
+    _check_names(names, BUDGETS, "family")
     try:
         rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
     except ValueError as error:
@@ -366,8 +368,7 @@ def everything(
 
     known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "report", "all")]
     names = only or known
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"unknown benchmark {unknown[0]!r}; known are {', '.join(known)}")
+    _check_names(names, known, "benchmark")
     result = run_all(names, quick=quick, options=["--save", "--machine", machine] if save else [])
     show(result, as_json=json)
     if any(each["code"] for each in result.data["commands"].values()):

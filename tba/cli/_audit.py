@@ -15,7 +15,7 @@ from tba._errors import ConfigError, OffloadWarning
 from tba._text import check_picture
 
 from ._blame import BAD_USAGE, blaming
-from ._subject import subject
+from ._subject import BatchOption, DtypeOption, SequenceOption, subject
 
 
 def audit_command(
@@ -27,16 +27,9 @@ def audit_command(
             metavar="MODEL",
         ),
     ],
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
-    ] = None,
+    batch: BatchOption = None,
+    sequence: SequenceOption = None,
+    dtype: DtypeOption = None,
     preset: Annotated[
         list[str] | None, typer.Option(help=f"A preset; may be repeated. If none: {', '.join(PRESETS_AUDITED)}.")
     ] = None,

@@ -20,7 +20,7 @@ from tba._forecast.report import report
 from tba._forecast.training import OPTIMIZERS
 
 from ._blame import BAD_USAGE, blaming
-from ._subject import subject
+from ._subject import BatchOption, DtypeOption, SequenceOption, subject
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -39,16 +39,9 @@ def plan_command(
     disk: Annotated[
         str, typer.Option(help=f"{', '.join(f'{name}xN' for name in DISKS)}: N SSDs; none: nothing moves.")
     ] = "gen4x1",
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
-    ] = None,
+    batch: BatchOption = None,
+    sequence: SequenceOption = None,
+    dtype: DtypeOption = None,
     changes: Annotated[
         list[str] | None,
         typer.Option("--set", help="Change a field of the config; may be repeated.", metavar="FIELD=VALUE"),

@@ -9,12 +9,23 @@ import sys
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import nn
 
 from tba._errors import ConfigError
+
+# Options of the commands that take a MODEL.
+BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")]
+SequenceOption = Annotated[
+    int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
+]
 
 _BATCH, _SEQUENCE = 2, 128
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
