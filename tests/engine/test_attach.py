@@ -116,7 +116,7 @@ def test_a_second_attach_with_other_settings_is_an_error(scratch: Path) -> None:
     model = nn.Linear(4, 4)
     offload = attach(model, "nvme", storage_paths=scratch)
     assert attach(model, "nvme", storage_paths=scratch) is offload
-    with pytest.raises(ConfigError, match=r"attached already.*close\(\) that one.*tier='keep' instead of 'nvme'"):
+    with pytest.raises(ConfigError, match=r"on one Linear: .*attached already.*tier='keep' instead of 'nvme'"):
         attach(model, "keep")
     offload.close()
     attach(model, "keep").close()
@@ -213,10 +213,59 @@ def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, line: st
     offload.close()
 
 
+DIFFERENT = r"two offloaders with different settings on one Linear: it is {} already.*{}"
+
+
+def test_a_context_inside_another_with_other_settings_is_an_error(scratch: Path) -> None:
+    model, settings = nn.Linear(4, 4), {"storage_paths": scratch, "min_tensor_bytes": 0}
+    outer = offload_context(model, "nvme", **settings)
+    asked = r"compress='exact' instead of None, checksum=True instead of False"
+    with outer:
+        model(torch.randn(2, 4)).sum().backward()
+        inner = offload_context(model, "nvme", compress="exact", checksum=True, **settings)
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", f"{asked}.*Write compress=None, check")):
+            inner.__enter__()
+        with offload_context(model, "nvme", **settings) as same:
+            assert same is outer
+        with offload_context(nn.Linear(4, 4), "keep"), offload_context(None, "keep"):
+            pass
+    with offload_context(model, "keep"):  # not inside
+        pass
+    assert _pairs_on_the_stack() == 0
+    outer.close()
+
+
+def test_a_context_of_an_attached_model_with_other_settings_is_an_error(scratch: Path) -> None:
+    model = nn.Linear(4, 4)
+    attached = attach(model, "nvme", storage_paths=scratch)
+    keep = offload_context(model, "keep", storage_paths=scratch)
+    with keep:
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", "tier='nvme' instead of 'keep'")):
+            model(torch.randn(2, 4))
+        with pytest.raises(ConfigError, match=DIFFERENT.format("attached", "tier='auto' instead of 'nvme'")):
+            attach(model, "auto", storage_paths=scratch)
+        attached.close()
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", "leave that one first")):
+            attach(model, "auto", storage_paths=scratch)
+        model(torch.randn(2, 4)).sum().backward()
+    assert _pairs_on_the_stack() == 0
+
+
+def test_a_context_after_an_interrupted_forward_is_no_second_one(scratch: Path) -> None:
+    model = Interrupted()
+    attached = attach(model, "nvme", storage_paths=scratch)
+    _interrupt(model)
+    attached.close()
+    with offload_context(model, "keep"):
+        model(torch.randn(2, 8)).sum().backward()
+    assert _pairs_on_the_stack() == 0
+
+
 def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = nn.Sequential(body)
     outer = offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0)
-    inner = attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0, checksum=True)
+    inner = attach(body, "nvme", storage_paths=scratch, min_tensor_bytes=0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
