@@ -98,8 +98,8 @@ def attach(
     """Offload during every forward of `model` from now on, for training loops that somebody else owns.
 
     The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
-    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those of
-    `offload_context`.
+    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached, nor is what takes its place later.
+    Arguments and errors are those of `offload_context`.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")

@@ -255,6 +255,7 @@ class Offloader:
         if self._untie is None:
             weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
             self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))
+            self._saver.tie()
 
     @interrupts.whole
     def close(self) -> None:

@@ -37,7 +37,6 @@ from .._record.plain import Shell
 from .._record.record import Record
 from .._record.restore import restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code
-from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
@@ -90,7 +89,7 @@ class Saver(ForkAware):
         unpacking = Unpacking(
             self.mover, self.pending, self.read_ahead, steps, readings, self.settle, self._remains, self.planner
         )
-        self._tensor = unpacking.tensor
+        self._tensor: Callable[..., Tensor] = unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +184,12 @@ class Saver(ForkAware):
         """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
         if not self.steps.open:
             self._marked = False
+        self.steps.unentered = False
         return not self.rest.enter()
+
+    def tie(self) -> None:
+        """Note that the model's own forward enters from now on."""
+        self.steps.unentered = True
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
@@ -320,10 +324,5 @@ class Saver(ForkAware):
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
-        self._tensor = _in_child
+        self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-
-
-def _in_child(record: Record, view: View, task: int, to_code: bool) -> Tensor:
-    """Unpack in a forked child."""
-    return restore_in_child(record, view)

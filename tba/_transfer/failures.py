@@ -66,8 +66,9 @@ class Failures:
         """Make the error of a read that does not end; `error` of the store, if it says why."""
         if error is not None:
             return StalledError(f"{_sized(record)} was not read back: {error} {_HOW_LONG}")
-        waited = f"within {self._timeout_s:g} s; the device has stalled"
-        return StalledError(f"{_sized(record)} was not read back {waited} {_HOW_LONG}")
+        return StalledError(
+            f"{_sized(record)} was not read back within {self._timeout_s:g} s; the device has stalled {_HOW_LONG}"
+        )
 
     def closed(self, record: Record) -> ClosedError:
         """Make the error of a read after `close`."""

@@ -93,8 +93,10 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._end()
 
     def _attach(self) -> None:
-        """Attach to the Trainer's model, unless that is done, or this callback was removed meanwhile."""
-        if self._model is None and self in self._trainer.callback_handler.callbacks:
+        """Attach to the Trainer's model, unless that is done; end if this callback was removed meanwhile."""
+        if self not in self._trainer.callback_handler.callbacks:
+            self._end()
+        elif self._model is None:
             self.offload = attach(self._trainer.model, **self._settings)
             self._model = self._trainer.model
 

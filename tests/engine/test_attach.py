@@ -282,6 +282,50 @@ def test_a_known_offloader_comes_with_the_line_to_delete(line: str) -> None:
     assert line_to_delete(line).startswith("delete ")
 
 
+class _Around(nn.Module):
+    """A wrapper that calls the inner model's `forward`, past its hooks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.forward(x)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("tier", ["nvme", "auto", "keep"])
+def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, scratch: Path) -> None:
+    inner = nn.Linear(8, 8)
+    offload = attach(inner, tier, storage_paths=scratch, min_tensor_bytes=0)
+    model = _Around(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # before there are gradients, as some do to quieten a scheduler
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+    messages = [str(warning.message) for warning in told]
+    assert len(messages) == (tier != "keep")
+    assert all(re.search("parameters of the attached Linear, but nothing.*Write attach", each) for each in messages)
+    offload.close()
+
+
+def test_nothing_is_told_of_models_that_are_called_or_not_trained(scratch: Path) -> None:
+    models = [nn.Linear(8, 8) for _ in range(3)]
+    offloads = [attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) for model in models[:2]]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models[0](torch.randn(2, 8)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            models[2](torch.randn(2, 8)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for offload in offloads:
+        offload.close()
+
+
 def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:
     class Checkpointed(_Inside):
         def forward(self, x: Tensor) -> Tensor:

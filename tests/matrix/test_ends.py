@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from matrix.arms import alive
 from matrix.rows.lightning import Module
@@ -75,6 +75,23 @@ def test_a_callback_that_was_removed_after_training_had_not_begun_attaches_nothi
     made.train()
     assert offload.offload is not None
     assert offload.offload.stats().saved_bytes == 0
+
+
+def test_a_callback_that_is_removed_while_it_is_attached_ends(tmp_path: Path) -> None:
+    class Removing(TrainerCallback):
+        """Removes the other after the first step."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                made.remove_callback(offload)
+
+    offload = OffloadCallback(**SMALL)
+    made = trainer(tmp_path, offload, Removing())
+    made.train()
+    assert offload.offload is not None
+    assert offload.offload.closed
+    assert offload.offload.stats().steps == 1
+    assert not made.model._forward_pre_hooks
 
 
 @pytest.mark.parametrize(("event", "steps"), [("on_epoch_begin", 1), ("on_epoch_end", 3), ("on_train_end", 3)])
