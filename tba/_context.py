@@ -17,7 +17,7 @@ from compact import Preset
 
 from ._config import OffloadConfig
 from ._errors import ConfigError
-from ._offloader import Offloader
+from ._offloader import Offloader, conflict
 
 # What may be named as blocks: see `OffloadConfig.blocks`.
 Blocks = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn.Module]
@@ -48,7 +48,8 @@ def offload_context(
 
     Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
     same model and settings give the same `Offloader`. Without a lossy preset,
-    gradients are bit for bit those of plain PyTorch.
+    gradients are bit for bit those of plain PyTorch. Inside of one, a second one of the same model with other settings
+    is an error where it is entered.
 
     Args:
         model: its parameters and buffers are recognised as weights and never moved. None: parameters are still
@@ -97,18 +98,15 @@ def attach(
     """Offload during every forward of `model` from now on, for training loops that somebody else owns.
 
     The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
-    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those of
-    `offload_context`.
+    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached, nor is what takes its place later.
+    Arguments and errors are those of `offload_context`.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
     offloader = offload_context(model, tier, compress=compress, blocks=blocks, config=config, **overrides)
     for other in _offloaders[model].by_settings.values():
-        if other is not offloader and other.tied and not other.closed:
-            raise ConfigError(
-                f"attach: this {type(model).__name__} is attached already, by {other!r}; close() that one first. "
-                f"Asked for: {_differences(offloader.config, other.config)}"
-            )
+        if other is not offloader and (other.tied or other.entered) and not other.closed:
+            raise conflict(model, offloader.config, other)
     offloader.tie_to(model)
     return offloader
 
@@ -146,11 +144,6 @@ def _environment() -> list[tuple[bytes, bytes]]:
     """List the environment variables that settings may come from."""
     environment = os.environb  # in bytes: nothing has to be decoded
     return [(name, environment[name]) for name in environment if name[:4].upper() == b"TBA_"]
-
-
-def _differences(asked: OffloadConfig, found: OffloadConfig) -> str:
-    fields = ((name, getattr(asked, name), getattr(found, name)) for name in type(asked).model_fields)
-    return ", ".join(f"{name}={one!r} instead of {other!r}" for name, one, other in fields if one != other)
 
 
 os.register_at_fork(after_in_child=_offloaders.clear)

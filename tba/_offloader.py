@@ -28,7 +28,7 @@ from ._report.page import Contents, page
 from ._stats import OffloadStats, TraceEvent
 from ._text import check_page, size
 from ._torch.foreign import Foreign
-from ._torch.hook_stack import Pair, clear_dead, hint, lifted
+from ._torch.hook_stack import Pair, clear_dead, hint, lifted, owners
 from ._torch.module_hooks import tie
 from ._torch.private import current_graph_task_id
 from ._transfer import build
@@ -53,7 +53,8 @@ class Offloader:
         store: where bytes go, instead of what the settings say (it is closed with the Offloader).
 
     Raises:
-        ConfigError: settings that do not go together.
+        ConfigError: settings that do not go together. When it is entered: inside of another one of this model with
+            other settings.
         StorageError: the storage path cannot be used.
     """
 
@@ -107,8 +108,12 @@ class Offloader:
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
         saver = self._saver
+        if self._inside_another():
+            clear_dead(forward)  # its forward may have ended in an interrupt
+            if (other := self._inside_another()) is not None:
+                raise conflict(saver.model(), self.config, other)
         pushes = saver.enter()
-        pair = Pair(saver.pack, saver.unpack, forward, self._forget)
+        pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
         pair.armed = pushes and interrupts.arm()
         try:
             pair.enter(push=pushes)
@@ -126,6 +131,14 @@ class Offloader:
             self._leave(failed=True)
             interrupts.deliver()
         return pair
+
+    def _inside_another(self) -> Offloader | None:
+        """Return an Offloader of the same model with other settings that is entered on this thread, if there is one."""
+        model = self._saver.model()
+        if model is None:
+            return None
+        others = [each for each in owners() if isinstance(each, Offloader) and each._saver.model() is model]
+        return next((other for other in others if other.config != self.config), None)
 
     def _watch(self, pair: Pair, forward: weakref.ref[nn.Module] | None) -> None:
         """Look on as the model's forward begins, for as long as the pair is on."""
@@ -242,6 +255,7 @@ class Offloader:
         if self._untie is None:
             weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
             self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))
+            self._saver.tie()
 
     @interrupts.whole
     def close(self) -> None:
@@ -304,6 +318,19 @@ def _end_forward(weak: weakref.ref[Offloader]) -> None:
         planner = offloader._saver.planner
         if planner is not None:
             planner.end_forward()
+
+
+def conflict(model: object, asked: OffloadConfig, other: Offloader) -> ConfigError:
+    """Make the error for a model that `other` is attached to, or entered for, with settings that are not `asked`."""
+    there = other.config
+    names = [name for name in OffloadConfig.model_fields if getattr(asked, name) != getattr(there, name)]
+    differ = ", ".join(f"{name}={getattr(asked, name)!r} instead of {getattr(there, name)!r}" for name in names)
+    line = ", ".join(f"{name}={getattr(there, name)!r}" for name in names)
+    state, end = ("attached", "close() that one first") if other.tied else ("entered", "leave that one first")
+    return ConfigError(
+        f"two offloaders with different settings on one {type(model).__name__}: it is {state} already, by {other!r}, "
+        f"and only the inner one would get its tensors. Asked for now: {differ}. Write {line} here too, or {end}"
+    )
 
 
 def _no_model() -> None:

@@ -29,8 +29,8 @@ from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
 from .._torch.weights import MARK, WEIGHT, Chains, is_parameter
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
+from .auto.planner import Planner
 from .pending import Pending
-from .planner import Planner
 from .read_ahead import ReadAhead
 
 # A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
@@ -80,6 +80,7 @@ class Packing:
         self.step_bytes = 0
         self._counters = counters
         self._mover = mover
+        self._landing = mover.landing
         self._pending = pending
         self._read_ahead = read_ahead
         self._compressor = pending.compressor
@@ -120,7 +121,7 @@ class Packing:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
         if tensor.is_nested:
             return self._odd(tensor, within)
-        if self.remains or self._mover.unconfirmed or self._mover.ended:
+        if self.remains or self._landing.unconfirmed or self._mover.ended:
             self._settle()
         if self.chains.lead_to_parameter(tensor):
             return self.weight(tensor)

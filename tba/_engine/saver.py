@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType, FrameType
@@ -30,29 +29,28 @@ from io_backends import ForkAware, Store, interrupts
 from .._compress.calls import SavedBy
 from .._compress.compressor import compressor
 from .._config import OffloadConfig
-from .._derive.derivations import Derivations, again
+from .._derive.derivations import Derivations
 from .._derive.worth import Worth
-from .._errors import StalledError, edited_in_place
+from .._errors import edited_in_place
 from .._memory import streams
 from .._record.plain import Shell
-from .._record.record import DERIVED, IN_MEMORY, READING, Record
-from .._record.restore import restore, restore_in_child
-from .._record.user_code import Detached, goes_to_code, kept_for_code, look_for_code
-from .._record.view import View, is_edited
+from .._record.record import Record
+from .._record.restore import restore_in_child
+from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
-from .._transfer.daily_allowance import projected_bytes_per_day
-from . import backward
+from .auto.planner import Planner
+from .auto.rest import Rest
 from .packing import Packed, Packing
 from .pending import Pending
-from .planner import Planner
 from .read_ahead import ReadAhead
-from .rest import Rest
+from .readings import Readings
 from .steps import Steps
+from .unpacking import Unpacking
 from .write_behind import WriteBehind
 
 
@@ -62,7 +60,9 @@ class Saver(ForkAware):
     def __init__(
         self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
     ) -> None:
-        self.lock, self.counters, self.dead = threading.RLock(), Counters(), False
+        self.lock = threading.RLock()
+        self.counters = Counters()
+        self.dead = False
         self.steps = Steps(config.tier, self.counters, model)
         self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.model = model  # gives it, or None
@@ -74,15 +74,22 @@ class Saver(ForkAware):
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
-        told = planner.packed if planner is not None and self.compressor is not None else None
+        self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
+        told = self.planner.packed if self.planner is not None and self.compressor is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
-        self._packing = Packing(config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, planner)
-        self._remains = self._packing.remains
         self._caches = Caches(config.tier)
-        self._started_s = time.monotonic()
+        self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
+        self._packing = Packing(
+            config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
+        )
+        self._remains = self._packing.remains
+        steps, readings = self.steps, self._readings
+        unpacking = Unpacking(
+            self.mover, self.pending, self.read_ahead, steps, readings, self.settle, self._remains, self.planner
+        )
+        self._tensor: Callable[..., Tensor] = unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -149,73 +156,8 @@ class Saver(ForkAware):
         to_code = goes_to_code(task, asker)
         if dispatch_mode_count() or function_mode_count():
             with quiet():
-                return self._unpack(first, second, task, to_code)
-        return self._unpack(first, second, task, to_code)
-
-    def _unpack(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
-        if self.dead:
-            return restore_in_child(record, view)
-        if task != backward.task:
-            backward.begins(task)
-            self.counters.unseen_bytes += self._caches.count()
-        mover, compressor = self.mover, self.compressor
-        with self.lock:
-            if self.derivations is not None and (peeked := self.derivations.peek(record, view)) is not None:
-                return peeked
-            if self._remains or mover.unconfirmed or mover.ended:
-                self.settle()
-            if compressor is not None and self.pending.waits:
-                self.pending.settle(wait=True)
-            if not record.asks:
-                mover.pressure.moved(record.nbytes)
-            if self.planner is not None and task != -1:
-                self.planner.asked(record)
-            if task != -1:
-                self.steps.backward_seen = True
-            if record.restored is not None and is_edited(record.restored):
-                self.read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
-            derived = record.state is DERIVED
-            again_asked = not derived and task != -1 and not self.read_ahead.ask(record, task)
-            if again_asked and not to_code and record.shows():
-                self.read_ahead.answered(record)
-                return restore(record, view)
-            tensor = None if derived else self._give(record, view, task, to_code)
-        if derived:
-            return again(record, view, alone=to_code)
-        while tensor is None:
-            mover.await_read(record)
-            with self.lock:
-                tensor = self._give(record, view, task, to_code)
-        if mover.ended:
-            mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
-        return tensor
-
-    def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
-        """Return the tensor if the record is in memory; else its read is under way, and None is returned."""
-        read_ahead = self.read_ahead
-        if record.state is READING:
-            try:
-                self.mover.arrive(record)
-            except RuntimeError:  # TransferError, or no memory on the device
-                read_ahead.hand_over(record)
-                raise
-        else:
-            record.check()
-            if record.offloaded and not record.asks and record.state in IN_MEMORY:
-                self.mover.forward(record)
-        if not read_ahead.bring(record, task):
-            return None
-        read_ahead.answered(record)
-        if to_code:
-            tensor, gone = look_for_code(record, view, task)
-            if gone:
-                read_ahead.hand_over(record)
-        else:
-            tensor = restore(record, view)
-        read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
-        return tensor
+                return self._tensor(first, second, task, to_code)
+        return self._tensor(first, second, task, to_code)
 
     # -- around the hooks ----------------------------------------------------------------------------------------
 
@@ -242,7 +184,12 @@ class Saver(ForkAware):
         """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
         if not self.steps.open:
             self._marked = False
+        self.steps.unentered = False
         return not self.rest.enter()
+
+    def tie(self) -> None:
+        """Note that the model's own forward enters from now on."""
+        self.steps.unentered = True
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
@@ -290,14 +237,7 @@ class Saver(ForkAware):
         with self.locked(), quiet():
             self.pending.pass_on(None)
             self.write_behind.send_all()
-            while not self.mover.staging.wait_until_idle():
-                if interrupts.waiting():
-                    interrupts.deliver()
-                    continue
-                raise StalledError(
-                    f"flush: no write has ended for {self.mover.limits.timeout_s:g} s; {where} has stalled "
-                    "(TBA_IO_TIMEOUT sets how long to wait)"
-                )
+            self.mover.await_writes(where)
             self.settle()
 
     @interrupts.whole
@@ -309,15 +249,7 @@ class Saver(ForkAware):
                 if not self.read_ahead.records:
                     self.end_step()
             self.settle()
-            self._take_readings()
-            self.steps.close()
-            since_s = time.monotonic() - self._started_s
-            return self.counters.snapshot(
-                file_bytes=self.mover.file_bytes(),
-                last_step=self.steps.last,
-                written_today_bytes=self.mover.allowance.written_today_bytes,
-                projected_bytes_per_day=projected_bytes_per_day(self.counters.written_bytes, since_s),
-            )
+            return self._readings.snapshot()
 
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
@@ -325,7 +257,7 @@ class Saver(ForkAware):
             if self.closed:
                 return False
             self.settle()
-            self.mover.closed = True
+            self.mover.stop()
         return True
 
     def close(self, store: Store | None) -> None:
@@ -356,8 +288,8 @@ class Saver(ForkAware):
             self.write_behind.bury(remains)
             if remains.write is not None:
                 self.mover.discard(remains.write)
-        if self.mover.unconfirmed:
-            self.mover.confirm()
+        if self.mover.landing.unconfirmed:
+            self.mover.landing.confirm()
 
     def end_step(self) -> None:
         """End a micro-batch."""
@@ -373,14 +305,14 @@ class Saver(ForkAware):
         self.rest.end_step(
             kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
             moved_bytes=moved_bytes,
-            failures=mover.failures,
+            failures=mover.failures.in_step,
             room_bytes=self.write_behind.room_bytes,
         )
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
         self._marked = False
         mover.end_step()
-        self._take_readings()
+        self._readings.take()
         self.steps.end(mover.file_bytes())
 
     def mark_weights(self) -> None:
@@ -389,12 +321,8 @@ class Saver(ForkAware):
             mark_weights(model)
         self._marked = True
 
-    def _take_readings(self) -> None:
-        self.counters.unseen_bytes += self._caches.count()
-        self.counters.live_records = len(self.read_ahead.records)
-        self.counters.resident_bytes = self.read_ahead.nbytes
-
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
+        self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

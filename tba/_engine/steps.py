@@ -29,14 +29,24 @@ from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
 
+# So often must optimizers have stepped trained parameters of an attached model whose forward nothing has called: before
+# the first such step a forward may have run, and attach come after it.
+_BYPASSES = 2
+
 
 class Steps:
-    """Boundaries of steps, the last one's statistics, and a word to a user whose tier had nothing to do."""
+    """Boundaries of steps, the last one's statistics, and a word to a user whose tier had nothing to do.
+
+    Attributes:
+        unentered: attached to the model, whose forward has not been seen since.
+    """
 
     def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None]) -> None:
         self.backward_seen = False
         self.open = False  # a micro-batch is under way
+        self.unentered = False
         self.last: OffloadStats | None = None
+        self._bypasses = 0  # steps of the model's parameters while that was so
         self._tier = tier
         self._counters = counters
         self._model = model
@@ -100,6 +110,8 @@ class Steps:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, perhaps ours after a backward of ours. Called without the lock."""
+        if self.unentered and self._tier != "keep":
+            self._look_for_bypass(optimizer)
         ended = self._of_step if self._by_optimizer else self._micro_batches
         if self._stepped or not (self.over or ended):
             return
@@ -109,6 +121,23 @@ class Steps:
             if not any(id(parameter) in stepped for parameter in model.parameters()):
                 return
         self._stepped = True
+
+    def _look_for_bypass(self, optimizer: Optimizer) -> None:
+        """Say once that the model is trained, although the forward that it is attached to is not called."""
+        model = self._model()
+        if model is None:
+            return
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        self._bypasses += any(id(parameter) in trained for parameter in model.parameters())
+        if self._bypasses >= _BYPASSES:
+            self.unentered = False
+            name = type(model).__name__
+            warn(
+                f"tier={self._tier!r} gets nothing: an optimizer steps parameters of the attached {name}, but nothing "
+                f"has called that {name} since: what took its place, or wraps it, calls its parts or its `forward`. "
+                "Write attach(...) for the module that is called, or `with offload_context(model, ...):` around the "
+                "training"
+            )
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
         """Say once why a tier that was asked for moved nothing. What backward packs is nothing to judge by."""

@@ -72,7 +72,9 @@ class Known:
             index = bisect_left(ranges, (begin,))
             if index < len(ranges) and ranges[index][:2] == (begin, end):
                 record = ranges[index][2]()
-                if record is not None and record.is_where_it_was() and (not pending or record.state is PENDING):
+                if record is None or record.is_full or (pending and record.state is not PENDING):
+                    continue
+                if record.is_where_it_was():
                     return record
         return None
 

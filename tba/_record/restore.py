@@ -48,7 +48,7 @@ def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
     return view.on(record.alias)
 
 
-def restore_in_child(record: Record, view: View) -> Tensor:
+def restore_in_child(record: Record, view: View, *_: object) -> Tensor:
     """Rebuild a saved tensor in a forked child, which has the parent's memory but not its store. Raises ClosedError."""
     if record.state is DERIVED and record.recipe is not None:
         return view.over(record.recipe.compute().clone().untyped_storage(), 0)

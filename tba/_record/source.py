@@ -14,6 +14,10 @@ from torch import Tensor
 
 from .view import empty, is_over
 
+# So many aliases share a record, which then moves once for all of them; the next makes another. Nobody can tell which
+# of them share a counter, so each look at a record asks all: without a limit, n aliases would take n * n looks.
+_MOST_JOINED = 256
+
 
 class Source:
     """A range `[begin, end)` of a storage at one version.
@@ -27,6 +31,7 @@ class Source:
             not needed.
         joined: version counters of others that show these bytes (saved aliases, wrapper subclasses), and their
             versions at pack: an edit through any of them counts.
+        aliases: the tensors among them that joined one by one, by identity: one that is saved again adds nothing.
         together: how many of them one call of compiled code saved with the first tensor (`joint`).
         leaf: whether no operator of the graph made it, so that a program may edit it through `.data` at any time.
         own: whether the alias now shows memory of the engine's own, which nobody else can edit.
@@ -34,8 +39,8 @@ class Source:
     """
 
     __slots__ = (
-        *("address", "alias", "begin", "counter", "device", "end", "joined", "label", "leaf", "nbytes", "own"),
-        *("root", "saved_version", "storage_bytes", "together", "version"),
+        *("address", "alias", "aliases", "begin", "counter", "device", "end", "joined", "label", "leaf"),
+        *("nbytes", "own", "root", "saved_version", "storage_bytes", "together", "version"),
     )
 
     def __init__(self, tensor: Tensor, root: Tensor, storage: torch.UntypedStorage, begin: int, end: int) -> None:
@@ -54,6 +59,7 @@ class Source:
         self.storage_bytes = storage.nbytes()
         self.counter: Tensor | None = None
         self.joined: list[tuple[Tensor, int]] = []
+        self.aliases: dict[int, weakref.ref[Tensor]] = {}
         self.together = 0
         self.own = False
 
@@ -66,8 +72,19 @@ class Source:
 
         `together`: the call that saved the first one saves it too.
         """
+        known = self.aliases.get(id(tensor))
+        if not together and known is not None and known() is tensor:
+            return  # its counter is as it was then: else nothing would have joined now
         self.watch(_counter_of(tensor))
-        self.together += together
+        if together:
+            self.together += 1
+        else:
+            self.aliases[id(tensor)] = weakref.ref(tensor)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether as many have joined as may: all their counters are looked at whenever one more would."""
+        return len(self.joined) >= _MOST_JOINED
 
     def watch(self, counter: Tensor) -> None:
         """Count what bumps the version of `counter` as an edit from now on."""

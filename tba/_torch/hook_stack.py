@@ -31,6 +31,7 @@ class Pair:
     Args:
         forward: the model whose forward pushes it, held weakly; None for a `with` statement.
         on_dead: called when the forward turns out to have ended without popping the pair.
+        owner: what enters it, for others to ask about.
 
     Attributes:
         pushed: whether the hooks are on the stack.
@@ -44,10 +45,12 @@ class Pair:
         unpack: Unpack,
         forward: weakref.ref[nn.Module] | None = None,
         on_dead: Callable[[Pair], None] = lambda pair: None,
+        owner: object = None,
     ) -> None:
         self.pack = pack
         self.unpack = unpack
         self.on_dead = on_dead
+        self.owner = owner
         self._forward = forward
         # The number of this model's calls on the Python stack when it was made; 0 for a `with` statement.
         self._depth = _depth(forward) if forward is not None else 0
@@ -140,6 +143,11 @@ def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
             return  # another pair is the innermost
         pair.pop()
         pair.on_dead(pair)
+
+
+def owners() -> list[object]:
+    """List the owners of the pairs that were entered on this thread, from the outermost."""
+    return [pair.owner for pair in _ours.pairs]
 
 
 def _depth(model: weakref.ref[nn.Module]) -> int:

@@ -5,13 +5,9 @@ Guarantees:
 1. A record's memory goes the moment its write has ended and nobody else holds the storage. The worker that ended it
    sees to that (`land`) unless another thread holds the lock; then that thread does, when it lets go (`catch_up`).
    A worker thus never waits for a hook, nor a hook for a worker.
-2. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
-   compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
-   look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
-   a later hook of any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
-3. If the storage's address or size changed under the writer, the copy is worthless and the record becomes an alias
-   again, which is what plain PyTorch has.
-4. A failed write leaves the tensor in memory. A failed read raises TransferError naming the tensor.
+2. A failed write leaves the tensor in memory (`Landing` says what else becomes of a write). A failed read raises
+   TransferError naming the tensor.
+3. After `stop` nothing is queued any more. What the store then calls off is no failure.
 
 Every method wants the engine's lock held, except `_write_ended`, `catch_up` and `await_read`, which take it.
 
@@ -35,28 +31,23 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from io_backends import Buffer, Store, StoreError, Ticket, interrupts
+from io_backends import Store, StoreError, Ticket, interrupts
 
-from .._errors import ClosedError, StalledError, TransferError
 from .._memory import limits as _limits
 from .._memory import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
 from .._plan import policy
-from .._record.record import IN_MEMORY, PENDING, READING, RESIDENT, WRITING, Record
+from .._record.record import PENDING, READING, RESIDENT, WRITING, Record
 from .._stats import Counters, Recorder
-from .._torch.private import storage_use_count
-from .._torch.user_frames import warn
+from .buffers import Buffers
 from .cost import Cost
 from .daily_allowance import Allowance
+from .failures import Failures
+from .landing import CLOSED, MOVED, Landing
 from .staging import Staging
-
-_MOVED = "storage resized or replaced before it was written"
-# A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
-_OURS_ALONE = 2
 
 
 class Mover:
@@ -77,20 +68,20 @@ class Mover:
         self.pressure = Pressure(limits.reserve_bytes)
         self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land)
         self.recorder = Recorder()
+        self.failures = Failures(counters, limits.timeout_s)
+        self.landing = Landing(counters, self.failures)
         self.closed = False
         self.store: Store | None = None
         self._open_store = open_store
         self.memory = memory
+        self._buffers = Buffers(memory)
         self.allowance = allowance
-        self.unconfirmed: list[weakref.ref[Record]] = []
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
-        self.failures = 0  # transfers that have failed in this step
         self.cost = Cost()  # of this step's transfers
         self._learn_size(0)
-        self._warned = False
         self._reads_ended = 0
 
     # -- out -----------------------------------------------------------------------------------------------------
@@ -98,7 +89,7 @@ class Mover:
     def send(self, record: Record) -> str | None:
         """Queue the write of a record in memory, after waiting for room; returns why, where it stays after all."""
         if self.closed:
-            return "closed"
+            return CLOSED
         nbytes, staging = record.nbytes, self.staging
         self.pressure.moved(nbytes)
         if not staging.has_room(nbytes, self.limits.staging_bytes):
@@ -110,12 +101,12 @@ class Mover:
             self.recorder.note("room", begun_s, ended_s, nbytes, "")
             if not room:
                 if not interrupts.waiting():
-                    self._complain(f"no transfer has ended for {self.limits.timeout_s:g} s; tensors stay in memory")
+                    self.failures.no_room()
                 return policy.NOT_WRITTEN
         if (alias := record.alias) is None or record.state not in (PENDING, RESIDENT):
             return policy.FITS  # changed hands while we waited
         if record.was_moved():
-            return _MOVED
+            return MOVED
         if not self.allowance.take(nbytes):
             return policy.DECLINED
         self._sending = True  # a write may have ended before its ticket is known here
@@ -123,11 +114,11 @@ class Mover:
             if self.store is None:
                 self.store = self._open_store(record.stream is not None)
                 weakref.finalize(self, self.store.abandon).atexit = False
-            buffer, arrived = self._prepare(record, alias)
+            buffer, arrived = self._buffers.out(record, alias, self.store)
             ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             self.allowance.give_back(nbytes)
-            self._complain(f"a write could not be queued ({error}); tensors stay in memory")
+            self.failures.not_queued(error)
             return policy.NOT_WRITTEN
         finally:
             self._sending = False
@@ -173,51 +164,25 @@ class Mover:
                 label = record.name() if record is not None else "dropped"
                 self.recorder.note("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label)
             if record is not None and record.state is WRITING:
-                self._settle_write(record, ticket)
-
-    def _settle_write(self, record: Record, ticket: Ticket) -> None:
-        alias = record.alias
-        assert alias is not None
-        assert self.store is not None
-        if record.was_moved():
-            self._take_back(record, _MOVED)
-        elif record.is_edited():
-            record.poison()
-        elif ticket.error is not None:
-            self._take_back(record, policy.NOT_WRITTEN)
-            self._complain(f"the write of {record.name()} failed ({ticket.error}); it stays in memory")
-        elif (there := self.store.resident(ticket.location)) is not None and there.owner is alias:
-            self._take_back(record, policy.IN_HOST)  # the store keeps it where it is instead of copying
-        elif record.wanted:
-            record.stay()
-        else:
-            storage = alias.untyped_storage()
-            alone = storage_use_count(storage._cdata) <= _OURS_ALONE
-            del storage
-            record.store(confirmed=alone)
-            if not alone:
-                self.unconfirmed.append(record.ref)
-
-    def confirm(self) -> None:
-        """Check, at a hook, whether anything written was edited before its copy was finished."""
-        unconfirmed, self.unconfirmed = self.unconfirmed, []
-        for reference in unconfirmed:
-            record = reference()
-            if record is None or record.alias is None or record.state in IN_MEMORY:
-                continue
-            if record.is_edited():
-                record.poison()
-            else:
-                record.confirm()
+                assert self.store is not None
+                self.landing.settle(record, ticket, self.store)
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
         ticket = record.write
         if ticket is not None and self._cancel(ticket):
-            self._discard_write(record)
+            assert self.store is not None
+            self.landing.take_back(record, self.store)
             return True
         record.want()
         return False
+
+    def await_writes(self, where: str) -> None:
+        """Wait until no write is under way. Raises StalledError, which names `where`, once none has ended for long."""
+        while not self.staging.wait_until_idle():
+            if not interrupts.waiting():
+                raise self.failures.not_flushed(where)
+            interrupts.deliver()
 
     def discard(self, ticket: Ticket) -> None:
         """Free the place in the store of a dead record."""
@@ -239,28 +204,18 @@ class Mover:
         """Queue the read of a stored record. Raises ClosedError."""
         assert record.write is not None
         if self.closed or self.store is None:
-            raise ClosedError(
-                f"backward asked for {record.name()}, but its Offloader was closed and the stored bytes are gone; "
-                "close it only after the last backward of its graphs"
-            )
+            raise self.failures.closed(record)
         location = record.write.location
         there = self.store.resident(location)
         if record.stream is not None and there is not None:
             self.counters.read_bytes += record.nbytes
-            self._restore(record, streams.host_bytes(there.owner))
+            self._buffers.restore(record, streams.host_bytes(there.owner))
             return
-        view: memoryview | Tensor
         try:
-            ready = before = None
-            if record.stream is not None and self._direct(record.nbytes):
-                view, ready, buffer, before = streams.borrow(record.nbytes, record.device)
-            else:
-                memory = self.memory.of(record.device, self.store.alignment)
-                skew = location.skew if there is None else there.address % memory.alignment
-                view, buffer = memory.lease(record.nbytes, skew)
+            view, buffer, ready, before = self._buffers.back(record, self.store, there)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
-            raise TransferError(f"{record.name()} ({record.nbytes} bytes) could not be read back: {error}") from error
+            raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
 
     def await_read(self, record: Record) -> None:
@@ -275,16 +230,10 @@ class Mover:
                 if self._reads_ended != ended:  # others were ahead in the queue, and the device moves
                     ended = self._reads_ended
                     continue
-                raise StalledError(
-                    f"{record.name()} ({record.nbytes} bytes) was not read back within {self.limits.timeout_s:g} s; "
-                    "the device has stalled (TBA_IO_TIMEOUT sets how long to wait)"
-                )
+                raise self.failures.late(record)
         except StoreError as error:
             if not ticket.done():  # nothing moves any more, or nobody has it
-                raise StalledError(
-                    f"{record.name()} ({record.nbytes} bytes) was not read back: {error} (TBA_IO_TIMEOUT sets how long "
-                    "to wait)"
-                ) from error
+                raise self.failures.late(record, error) from error
             return  # `arrive` tells, with the lock
         finally:
             ended_s = time.perf_counter()
@@ -304,33 +253,20 @@ class Mover:
             return
         if ticket.error is not None:
             record.read_failed()
-            self._count_failure()
-            raise TransferError(
-                f"{record.name()} ({record.nbytes} bytes) could not be read back: {ticket.error}"
-            ) from ticket.error
+            raise self.failures.not_read(record, ticket.error) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
         self.cost.add(ticket, self.cost.back)
         if self.recorder.trace is not None:
             self.recorder.note("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
         plain = record.stream is None and record.encoded is None
-        self._restore(record, streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
-
-    def _restore(self, record: Record, host: Tensor) -> None:
-        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
-        memory = None if record.stream is None else self.memory.of(record.device)
-        try:
-            restored, arrival = streams.into(host, record.device, memory)
-        except BaseException:
-            if record.state is READING:
-                record.read_failed()
-            raise
-        record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
+        self._buffers.restore(record, streams.host_bytes(kept, record.label[0] if plain else torch.uint8))
 
     # -- both ----------------------------------------------------------------------------------------------------
 
     def end_step(self) -> None:
         """Give back memory and disk blocks that the last step did not use."""
-        self.sent_bytes = self.failures = 0
+        self.sent_bytes = 0
+        self.failures.end_step()
         self.cost = Cost()
         self.recorder.end_step()
         self.memory.trim()
@@ -343,21 +279,6 @@ class Mover:
         self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
         self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 
-    def _prepare(self, record: Record, alias: Tensor) -> tuple[Buffer, Callable[[], None] | None]:
-        """Find what to write, and what to wait for before."""
-        begin, nbytes, stream = record.begin, record.nbytes, record.stream
-        if stream is None:
-            return streams.out(alias, begin, nbytes, stream, None)
-        if self._direct(nbytes):
-            return streams.lend(alias, begin, nbytes, stream)
-        assert self.store is not None
-        return streams.out(alias, begin, nbytes, stream, self.memory.of(record.device, self.store.alignment))
-
-    def _direct(self, nbytes: int) -> bool:
-        """Whether the store moves so much device memory itself. Small transfers are cheaper through host memory."""
-        store = self.store
-        return store is not None and store.takes_device_memory and nbytes >= store.threshold_bytes
-
     def _cancel(self, ticket: Ticket) -> bool:
         """Cancel a queued write; False if it is running or done."""
         if not ticket.cancel():
@@ -367,9 +288,13 @@ class Mover:
         self.allowance.give_back(ticket.nbytes)
         return True
 
-    def close(self) -> None:
-        """Give memory back. The store's owner closes that."""
+    def stop(self) -> None:
+        """Move nothing any more: the store is about to be closed, by its owner."""
         self.closed = True
+        self.landing.closing = True
+
+    def close(self) -> None:
+        """Give memory back. Call `stop` before, and close the store."""
         streams.finish()
         self.memory.close()
         self.allowance.close()
@@ -377,24 +302,3 @@ class Mover:
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
-
-    def _take_back(self, record: Record, reason: str) -> None:
-        """Make the record what it was in plain PyTorch, an alias: the write that has just ended is worthless."""
-        self._discard_write(record)
-        self.counters.kept_to_offloaded(record.set_offloaded(False), reason)
-
-    def _discard_write(self, record: Record) -> None:
-        ticket = record.take_back()
-        assert self.store is not None
-        if ticket is not None:
-            self.store.discard(ticket)
-
-    def _count_failure(self) -> None:
-        self.failures += 1
-        self.counters.errors += 1
-
-    def _complain(self, text: str) -> None:
-        self._count_failure()
-        if not self._warned:
-            self._warned = True
-            warn(f"offloading: {text}")

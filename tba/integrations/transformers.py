@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import ConfigError, OffloadConfig, Offloader, attach
+from .. import ConfigError, OffloadConfig, Offloader, attach, offload_context
 from ._figures import figures
 from ._framework import framework
 from ._others import of_deepspeed, refuse
@@ -20,12 +20,12 @@ from ._others import of_deepspeed, refuse
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback
 
-# What of a Trainer runs the training, from the one that covers most. Older releases have the second alone.
-_TRAINING = ("_run_epoch", "training_step")
+# What of a Trainer runs the training after `on_train_begin`. Older releases have the last alone.
+_TRAINING = ("_run_epoch", "_finalize_training", "training_step")
 
 
 class OffloadCallback(_Callback):  # type: ignore[misc]
-    """Offloads during training: attaches where it begins, ends where it ends, also by an exception.
+    """Offloads during training: attaches where the first epoch begins, ends where training does, also by an exception.
 
     What was moved, how long training waited and the peak of memory go into the Trainer's logs as `tba/...`, and so to
     whatever it reports to.
@@ -37,7 +37,8 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         offload: the Offloader, from the start of training on.
 
     Raises:
-        ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
+        ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on, or this model
+            has one with other settings.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -46,27 +47,28 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._settings = settings
         self._trainer: Any = None
         self._model: Any = None
-        self._unguard: Callable[[], None] | None = None
+        self._guards: list[_Guard] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
-        return vars(self) | {"offload": None, "_trainer": None, "_model": None, "_unguard": None}
+        return vars(self) | {"offload": None, "_trainer": None, "_model": None, "_guards": []}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Attach to the Trainer's model."""
+        """Make the context. It is attached later, as a callback after this one may raise: then nothing tells us."""
         self._end()
-        self._trainer = trainer = _calling(_library.Trainer)
+        trainer = _calling(_library.Trainer)
         refuse(_others(args, trainer))
-        self._model = trainer.model
-        self.offload = attach(self._model, **self._settings)
-        self._unguard = _on_error(trainer, self._end)
-        # Reporters read the logs in `on_log` too, each in its turn: ours comes first from now on.
+        self._trainer = trainer
+        self.offload = offload_context(trainer.model, **self._settings)
         handler = trainer.callback_handler
+        parts = [(handler, "on_epoch_begin"), *((trainer, name) for name in _TRAINING if hasattr(trainer, name))]
+        self._guards = [_Guard(owner, name, self._attach, self._end) for owner, name in parts]
+        # Reporters read the logs in `on_log` too, each in its turn: ours comes first from now on.
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Look whether the model is still the one that was attached."""
-        if self.offload is not None and self._trainer.model is not self._model:
+        if self._model is not None and self._trainer.model is not self._model:
             raise ConfigError(
                 f"trainer.model was replaced after OffloadCallback had attached to it (now a "
                 f"{type(self._trainer.model).__name__}), so nothing would be offloaded; replace it before "
@@ -90,10 +92,18 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         """End what `on_train_begin` began. `offload.stats()` can still be asked."""
         self._end()
 
+    def _attach(self) -> None:
+        """Attach to the Trainer's model, unless that is done; end if this callback was removed meanwhile."""
+        if self not in self._trainer.callback_handler.callbacks:
+            self._end()
+        elif self._model is None:
+            self.offload = attach(self._trainer.model, **self._settings)
+            self._model = self._trainer.model
+
     def _end(self) -> None:
-        unguard, self._unguard = self._unguard, None
-        if unguard is not None:
-            unguard()
+        guards, self._guards = self._guards, []
+        for guard in reversed(guards):
+            guard.remove()
         self._trainer = self._model = None
         if self.offload is not None:
             self.offload.close()
@@ -111,22 +121,41 @@ def _calling(kind: type[Any]) -> Any:
     return frame.f_locals["self"]
 
 
-def _on_error(trainer: Any, end: Callable[[], None]) -> Callable[[], None]:
-    """Call `end` if training raises: `on_train_end` is not called then. Returns a function that undoes this."""
-    name = next(name for name in _TRAINING if hasattr(trainer, name))
-    method = getattr(trainer, name)
+class _Guard:
+    """Takes the place of one object's method: calls `begin` ahead of it, and `end` if it raises.
 
-    @functools.wraps(method)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
+    It does nothing once it is removed, which others that took its place in turn may outlive.
+    """
+
+    def __init__(self, owner: Any, name: str, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self._owner, self._name = owner, name
+        self._begin, self._end = begin, end
+        self._before = vars(owner).get(name)  # what the object itself had, perhaps a guard
+        self._method = getattr(owner, name)
+        self._on = True
+        functools.update_wrapper(self, self._method, updated=())
+        setattr(owner, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._on:
+            return self._method(*args, **kwargs)
         try:
-            return method(*args, **kwargs)
+            self._begin()
+            return self._method(*args, **kwargs)
         except BaseException:
-            end()
+            self._end()
             raise
 
-    before = vars(trainer).get(name)
-    setattr(trainer, name, guarded)
-    return lambda: delattr(trainer, name) if before is None else setattr(trainer, name, before)
+    def remove(self) -> None:
+        """Put back what was there before, unless another has taken our place: it is told that we are off."""
+        self._on = False
+        there = vars(self._owner).get(self._name)
+        while isinstance(there, _Guard) and not there._on:
+            there = there._before
+        if there is None:
+            vars(self._owner).pop(self._name, None)
+        else:
+            setattr(self._owner, self._name, there)
 
 
 def _others(args: Any, trainer: Any) -> Iterator[tuple[str, str]]:

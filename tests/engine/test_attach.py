@@ -116,7 +116,7 @@ def test_a_second_attach_with_other_settings_is_an_error(scratch: Path) -> None:
     model = nn.Linear(4, 4)
     offload = attach(model, "nvme", storage_paths=scratch)
     assert attach(model, "nvme", storage_paths=scratch) is offload
-    with pytest.raises(ConfigError, match=r"attached already.*close\(\) that one.*tier='keep' instead of 'nvme'"):
+    with pytest.raises(ConfigError, match=r"on one Linear: .*attached already.*tier='keep' instead of 'nvme'"):
         attach(model, "keep")
     offload.close()
     attach(model, "keep").close()
@@ -213,10 +213,59 @@ def test_another_pair_of_hooks_inside_is_named(context: Any, name: str, line: st
     offload.close()
 
 
+DIFFERENT = r"two offloaders with different settings on one Linear: it is {} already.*{}"
+
+
+def test_a_context_inside_another_with_other_settings_is_an_error(scratch: Path) -> None:
+    model, settings = nn.Linear(4, 4), {"storage_paths": scratch, "min_tensor_bytes": 0}
+    outer = offload_context(model, "nvme", **settings)
+    asked = r"compress='exact' instead of None, checksum=True instead of False"
+    with outer:
+        model(torch.randn(2, 4)).sum().backward()
+        inner = offload_context(model, "nvme", compress="exact", checksum=True, **settings)
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", f"{asked}.*Write compress=None, check")):
+            inner.__enter__()
+        with offload_context(model, "nvme", **settings) as same:
+            assert same is outer
+        with offload_context(nn.Linear(4, 4), "keep"), offload_context(None, "keep"):
+            pass
+    with offload_context(model, "keep"):  # not inside
+        pass
+    assert _pairs_on_the_stack() == 0
+    outer.close()
+
+
+def test_a_context_of_an_attached_model_with_other_settings_is_an_error(scratch: Path) -> None:
+    model = nn.Linear(4, 4)
+    attached = attach(model, "nvme", storage_paths=scratch)
+    keep = offload_context(model, "keep", storage_paths=scratch)
+    with keep:
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", "tier='nvme' instead of 'keep'")):
+            model(torch.randn(2, 4))
+        with pytest.raises(ConfigError, match=DIFFERENT.format("attached", "tier='auto' instead of 'nvme'")):
+            attach(model, "auto", storage_paths=scratch)
+        attached.close()
+        with pytest.raises(ConfigError, match=DIFFERENT.format("entered", "leave that one first")):
+            attach(model, "auto", storage_paths=scratch)
+        model(torch.randn(2, 4)).sum().backward()
+    assert _pairs_on_the_stack() == 0
+
+
+def test_a_context_after_an_interrupted_forward_is_no_second_one(scratch: Path) -> None:
+    model = Interrupted()
+    attached = attach(model, "nvme", storage_paths=scratch)
+    _interrupt(model)
+    attached.close()
+    with offload_context(model, "keep"):
+        model(torch.randn(2, 8)).sum().backward()
+    assert _pairs_on_the_stack() == 0
+
+
 def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    model = nn.Sequential(body)
     outer = offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0)
-    inner = attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0, checksum=True)
+    inner = attach(body, "nvme", storage_paths=scratch, min_tensor_bytes=0)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -231,6 +280,50 @@ def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
 @pytest.mark.parametrize("line", ["trl.models.activation_offloading.OffloadActivations", "torchtune.training.X"])
 def test_a_known_offloader_comes_with_the_line_to_delete(line: str) -> None:
     assert line_to_delete(line).startswith("delete ")
+
+
+class _Around(nn.Module):
+    """A wrapper that calls the inner model's `forward`, past its hooks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner.forward(x)  # type: ignore[no-any-return, operator]
+
+
+@pytest.mark.parametrize("tier", ["nvme", "auto", "keep"])
+def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, scratch: Path) -> None:
+    inner = nn.Linear(8, 8)
+    offload = attach(inner, tier, storage_paths=scratch, min_tensor_bytes=0)
+    model = _Around(inner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # before there are gradients, as some do to quieten a scheduler
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+    messages = [str(warning.message) for warning in told]
+    assert len(messages) == (tier != "keep")
+    assert all(re.search("parameters of the attached Linear, but nothing.*Write attach", each) for each in messages)
+    offload.close()
+
+
+def test_nothing_is_told_of_models_that_are_called_or_not_trained(scratch: Path) -> None:
+    models = [nn.Linear(8, 8) for _ in range(3)]
+    offloads = [attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) for model in models[:2]]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models[0](torch.randn(2, 8)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            models[2](torch.randn(2, 8)).sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    for offload in offloads:
+        offload.close()
 
 
 def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -107,7 +107,7 @@ def test_a_budget_that_is_never_reached_stands_around_nothing(
 def test_forwards_without_a_backward_are_not_watched_for_ever(
     auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba._engine.planner._MOST_WATCHED", 100, raising=False)
+    monkeypatch.setattr("tba._engine.auto.planner._MOST_WATCHED", 100, raising=False)
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
     planner = offload._saver.planner
@@ -138,6 +138,28 @@ def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[...
         training.step()
         assert write_behind.plan_bytes == sum(plan.sends.values())
         assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+
+
+def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+    room_bytes = {}
+    for rows in (ROWS, ROWS * 3 // 4):
+        for number in range(4):
+            with offload:
+                training.step(rows, number)
+        offload.stats()
+        plan = offload.plan
+        assert plan is not None
+        room_bytes[rows] = plan.facts.replay_bytes(plan.recomputed)
+    assert 0 < room_bytes[ROWS * 3 // 4] < room_bytes[ROWS]
+    write_behind = offload._saver.write_behind
+    with offload:
+        losses = [training.model(torch.ones(rows, WIDTH)).square().mean() for rows in room_bytes]
+        assert write_behind.replay_bytes == room_bytes[ROWS]
+        torch.stack(losses).sum().backward()
+    offload.stats()
+    assert write_behind.replay_bytes == 0
 
 
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:

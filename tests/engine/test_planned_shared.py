@@ -13,7 +13,7 @@ from support.exactness import run_training
 from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, train
 from support.zoo import FAMILIES
 from tba import Offloader
-from tba._engine.planner import Planner
+from tba._engine.auto.planner import Planner
 from tba._record.record import Record
 
 

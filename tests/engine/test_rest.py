@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
 from tba import Offloader, attach, offload_context
-from tba._engine.rest import Rest, covers
+from tba._engine.auto.rest import Rest, covers
 from tba._torch import private
 
 

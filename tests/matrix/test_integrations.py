@@ -1,4 +1,4 @@
-"""Integrations in trouble: training that raises, another offloader beside ours, models that change, settings amiss."""
+"""Integrations at work: what reaches the logs, trainings after trainings, models that change, settings amiss."""
 
 from __future__ import annotations
 
@@ -13,65 +13,18 @@ import accelerate
 import lightning
 import pytest
 import torch
-from datasets import Dataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from trl import SFTConfig, SFTTrainer
+from transformers import TrainerCallback
 
-from matrix.arms import alive, batches, equal
-from matrix.rows.huggingface import COMMON, llama, text, tokenizer
+from matrix.arms import alive, equal
+from matrix.rows.huggingface import llama
 from matrix.rows.lightning import Module
+from matrix.trainings import SMALL, fit, trainer
 from tba import ConfigError
 from tba.integrations import accelerate as with_accelerate
 from tba.integrations import lightning as with_lightning
 from tba.integrations.transformers import OffloadCallback
 
-SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 ROOT = Path(__file__).resolve().parent.parent.parent
-
-
-def trainer(tmp_path: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **arguments: Any) -> Trainer:
-    rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9, 70), count=1))).tolist()]
-    args = TrainingArguments(str(tmp_path), **COMMON | arguments)
-    return kind(model=llama(), args=args, train_dataset=rows, callbacks=list(callbacks))
-
-
-class Failing(TrainerCallback):
-    """Raises in the second step, where it is asked to."""
-
-    def __init__(self, event: str, error: BaseException) -> None:
-        def fail(args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 1:
-                raise error
-
-        setattr(self, event, fail)
-
-
-@pytest.mark.parametrize("event", ["on_step_begin", "on_pre_optimizer_step", "on_log"])
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_training_that_raises_leaves_nothing_alive(tmp_path: Path, event: str, error: BaseException) -> None:
-    offload = OffloadCallback(**SMALL)
-    made = trainer(tmp_path, Failing(event, error))
-    made.add_callback(offload)
-    with pytest.raises(type(error)):
-        made.train()
-    assert offload.offload is not None
-    assert offload.offload.closed
-    assert alive() == []
-    assert "_run_epoch" not in vars(made)
-
-
-def test_a_forward_that_raises_leaves_nothing_alive(tmp_path: Path) -> None:
-    class Broken(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            super().compute_loss(*args, **kwargs)
-            raise ValueError("mine")
-
-    offload = OffloadCallback(**SMALL)
-    with pytest.raises(ValueError, match="mine"):
-        trainer(tmp_path, offload, kind=Broken).train()
-    assert offload.offload is not None
-    assert offload.offload.closed
-    assert alive() == []
 
 
 def test_what_was_moved_reaches_reporters_that_were_there_before(tmp_path: Path) -> None:
@@ -158,32 +111,6 @@ def test_a_model_replaced_while_training_is_an_error(tmp_path: Path) -> None:
     assert alive() == []
 
 
-def test_transformers_own_offload_is_named(tmp_path: Path) -> None:
-    given = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
-    made = trainer(tmp_path, OffloadCallback(**SMALL), **given)
-    with pytest.raises(ConfigError, match=r'delete "offload": True from activation_checkpointing_kwargs'):
-        made.train()
-
-
-def test_trls_own_offload_is_named(tmp_path: Path) -> None:
-    args = SFTConfig(str(tmp_path), **COMMON)
-    data = Dataset.from_list([{"text": text(seed, 40)} for seed in range(9)])
-    given = {"train_dataset": data, "processing_class": tokenizer(), "callbacks": [OffloadCallback(**SMALL)]}
-    made = SFTTrainer(model=llama(), args=args, **given)
-    made.args.activation_offloading = True  # not before: TRL's asks for a device as it is made
-    with pytest.raises(ConfigError, match=r"delete activation_offloading=True from SFTConfig"):
-        made.train()
-
-
-def test_two_callbacks_with_different_settings_are_an_error(tmp_path: Path) -> None:
-    class Other(OffloadCallback):
-        """Transformers takes one callback of a class."""
-
-    made = trainer(tmp_path, OffloadCallback(**SMALL), Other(**SMALL, compress="exact"))
-    with pytest.raises(ConfigError, match="attached already"):
-        made.train()
-
-
 def test_moving_nothing_is_a_warning_with_the_reason(tmp_path: Path) -> None:
     made = trainer(tmp_path, OffloadCallback(tier="nvme", min_tensor_bytes="1GiB"))
     with pytest.warns(UserWarning, match=r"moved nothing in its first step.*below min_tensor_bytes"):
@@ -198,26 +125,24 @@ def test_a_wrong_setting_is_told_before_training(kind: type[Any]) -> None:
         kind(teir="nvme")
 
 
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
-def test_a_lightning_training_that_raises_leaves_nothing_alive(tmp_path: Path, error: BaseException) -> None:
-    class Broken(Module):
-        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            loss = super().training_step(batch, index)
+def test_a_lightning_module_whose_model_is_replaced_goes_on(tmp_path: Path) -> None:
+    class Replacing(Module):
+        """Trains with another model from the second batch on, beside the one that its optimizer has."""
+
+        def on_train_batch_start(self, batch: torch.Tensor, index: int) -> None:
             if index == 1:
-                raise error
-            return loss
+                self.model = llama()
 
     offload = with_lightning.OffloadCallback(**SMALL)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    made = lightning.Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, callbacks=[offload], **quiet)
-    loader = torch.utils.data.DataLoader(torch.cat(list(batches(90, (3, 70)))), batch_size=3)
-    with pytest.raises((type(error), SystemExit)):
-        made.fit(Broken(), loader)
+    module = Replacing()
+    weights = {id(parameter) for parameter in module.parameters()}
+    fit(tmp_path, module, offload)
+    assert not weights & {id(parameter) for parameter in module.parameters()}
     assert offload.offload is not None
-    assert offload.offload.closed
-    assert not offload.offload.entered
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert alive() == []
+    stats = offload.offload.stats()
+    assert stats.last_step is not None
+    assert stats.last_step.offloaded_bytes > 0
+    assert stats.last_step.weight_bytes == stats.weight_bytes // stats.micro_batches
 
 
 def test_accelerate_wants_a_prepared_model() -> None:

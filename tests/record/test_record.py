@@ -272,7 +272,7 @@ def test_nothing_reaches_through_the_saver() -> None:
 READ = {
     ("offloader", "counters.steps"),
     ("offloader", "counters.offloaded_bytes"),
-    ("saver", "self.counters.written_bytes"),
+    ("readings", "self._counters.written_bytes"),
     ("steps", "self._counters.written_bytes"),
     ("write_behind", "self._counters.held_bytes"),
     ("write_behind", "self._counters.peak_bytes"),

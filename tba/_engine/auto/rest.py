@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._config import OffloadConfig
-from .._text import size
+from ..._config import OffloadConfig
+from ..._text import size
 
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]

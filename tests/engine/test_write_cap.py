@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
+from tba._engine.auto.write_cap import write_cap
 from tba._transfer.daily_allowance import Allowance
-from tba._transfer.write_cap import write_cap
 
 MIB = 1 << 20
 

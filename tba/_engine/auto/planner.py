@@ -25,28 +25,28 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._blocks import find
-from .._blocks.forwards import Forwards
-from .._blocks.recompute import recompute
-from .._blocks.trial import Trial, Verdict
-from .._blocks.watch import Places, Watch, by_storage, input_bytes
-from .._config import OffloadConfig
-from .._errors import BudgetError
-from .._memory.budgets import local_ranks
-from .._memory.pressure import release
-from .._plan.facts import OUTSIDE, Cap, Facts, Link, Place
-from .._plan.greedy import decide
-from .._plan.plan import Measured, Plan
-from .._plan.prefix import prefix
-from .._record.record import DERIVED, Record
-from .._torch.private import transforming
-from .._transfer.mover import Mover
-from .._transfer.write_cap import write_cap
-from .write_behind import WriteBehind
+from ..._blocks import find
+from ..._blocks.forwards import Forwards
+from ..._blocks.recompute import recompute
+from ..._blocks.trial import Trial, Verdict
+from ..._blocks.watch import Places, Watch, by_storage, input_bytes
+from ..._config import OffloadConfig
+from ..._errors import BudgetError
+from ..._memory.budgets import local_ranks
+from ..._memory.pressure import release
+from ..._plan.facts import OUTSIDE, Cap, Facts, Link, Place
+from ..._plan.greedy import decide
+from ..._plan.plan import Measured, Plan
+from ..._plan.prefix import prefix
+from ..._record.record import DERIVED, Record
+from ..._torch.private import transforming
+from ..._transfer.mover import Mover
+from ..write_behind import WriteBehind
+from .pace import Pace
+from .write_cap import write_cap
 
 _MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
-_UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
@@ -54,7 +54,7 @@ _WORTH = 1.02  # times as long as a new plan, below which the one that stands st
 _OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
 _OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
-_FORGET = 0.5  # weight of the last step in what is known of link and pace: others may have run beside it
+_FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
 
 
 @dataclass
@@ -122,9 +122,7 @@ class Planner:
         self._now: Watch | None = None
         self._block = OUTSIDE
         self._aside = False
-        self._link: Link | None = None
-        rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
-        self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
+        self._pace = Pace(config, mover)
 
     @classmethod
     def of(
@@ -159,10 +157,12 @@ class Planner:
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
 
     def _begin(self, kind: _Kind) -> None:
-        """Take the step under way for one of this kind."""
+        """Take the step under way for one of this kind, from here on."""
         self._kind, plan = kind, kind.plan
         self._write_behind.plan_bytes = sum(kind.sends.values())
-        self._write_behind.replay_bytes = 0 if plan is None else plan.facts.replay_bytes(plan.recomputed)
+        if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
+            replay_bytes = plan.facts.replay_bytes(plan.recomputed)
+            self._write_behind.replay_bytes = max(self._write_behind.replay_bytes, replay_bytes)
 
     def end_forward(self) -> None:
         """End it."""
@@ -184,7 +184,7 @@ class Planner:
             return forward(*args, **kwargs)
         seen = self._seen()
         visit = self._block = len(seen.visits)
-        seen.visits.append((weakref.ref(module), self._at(seen), input_bytes(args)))
+        seen.visits.append((weakref.ref(module), self._pace.at(seen), input_bytes(args)))
         seen.near = by_storage((args, kwargs))
         out = None
         try:
@@ -218,7 +218,7 @@ class Planner:
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
         if kind.plan is None:
-            seen.saved[record.number] = seen.place(self._block), nbytes, self._at(seen)
+            seen.saved[record.number] = seen.place(self._block), nbytes, self._pace.at(seen)
             return False
         if seen.departed:
             return False
@@ -251,7 +251,7 @@ class Planner:
         seen.turned = True
         seen.step_s = time.perf_counter() - seen.begun_s
         if self._kind.plan is None and record.number not in seen.asked:
-            seen.asked[record.number] = self._at(seen)
+            seen.asked[record.number] = self._pace.at(seen)
 
     def holds(self, nbytes: int) -> None:
         """Note how many bytes saved tensors hold in memory now."""
@@ -266,26 +266,26 @@ class Planner:
         self.put_aside.clear()
         if seen is not None and seen.turned:
             self._learn(self._kind, seen)
+        self._write_behind.replay_bytes = 0
         self._begin(self._kinds.setdefault(None, _Kind()))  # until a forward tells of which kind the next is
 
     def _learn(self, kind: _Kind, seen: Watch) -> None:
         budget_bytes = self._write_behind.look_at_room()
-        self._learn_link()
+        link = self._pace.learn()
         kind.watched = True
         if kind.plan is not None:
-            self._follow(kind, seen, budget_bytes)
+            self._follow(kind, seen, link, budget_bytes)
         elif kind.departures >= _MOST_DEPARTURES:
             kind.modules.clear()
         elif seen.held_bytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
-            self._advance(kind, seen, budget_bytes)
+            self._advance(kind, seen, link, budget_bytes)
         else:
             kind.modules.clear()
 
-    def _advance(self, kind: _Kind, seen: Watch, budget_bytes: int) -> None:
+    def _advance(self, kind: _Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
-            assert self._link is not None
-            facts = seen.facts(self._link, self._mover.read_ahead_bytes)
+            facts = seen.facts(link, self._mover.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(len(facts.saved)))
             kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
             self._set(kind, self._decide(facts, budget_bytes))
@@ -300,7 +300,7 @@ class Planner:
         kind.modules = self._named.copy() or [weakref.ref(module) for module in found]
         return bool(kind.modules)
 
-    def _follow(self, kind: _Kind, seen: Watch, budget_bytes: int) -> None:
+    def _follow(self, kind: _Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         """Compare a planned step with its plan, which is made anew where too much has changed."""
         plan = kind.plan
         assert plan is not None
@@ -308,8 +308,8 @@ class Planner:
             kind.plan, kind.sends, kind.places = None, {}, Places()
             kind.departures += 1
             return
-        link, was = self._link, plan.facts.link
-        changed = link is not None and any(
+        was = plan.facts.link
+        changed = any(
             not 1 / _SURPRISE < now / before < _SURPRISE
             for now, before in (
                 (link.write_bytes_per_s, was.write_bytes_per_s),
@@ -318,14 +318,14 @@ class Planner:
         )
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
         plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
-        computed_s, expected_s = seen.step_s - self._lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
+        computed_s, expected_s = seen.step_s - self._pace.lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(len(plan.facts.saved)))
         changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
         changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
         changed = changed or facts.most_moved_bytes > _SURPRISE * plan.facts.most_moved_bytes
-        if link is not None and (changed or abs(ratio - 1) > _OTHER_PACE):
+        if changed or abs(ratio - 1) > _OTHER_PACE:
             facts = replace(facts.scaled(ratio**weight), link=link)
             still, new = plan.under(facts, budget_bytes), self._decide(facts, budget_bytes)
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
@@ -349,44 +349,19 @@ class Planner:
         capacity_bytes = None if store is None else store.capacity_bytes
         return write_cap(capacity_bytes, self._mover.allowance, local_ranks(), storages)
 
-    def _learn_link(self) -> None:
-        cost, limits = self._mover.cost, self._mover.limits
-        new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
-        if self._link is None:
-            out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
-        else:
-            link = self._link
-            before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
-            out, back, taken = (
-                was + _FORGET * (each - was) if each else was for each, was in zip(new, before, strict=True)
-            )
-        self._link = Link(out, back, taken, limits.staging_bytes)
-
-    # -- clocks ------------------------------------------------------------------------------------------------------
-
     def _seen(self) -> Watch:
         if self._now is None:
             self._now = Watch(time.perf_counter())
         return self._now
 
-    def _at(self, seen: Watch) -> float:
-        """Seconds of computation since the step began."""
-        return time.perf_counter() - seen.begun_s - self._lost_s(seen)
-
-    def _lost_s(self, seen: Watch) -> float:
-        """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
-        cost = self._mover.cost
-        taken_s = cost.nbytes * self._link.step_s_per_byte / 2 if self._link is not None else 0.0
-        return cost.waited_s + seen.aside_s + taken_s
-
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Do what is none of the step's own: neither its tensors nor its time count."""
         seen = self._seen()
-        since_s = self._at(seen)
+        since_s = self._pace.at(seen)
         self._aside = True
         try:
             yield
         finally:
             self._aside = False
-            seen.aside_s += self._at(seen) - since_s
+            seen.aside_s += self._pace.at(seen) - since_s

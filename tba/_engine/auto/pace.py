@@ -1,0 +1,55 @@
+"""Pace: what the link has been seen to carry, and how much of a step's time is its own computation.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import time
+
+from ..._blocks.watch import Watch
+from ..._config import OffloadConfig
+from ..._plan.facts import Link
+from ..._transfer.mover import Mover
+
+_UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
+_LAST = 0.5  # weight of the last step in what is known of the link: others may have run beside it
+
+
+class Pace:
+    """Rates of the link, learned step by step.
+
+    Attributes:
+        link: None before the first step has been learned from.
+    """
+
+    def __init__(self, config: OffloadConfig, mover: Mover) -> None:
+        self.link: Link | None = None
+        self._mover = mover
+        rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
+        self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
+
+    def learn(self) -> Link:
+        """Learn from the transfers of a step that has ended."""
+        cost, limits = self._mover.cost, self._mover.limits
+        new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
+        if self.link is None:
+            out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
+        else:
+            link = self.link
+            before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
+            out, back, taken = (
+                was + _LAST * (each - was) if each else was for each, was in zip(new, before, strict=True)
+            )
+        self.link = Link(out, back, taken, limits.staging_bytes)
+        return self.link
+
+    def at(self, seen: Watch) -> float:
+        """Seconds of computation since the step began."""
+        return time.perf_counter() - seen.begun_s - self.lost_s(seen)
+
+    def lost_s(self, seen: Watch) -> float:
+        """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""
+        cost = self._mover.cost
+        taken_s = cost.nbytes * self.link.step_s_per_byte / 2 if self.link is not None else 0.0
+        return cost.waited_s + seen.aside_s + taken_s

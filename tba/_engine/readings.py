@@ -1,0 +1,49 @@
+"""Readings: what the engine's parts show at this moment, added to what its counters have summed up.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import time
+
+from .._stats import Counters, OffloadStats
+from .._torch.foreign import Caches
+from .._transfer.daily_allowance import projected_bytes_per_day
+from .._transfer.mover import Mover
+from .read_ahead import ReadAhead
+from .steps import Steps
+
+
+class Readings:
+    """Reader of the parts that know how much there is now: graphs, memory, the store, caches of checkpointing."""
+
+    def __init__(self, counters: Counters, mover: Mover, steps: Steps, read_ahead: ReadAhead, caches: Caches) -> None:
+        self._counters = counters
+        self._mover = mover
+        self._steps = steps
+        self._read_ahead = read_ahead
+        self._caches = caches
+        self._started_s = time.monotonic()
+
+    def take(self) -> None:
+        """Put into the counters what is not counted as it happens."""
+        self.look_at_caches()
+        self._counters.live_records = len(self._read_ahead.records)
+        self._counters.resident_bytes = self._read_ahead.nbytes
+
+    def look_at_caches(self) -> None:
+        """Count what torch's selective checkpointing keeps, while it is there: a backward empties its caches."""
+        self._counters.unseen_bytes += self._caches.count()
+
+    def snapshot(self) -> OffloadStats:
+        """Take a snapshot of everything; a step that nothing more can belong to ends here."""
+        self.take()
+        self._steps.close()
+        since_s = time.monotonic() - self._started_s
+        return self._counters.snapshot(
+            file_bytes=self._mover.file_bytes(),
+            last_step=self._steps.last,
+            written_today_bytes=self._mover.allowance.written_today_bytes,
+            projected_bytes_per_day=projected_bytes_per_day(self._counters.written_bytes, since_s),
+        )

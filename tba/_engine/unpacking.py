@@ -1,0 +1,141 @@
+"""Unpacking: how a record that backward asks for becomes the tensor that was saved.
+
+Guarantees:
+
+1. A record in memory is answered from there; any other is read, by its own read or one that read-ahead has begun.
+2. Waiting for a read lets go of the engine's lock: workers take that to land, and other threads go on. (A comparison in
+   pack keeps it, and so workers do not insist on having it.) Waiting for room lets go of it too, so that comes last
+   of what is done with it (`ReadAhead.advance`).
+3. What had ended while the lock was held is landed as soon as it is let go of (`Mover.catch_up`).
+
+While the lock is away another thread may evict the record, or end its graph's step. So after each wait the question is
+asked anew, of the state that is found then.
+
+Takes the engine's lock, which is reentrant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from io_backends import interrupts
+
+from .._derive.derivations import again
+from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
+from .._record.restore import restore
+from .._record.user_code import look_for_code
+from .._record.view import View, is_edited
+from .._transfer.mover import Mover
+from . import backward
+from .auto.planner import Planner
+from .pending import Pending
+from .read_ahead import ReadAhead
+from .readings import Readings
+from .steps import Steps
+
+
+class Unpacking:
+    """Answers backward from memory or from the store, and has what is expected next read ahead.
+
+    Args:
+        settle: buries what has died and checks what was written; wanted while `remains` has anything.
+    """
+
+    def __init__(
+        self,
+        mover: Mover,
+        pending: Pending,
+        read_ahead: ReadAhead,
+        steps: Steps,
+        readings: Readings,
+        settle: Callable[[], None],
+        remains: deque[Remains],
+        planner: Planner | None,
+    ) -> None:
+        self._lock = mover.lock
+        self._mover = mover
+        self._landing = mover.landing
+        self._pending = pending
+        self._compressor = pending.compressor
+        self._derivations = pending.derivations
+        self._read_ahead = read_ahead
+        self._steps = steps
+        self._readings = readings
+        self._settle = settle
+        self._remains = remains
+        self._planner = planner
+
+    def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
+        """Give the tensor that was saved as `view` of a record, to graph task `task` (-1: no backward asks).
+
+        Args:
+            to_code: whether a program's own code asks, which gets memory of its own.
+
+        Raises:
+            RuntimeError: PyTorch's own, for a tensor that was edited in place.
+            TransferError, ClosedError: its bytes could not be brought back.
+        """
+        if task != backward.task:
+            backward.begins(task)
+            self._readings.look_at_caches()
+        mover, compressor = self._mover, self._compressor
+        with self._lock:
+            if self._derivations is not None and (peeked := self._derivations.peek(record, view)) is not None:
+                return peeked
+            if self._remains or self._landing.unconfirmed or mover.ended:
+                self._settle()
+            if compressor is not None and self._pending.waits:
+                self._pending.settle(wait=True)
+            if not record.asks:
+                mover.pressure.moved(record.nbytes)
+            if self._planner is not None and task != -1:
+                self._planner.asked(record)
+            if task != -1:
+                self._steps.backward_seen = True
+            if record.restored is not None and is_edited(record.restored):
+                self._read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
+            derived = record.state is DERIVED
+            again_asked = not derived and task != -1 and not self._read_ahead.ask(record, task)
+            if again_asked and not to_code and record.shows():
+                self._read_ahead.answered(record)
+                return restore(record, view)
+            tensor = None if derived else self._give(record, view, task, to_code)
+        if derived:
+            return again(record, view, alone=to_code)
+        while tensor is None:
+            mover.await_read(record)
+            with self._lock:
+                tensor = self._give(record, view, task, to_code)
+        if mover.ended:
+            mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
+        return tensor
+
+    def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
+        """Return the tensor if the record is in memory; else its read is under way, and None is returned."""
+        read_ahead = self._read_ahead
+        if record.state is READING:
+            try:
+                self._mover.arrive(record)
+            except RuntimeError:  # TransferError, or no memory on the device
+                read_ahead.hand_over(record)
+                raise
+        else:
+            record.check()
+            if record.offloaded and not record.asks and record.state in IN_MEMORY:
+                self._mover.forward(record)
+        if not read_ahead.bring(record, task):
+            return None
+        read_ahead.answered(record)
+        if to_code:
+            tensor, gone = look_for_code(record, view, task)
+            if gone:
+                read_ahead.hand_over(record)
+        else:
+            tensor = restore(record, view)
+        read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
+        return tensor

@@ -1,0 +1,78 @@
+"""Buffers: the memory that a record's bytes are written from and read into.
+
+::
+
+               a CPU's tensor             a device's
+    out        its own memory             pinned host memory, copied to on a stream of its own; or its own memory
+    back       pageable host memory,      pinned host memory, copied from on a stream of its own; or
+               which then backs it        device memory, which then backs it
+
+A device's own memory is used where the store moves it itself (GPUDirect). Small transfers are cheaper
+through host memory.
+
+Assumption: the caller keeps what is returned until the transfer has ended. A buffer keeps its memory alive, and of a
+device's tensor the copies under way too (`streams.Departure`, `streams.Arrival`).
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from io_backends import Buffer, Store
+
+from .._memory import streams
+from .._memory.host_pools import HostMemory
+from .._record.record import READING, Record
+
+Wait = Callable[[], None]
+
+
+class Buffers:
+    """Memory for the transfers of one engine, of `memory` where it is not the tensors' own."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+
+    def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, Wait | None]:
+        """Find what to write, and what to call before that is touched. Raises RuntimeError, MemoryError, StoreFull."""
+        begin, nbytes, stream = record.begin, record.nbytes, record.stream
+        if stream is None:
+            return streams.out(alias, begin, nbytes, stream, None)
+        if store.takes_device_memory and nbytes >= store.threshold_bytes:
+            return streams.lend(alias, begin, nbytes, stream)
+        return streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment))
+
+    def back(
+        self, record: Record, store: Store, host: Buffer | None
+    ) -> tuple[memoryview | Tensor, Buffer, object, Wait | None]:
+        """Find where to read a record to; `host`: where the store has it in memory, if so.
+
+        Returns the bytes, the buffer over them, what `streams.use` takes for them (None: nothing), and what to call
+        before they are touched. Raises RuntimeError, MemoryError, StoreFull.
+        """
+        nbytes, ticket = record.nbytes, record.write
+        assert ticket is not None
+        if record.stream is not None and store.takes_device_memory and nbytes >= store.threshold_bytes:
+            view, ready, buffer, before = streams.borrow(nbytes, record.device)
+            return view, buffer, ready, before
+        memory = self._memory.of(record.device, store.alignment)
+        skew = ticket.location.skew if host is None else host.address % memory.alignment
+        leased, buffer = memory.lease(nbytes, skew)
+        return leased, buffer, None, None
+
+    def restore(self, record: Record, host: Tensor) -> None:
+        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
+        if record.stream is None:
+            record.restore(host, None)
+            return
+        try:
+            restored, arrival = streams.into(host, record.device, self._memory.of(record.device))
+        except BaseException:
+            if record.state is READING:
+                record.read_failed()
+            raise
+        record.restore(restored.data, arrival)  # `.data` does not count the copy

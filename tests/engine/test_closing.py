@@ -1,0 +1,113 @@
+"""Closing in the middle: writes that the engine itself calls off are no failure of the disk, whatever has raised."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from io_backends.testing import Fault, Operation
+from support.engine import activation, chain, engine, save
+from support.exactness import assert_bit_equal
+from tba import Offloader, OffloadWarning
+
+N = 1 << 15
+LENGTH = 8
+
+
+class Failed(Exception):
+    """What a training raises."""
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise Failed
+
+
+def fail_in_forward(graphs: list[Tensor], x: Tensor) -> None:
+    graphs.append(chain(x, LENGTH))
+    raise Failed
+
+
+def fail_in_backward(graphs: list[Tensor], x: Tensor) -> None:
+    graphs.append(chain(x, LENGTH))
+    Broken.apply(graphs[0]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+class Held:
+    """A plan that holds back the first write until `close` has begun, so that all others are still queued then."""
+
+    def __init__(self) -> None:
+        self._closing = threading.Event()
+
+    def __call__(self, operation: Operation, number: int) -> Fault | None:
+        return Fault(gate=self._closing) if operation == "write" and number == 0 else None
+
+    def close(self, offload: Offloader) -> None:
+        """Close an Offloader; the write that is held back ends a moment after the store has been told."""
+        stop = offload._saver.mover.stop
+
+        def stopping() -> None:
+            stop()
+            threading.Timer(0.1, self._closing.set).start()
+
+        offload._saver.mover.stop = stopping  # type: ignore[method-assign]
+        offload.close()
+
+
+@pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
+def test_writes_called_off_after_an_exception_are_no_failures(
+    fail: Callable[[list[Tensor], Tensor], None], scratch: Path, store_kind: str
+) -> None:
+    held = Held()
+    with engine(scratch, held, store_kind=store_kind, prefetch_bytes=0) as offload:
+        _, x = activation(N)
+        graphs: list[Tensor] = []  # a traceback keeps them, too
+        with pytest.raises(Failed), offload:
+            fail(graphs, x)
+        held.close(offload)
+        stats = offload.stats()
+    assert stats.errors == 0
+    assert 0 < stats.kept_by_reason["closed"] <= LENGTH * N * 4
+    assert stats.saved_bytes == stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
+
+
+def test_what_was_called_off_is_still_in_memory(scratch: Path) -> None:
+    held = Held()
+    with engine(scratch, held, prefetch_bytes=0) as offload:
+        leaf, x = activation(N)
+        with offload:
+            y, z = save(x * 1), save(x * 1)
+        held.close(offload)
+        z.sum().backward()
+        assert_bit_equal(leaf.grad, 2 * leaf.detach())
+        assert offload.stats().errors == 0
+        del y
+
+
+def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
+    def plan(operation: Operation, number: int) -> Fault | None:
+        return Fault(gate=go_on, error=OSError(28, "No space left on device")) if operation == "write" else None
+
+    go_on = threading.Event()
+    with engine(scratch, plan, prefetch_bytes=0) as offload:
+        _, x = activation(N)
+        with offload:
+            y = save(x)
+        threading.Timer(0.1, go_on.set).start()
+        with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
+            offload.close()
+        assert offload.stats().errors == 1
+        del y
