@@ -18,7 +18,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from matrix.arms import alive, batches, equal
-from matrix.rows.huggingface import COMMON, llama, text, tokenizer
+from matrix.models import llama, text, tokenizer
+from matrix.rows.huggingface import COMMON
 from matrix.rows.lightning import Module
 from tba import ConfigError
 from tba.integrations import accelerate as with_accelerate
