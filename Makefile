@@ -15,7 +15,7 @@ help:
 	@echo "make lint   ruff, format check, mypy strict"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
-	@echo "make matrix train with every framework, with tba and without, and write docs/matrix.md"
+	@echo "make matrix train with every framework, with tba and without, and compare with docs/matrix.md"
 	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark"
 	@echo "make .venv  make the environment alone"
 	@echo "make clean  remove the environment and all that was generated"
@@ -88,11 +88,15 @@ wheel: $(VENV)/.release
 	test -x .venv-matrix/bin/python || $(PYTHON) -m venv .venv-matrix
 	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt torch==2.13.0
 	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt --editable '.[hf,lightning,deepspeed]' \
-		trl peft datasets torchao 'ray[train]' pytest hypothesis
+		trl peft datasets torchao 'ray[train]' pytest pytest-xdist hypothesis
 	touch $@
 
+# A build of DeepSpeed's that was ended leaves a lock that the next would wait for.
 matrix: .venv-matrix/.installed
-	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=600 tests/matrix --page docs/matrix.md
+	mkdir -p out
+	rm -f out/matrix.md .venv-matrix/torch_extensions/*/lock
+	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=0 -n $(JOBS) --durations=15 \
+		tests/matrix --page out/matrix.md --filed docs/matrix.md
 
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py

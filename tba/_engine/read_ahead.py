@@ -100,6 +100,7 @@ class ReadAhead:
         number = record.number
         if record.answer() and number in self._members:
             self._used_up[number] = self._members[number]
+        self._write_behind.tell_progress()
 
     def hand_over(self, record: Record) -> None:
         """Let go of a record's memory, which now belongs to the program that asked for it."""

@@ -13,6 +13,8 @@ therefore counts micro-batches.
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import sys
 import time
 import weakref
@@ -25,6 +27,7 @@ from torch.utils import checkpoint
 
 from .._memory import heap
 from .._stats import Counters, OffloadStats, difference
+from .._text import size
 from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
@@ -155,6 +158,37 @@ class Steps:
             kept = ", ".join(f"{reason}: {nbytes:,} bytes" for reason, nbytes in step.kept_by_reason.items())
             why = f"of {step.saved_bytes:,} bytes saved {step.weight_bytes:,} are weights; kept: {kept or 'nothing'}"
         warn(f"tier={self._tier!r} moved nothing in its first step: {why}")
+
+
+class Progress:
+    """A word to a user whose first micro-batch takes long: how far it has come, each time it took twice as long.
+
+    It is told by whatever hook comes next, so nothing watches beside the training; one that stands still tells nothing.
+    """
+
+    def __init__(self, tier: str, counters: Counters) -> None:
+        self._tells = tier != "keep" and os.environ.get("RANK", "0") == "0"
+        self._tier = tier
+        self._counters = counters
+        self._begun_s = 0.0
+        self._next_s = _LONG_S
+
+    def look(self) -> None:
+        """Look at the clock. Call it for each record, for as long as no micro-batch has ended."""
+        now_s = time.perf_counter()
+        if not self._begun_s:
+            self._begun_s = now_s
+        if now_s - self._begun_s < self._next_s or not self._tells:
+            return
+        counters, self._next_s = self._counters, 2 * (now_s - self._begun_s)
+        logging.getLogger("tba").warning(
+            f"tier {self._tier!r}: the first step takes {now_s - self._begun_s:.0f} s so far: "
+            f"{size(counters.saved_bytes)} saved, {size(counters.offloaded_bytes)} to go out of memory, "
+            f"{size(counters.written_bytes)} written, {size(counters.read_bytes)} read back"
+        )
+
+
+_LONG_S = 10.0  # most first steps take less, compiling included; who waits longer begins to wonder
 
 
 def _inside_checkpoint() -> bool:

@@ -25,6 +25,7 @@ from .._plan import policy
 from .._record.record import Record, Remains
 from .._stats import Counters
 from .._transfer.mover import Mover
+from .steps import Progress
 
 # Shares of what a plan moves, and of the memory it has, in which storages go: what waits for others to go along is late
 # on a slow link, and still in memory where the plan says that it has gone.
@@ -41,6 +42,7 @@ class WriteBehind:
         self._config = config
         self._mover = mover
         self._counters = counters
+        self._progress = Progress(config.tier, counters)
         self._model = model
         self.members: dict[int, tuple[weakref.ref[Record], int]] = {}  # by number, oldest first: bytes of each
         self._adapts = config.tier == "auto"
@@ -76,6 +78,12 @@ class WriteBehind:
             self._make_room(record, limit_bytes, over_bytes)
         if self.nbytes > self._counters.held_bytes:
             self._counters.held_bytes = self.nbytes
+        self.tell_progress()
+
+    def tell_progress(self) -> None:
+        """Say how far a long first micro-batch has come. Call it for each record that is saved or asked for."""
+        if not self._counters.micro_batches:
+            self._progress.look()
 
     def _make_room(self, record: Record, limit_bytes: int, over_bytes: int) -> None:
         """Send what is to go by plan, some of it at a time, and where that is too little the oldest."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from io_backends import PosixStore, Syscalls
 from support.engine import activation, chain, engine
 from tba import OffloadConfig, Offloader, OffloadStats, OffloadWarning, attach
+from tba._engine import steps
 
 BATCH, WIDTH, LAYERS = 2048, 64, 4
 STEPS = 5
@@ -259,3 +263,27 @@ def test_a_compiled_optimizer_ends_steps_too(scratch: Path) -> None:
         accumulate(model, lambda what: offload if what == "training" else nullcontext(), optimizer)
         assert_accumulated(offload.stats())
     assert graphs
+
+
+@pytest.mark.parametrize(("tier", "rank", "tells"), [("nvme", "0", True), ("nvme", "1", False), ("keep", "0", False)])
+def test_a_long_first_step_tells_how_far_it_has_come_and_no_other_does(
+    tier: str, rank: str, tells: bool, scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A clock that goes on by four seconds whenever it is read; lines come at ten, and then at twice the time."""
+    seconds = itertools.count(start=100, step=4)
+    monkeypatch.setattr(steps, "time", SimpleNamespace(perf_counter=lambda: float(next(seconds))))
+    monkeypatch.setenv("RANK", rank)
+    with engine(scratch, tier=tier, prefetch_bytes=0) as offload:
+        for _ in range(2):
+            _, x = activation(4096)
+            with offload:
+                y = chain(x)
+            offload.flush()
+            y.sum().backward()
+            offload.stats()
+            told = [record.getMessage() for record in caplog.records]
+            assert len(told) == (3 * tells), told  # of 16 looks: forward and backward of 8 tensors of 16 KiB
+    if tells:
+        assert re.search(r"the first step takes 12 s so far: 80\.0 KiB saved, 80\.0 KiB to go out of memory", told[0])
+        assert re.search(r" 24 s so far: 128\.0 KiB saved, .*, 0 B read back$", told[1])
+        assert re.search(r" 48 s so far: 128\.0 KiB saved, .*, [1-9][\d.]* KiB read back$", told[2])

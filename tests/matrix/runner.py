@@ -1,10 +1,11 @@
-"""Runner: trains one row of the matrix with every arm, in this process or as one rank of several.
+"""Runner: trains rows of the matrix with every arm, in this process or as one rank of several.
 
-torchrun --nproc-per-node 2 -m matrix.runner parallel:ddp OUT      (or: python -m matrix.runner huggingface:trainer OUT)
+torchrun --nproc-per-node 2 -m matrix.runner OUT parallel:ddp parallel:fsdp2  (or: python -m matrix.runner OUT ROW ...)
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import math
@@ -23,20 +24,46 @@ import torch.distributed as dist
 
 from matrix.arms import ARMS, Arm, Cannot, alive, equal
 
+LIMIT_S = 300  # of one row
 
-def main(row: str, out: str) -> None:
-    """Train in this process, which torchrun may have started as one of several."""
+
+def main(out: str, *rows: str) -> None:
+    """Train rows, one after another, in this process, which torchrun may have started as one of several.
+
+    Where one of several ranks cannot go on, it ends, and torchrun ends the others: they may be waiting for it.
+    """
     torch.set_num_threads(1)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
-    run(row, out, rank=int(os.environ.get("RANK", "0")))
+    for row in rows:
+        went_on = run(row, folder_of(row, out), rank=int(os.environ.get("RANK", "0")))
+        if dist.is_initialized():
+            if not went_on:
+                os._exit(1)
+            dist.barrier()
     if dist.is_initialized():
-        dist.barrier()
         os._exit(0)  # past the end of torch's own threads, which aborts now and then
 
 
-def run(row: str, out: str, *, rank: int) -> None:
-    """Train with every arm, compare with the framework alone, and leave what was found in OUT/RANK.json."""
+def folder_of(row: str, out: str) -> Path:
+    """Where the ranks of a row leave what they have found."""
+    return Path(out, row.replace(":", "-"))
+
+
+def run(row: str, folder: Path, *, rank: int) -> bool:
+    """Train with every arm, compare with the framework alone, and leave what was found in FOLDER/RANK.json.
+
+    Ends the process, with its stacks on stderr, where that takes longer than LIMIT_S. Whether nothing was raised.
+    """
+    folder.mkdir(exist_ok=True)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True, file=sys.__stderr__)
+    found = _train(row)
+    faulthandler.cancel_dump_traceback_later()
+    (folder / f"{rank}.json").write_text(json.dumps(found, indent=1))
+    return not any("error" in arm for arm in found.values() if isinstance(arm, dict))
+
+
+def _train(row: str) -> dict[str, Any]:
     module, _, function = row.partition(":")
     train = getattr(importlib.import_module(f"matrix.rows.{module}"), function)
     found: dict[str, Any] = {}
@@ -47,6 +74,8 @@ def run(row: str, out: str, *, rank: int) -> None:
             torch.manual_seed(5)
             random.seed(5)
             np.random.seed(5)
+            if "accelerate" in sys.modules:  # what it has learned of the settings of the row before
+                importlib.import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
             arm = Arm(name, budget_bytes, Path(scratch))
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
@@ -68,7 +97,7 @@ def run(row: str, out: str, *, rank: int) -> None:
                 budget_bytes = _budget(arm)
             del arm
             found[name]["alive"] = alive()
-    Path(out, f"{rank}.json").write_text(json.dumps(found, indent=1))
+    return found
 
 
 def _compare(arm: Arm, alone: Arm) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback
 
 from matrix.arms import alive, equal
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from matrix.rows.lightning import Module
 from matrix.trainings import SMALL, fit, trainer
 from tba import ConfigError

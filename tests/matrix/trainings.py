@@ -10,7 +10,8 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from matrix.arms import batches
-from matrix.rows.huggingface import COMMON, llama
+from matrix.models import llama
+from matrix.rows.huggingface import COMMON
 from matrix.rows.lightning import Module
 
 SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}

@@ -9,7 +9,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShard
 from accelerate.state import AcceleratorState, PartialState
 
 from matrix.arms import Arm, Cannot, batches
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from tba.integrations.accelerate import attach
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from matrix.arms import Arm, batches
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from tba.integrations.deepspeed import initialize
 
 

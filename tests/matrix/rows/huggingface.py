@@ -8,23 +8,13 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from matrix.arms import STEPS, Arm, batches
+from matrix.models import llama, loaded, text, tokenizer
 from tba.integrations.transformers import OffloadCallback
 
-WORDS = [f"w{number}" for number in range(90)]
 COMMON = {
     "max_steps": STEPS,
     "per_device_train_batch_size": 3,
@@ -35,30 +25,6 @@ COMMON = {
     "learning_rate": 1e-2,
     "disable_tqdm": True,
 }
-
-
-def llama() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "vocab_size": 96}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0))
-
-
-def loaded(folder: str) -> LlamaForCausalLM:
-    """The model as one that came from a folder: some trainers load it a second time, as the reference."""
-    llama().save_pretrained(folder)
-    return LlamaForCausalLM.from_pretrained(folder)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    ids = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    words = Tokenizer(WordLevel(ids, unk_token="<unk>"))
-    words.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def text(seed: int, words: int) -> str:
-    generator = torch.Generator().manual_seed(seed)
-    return " ".join(WORDS[int(number)] for number in torch.randint(0, len(WORDS), (words,), generator=generator))
 
 
 class Watch(TrainerCallback):
@@ -96,11 +62,12 @@ def trainer(arm: Arm, ranks: int = 1) -> None:
         _train(arm, Trainer, model=llama(), args=TrainingArguments(folder, **COMMON), train_dataset=rows)
 
 
-def sft(arm: Arm, *, bf16: bool = True, **more: Any) -> None:
+def sft(arm: Arm, *, bf16: bool = True, rows: int = 9, deepspeed: Any = None, **more: Any) -> None:
     """TRL SFTTrainer"""
-    data = Dataset.from_list([{"text": text(seed, 70)} for seed in range(9)])
+    data = Dataset.from_list([{"text": text(seed, 70)} for seed in range(rows)])
     with tempfile.TemporaryDirectory() as folder:
-        args = SFTConfig(folder, **COMMON, max_length=70, gradient_checkpointing=False, bf16=bf16)
+        plain = {"max_length": 70, "gradient_checkpointing": False}
+        args = SFTConfig(folder, **COMMON, **plain, bf16=bf16, deepspeed=deepspeed)
         given = {"model": llama(), "args": args, "train_dataset": data, "processing_class": tokenizer()} | more
         _train(arm, SFTTrainer, **given)
 
@@ -115,12 +82,34 @@ def lora_bf16(arm: Arm) -> None:
     sft(arm, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
 
 
+def lora_zero2(arm: Arm) -> None:
+    """PEFT LoRA with DeepSpeed ZeRO-2 (SFTTrainer), 2 ranks"""
+    zero = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 2},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
+    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
+    sft(arm, bf16=False, rows=18, deepspeed=zero, peft_config=peft)
+
+
 def lora_int8(arm: Arm) -> None:
     """PEFT LoRA on a torchao int8 base"""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     model = llama()
     quantize_(model.model, Int8WeightOnlyConfig())
+    sft(arm, bf16=False, model=model, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def lora_nf4(arm: Arm) -> None:
+    """PEFT LoRA on a torchao NF4 base, as in QLoRA"""
+    from torchao.quantization import NF4Tensor
+
+    model = llama()
+    for layer in (module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)):
+        layer.weight = torch.nn.Parameter(NF4Tensor.from_tensor(layer.weight.detach(), 64, 32), requires_grad=False)
     sft(arm, bf16=False, model=model, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 

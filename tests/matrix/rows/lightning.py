@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from matrix.arms import STEPS, Arm, batches
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from tba.integrations.lightning import OffloadCallback
 
 

@@ -6,15 +6,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from matrix.arms import Arm, batches
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from tba import attach
 
 VOCABULARY, BATCH = 96, (3, 70)
@@ -48,9 +54,39 @@ def _tensor_parallel(model: nn.Module, mesh: object) -> None:
         parallelize_module(layer, mesh, plan)
 
 
+def _sequence_parallel(model: nn.Module, mesh: object) -> None:
+    """Between the layers, and in their norms, each rank has some positions of the sequence."""
+    one, all_ = Shard(1), Replicate()
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    plan = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel(output_layouts=one))
+    plan |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), SequenceParallel(use_local_output=True))
+    hidden = {"input_kwarg_layouts": {"hidden_states": one}, "desired_input_kwarg_layouts": {"hidden_states": all_}}
+    plan["self_attn"] = PrepareModuleInput(**hidden)
+    plan["mlp"] = PrepareModuleInput(input_layouts=(one,), desired_input_layouts=(all_,))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    first = PrepareModuleInput(input_layouts=(all_,), desired_input_layouts=(one,), use_local_output=True)
+    ends = {
+        "model.layers.0": first,
+        "model.norm": SequenceParallel(use_local_output=True),
+        "lm_head": ColwiseParallel(input_layouts=one, output_layouts=all_),
+    }
+    parallelize_module(model, mesh, ends)
+
+
 def ddp(arm: Arm) -> None:
     """DistributedDataParallel, 2 ranks"""
     train(arm, DistributedDataParallel(llama()), rank=dist.get_rank())
+
+
+def fsdp1(arm: Arm) -> None:
+    """FSDP1 (FullyShardedDataParallel), 2 ranks"""
+    model = llama()
+    arm.shapes |= {tuple(parameter.shape) for parameter in model.parameters()}
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    cpu = torch.device("cpu")
+    train(arm, FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=cpu), rank=dist.get_rank())
 
 
 def fsdp2(arm: Arm) -> None:
@@ -69,6 +105,13 @@ def tensor(arm: Arm) -> None:
     train(arm, model, rank=0)
 
 
+def sequence(arm: Arm) -> None:
+    """Tensor and sequence parallel, 2 ranks"""
+    model = llama()
+    _sequence_parallel(model, init_device_mesh("cpu", (dist.get_world_size(),)))
+    train(arm, model, rank=0)
+
+
 def tensor_fsdp2(arm: Arm) -> None:
     """Tensor parallel and FSDP2, 4 ranks"""
     model = llama()
@@ -77,37 +120,6 @@ def tensor_fsdp2(arm: Arm) -> None:
     for block in model.model.layers:
         fully_shard(block, mesh=mesh["data"])
     train(arm, model, rank=mesh.get_local_rank("data"))
-
-
-def pipeline(arm: Arm) -> None:
-    """Pipeline (GPipe), 2 ranks"""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Embedding(VOCABULARY, 64), *(_Block() for _ in range(4)), nn.Linear(64, VOCABULARY))
-    model = whole[:3] if rank == 0 else whole[3:]
-    stage = PipelineStage(model, rank, dist.get_world_size(), torch.device("cpu"))
-    schedule = ScheduleGPipe(stage, n_microbatches=3, loss_fn=_loss)
-    offload = attach(model, **arm.settings) if arm.settings is not None else None
-    arm.watch(offload, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for tokens in batches(VOCABULARY, BATCH):
-        losses: list[Tensor] = []
-        schedule.step(tokens) if rank == 0 else schedule.step(target=tokens, losses=losses)
-        optimizer.step()
-        optimizer.zero_grad()
-        arm.losses.append(sum(loss.item() for loss in losses))
-    arm.end(model, close=True)
-
-
-class _Block(nn.Module):
-    """A feed-forward block with a residual connection, as a stage needs one input and one output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 160), nn.GELU(), nn.Linear(160, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 def compiled(arm: Arm) -> None:

@@ -1,6 +1,6 @@
 """Ray Train: `TorchTrainer` with two workers on a local Ray, and `tba.attach` in each.
 
-python -m matrix.rows.rays rays:trainer OUT
+python -m matrix.rows.rays OUT rays:trainer
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ray.train.torch import TorchTrainer, prepare_model
 
 from matrix import runner
 from matrix.arms import Arm
-from matrix.rows.huggingface import llama
+from matrix.models import llama
 from matrix.rows.parallel import train
 
 
@@ -27,10 +27,11 @@ def trainer(arm: Arm) -> None:
 
 def _worker(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    runner.run(given["row"], given["out"], rank=ray.train.get_context().get_world_rank())
+    folder = runner.folder_of(given["row"], given["out"])
+    runner.run(given["row"], folder, rank=ray.train.get_context().get_world_rank())
 
 
-def main(row: str, out: str) -> None:
+def main(out: str, row: str) -> None:
     """Start Ray here, and train in two workers."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=True)
     scaling = ScalingConfig(num_workers=2, use_gpu=False, resources_per_worker={"CPU": 1})
