@@ -40,6 +40,10 @@ ROWS = {
     "parallel:pipeline": 2,
     "parallel:compiled": 1,
     "rays:trainer": 2,
+    "megatron:pipeline": 2,
+    "megatron:tensor": 2,
+    "torchtitan:fsdp2": 2,
+    "torchtitan:tensor": 2,
 }
 BY_RAY = {"rays:trainer"}
 # Rows where something with a parameter's shape moves, as docs/limits.md says, and what it is.
