@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
+from torch._ops import OpOverload
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from .. import ConfigError, OffloadConfig, Offloader, attach
 from ._figures import figures
 from ._framework import framework, refuse
+from .checkpoint import create_selective_checkpoint_contexts
 
 _override = framework("torchtitan.config.override", extra="torchtitan")
 _Metrics: Any = framework("torchtitan.components.metrics", extra="torchtitan").MetricsProcessor
+_SelectiveAC: Any = framework("torchtitan.distributed.activation_checkpoint", extra="torchtitan").SelectiveAC
 
 
-@_override.override(target=_Metrics.Config, description="offload activations, and show what was moved")
+@_override.override(target=_Metrics.Config, description="offload activations, and show what was moved")  # type: ignore[untyped-decorator]
 def offload(config: Any, **settings: Any) -> Any:
     """Return the configuration of a metrics processor that attaches to every model part of the Trainer.
 
@@ -40,6 +44,41 @@ def offload(config: Any, **settings: Any) -> Any:
     OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
     kind = _offloading(type(config)._owner)
     return _override.derive(config, kind.Config, tba=settings)
+
+
+class _Selective(_SelectiveAC):  # type: ignore[misc]
+    """Stores what torchtitan would save, and the matrix products that it would not for want of memory."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_SelectiveAC.Config):  # type: ignore[misc]
+        """As torchtitan's."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        config = self.config
+        save_ops = [each for each in self.get_save_ops() if isinstance(each, OpOverload)]
+        wrapped: nn.Module = checkpoint_wrapper(
+            module,
+            context_fn=partial(create_selective_checkpoint_contexts, save_ops),
+            preserve_rng_state=config.preserve_rng_state,
+            determinism_check=config.determinism_check,
+            early_stop=False,
+            debug=config.debug,
+        )
+        return wrapped
+
+
+@_override.override(target=_SelectiveAC.Config, description="store what is saved as any other saved tensor", exact=True)  # type: ignore[untyped-decorator]
+def selective(config: Any) -> Any:
+    """Return the configuration of selective checkpointing whose saved results are compressed and moved.
+
+    To be asked for beside `offload`. torchtitan's own keeps them in a cache that no hook sees. Here every result of
+    `SelectiveAC.get_save_ops` is stored, every matrix product too, as it costs no memory of the device; but flex
+    attention, which is no single operator, runs again.
+
+    Args:
+        config: of selective checkpointing, as the Trainer has it.
+    """
+    return _override.derive(config, _Selective.Config)
 
 
 @cache

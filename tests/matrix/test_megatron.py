@@ -1,8 +1,12 @@
-"""Megatron-Core in one process: its forward step, other offloaders, recomputation, forwards without gradients."""
+"""Megatron-Core: its forward step, other offloaders, recomputation, forwards without gradients, interleaved chunks."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from matrix.rows.megatron import BATCH, MICRO_BATCHES, VOCABULARY, forward_step,
 from tba import ConfigError
 from tba.integrations.megatron import OffloadedForwardStep
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 
 
@@ -33,7 +38,7 @@ def train(forward: Any, model: nn.Module) -> tuple[list[Any], dict[str, Tensor]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for tokens in batches(VOCABULARY, (MICRO_BATCHES * BATCH[0], BATCH[1])):
-        losses += step(model, tokens, forward)
+        losses += step(list(model) if isinstance(model, nn.ModuleList) else model, tokens, forward)
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: weight.detach().clone() for name, weight in model.named_parameters()}
@@ -150,3 +155,36 @@ def test_a_forward_step_that_raises_leaves_nothing_entered() -> None:
     assert not forward.offloads[0].entered
     forward.close()
     assert alive() == []
+
+
+INTERLEAVED = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+from megatron.core import parallel_state
+from matrix.arms import alive, equal
+from matrix.rows.megatron import forward_step, gpt, initialize
+from matrix.test_megatron import SMALL, OffloadedForwardStep, train
+initialize(pipeline=2, chunks=2)
+found = []
+for forward in (forward_step, OffloadedForwardStep(forward_step, **SMALL)):
+    chunks = torch.nn.ModuleList(gpt(pipeline=2, chunk=chunk) for chunk in range(2))
+    found.append(train(forward, chunks))
+assert found[0][0] == found[1][0], found
+assert equal(found[0][1], found[1][1])
+offloads = forward.offloads
+assert len(offloads) == 2
+assert all(each.stats().offloaded_bytes > 0 and each.stats().live_records == 0 for each in offloads)
+forward.close()
+assert alive() == [], alive()
+dist.barrier()
+print("EQUAL", flush=True)
+import os; os._exit(0)
+"""
+
+
+def test_an_interleaved_pipeline_over_two_ranks_trains_as_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(INTERLEAVED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.count("EQUAL") == 2, done.stderr[-4000:]

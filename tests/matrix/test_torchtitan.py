@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from tba.integrations import torchtitan as with_torchtitan
 # What else of torchtitan is needed is imported within tests: after `matrix.rows.torchtitan`, which tells it of the CPU.
 SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 IMPORTS = [(OVERRIDE, SMALL)]
+SELECTIVE = "tba.integrations.torchtitan.selective"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +88,35 @@ def test_it_trains_checkpointed_blocks_and_ends_where_a_step_raises(tmp_path: Pa
     assert not offload.entered
     trainer.close()  # which torchtitan's main does, also then
     assert offload.closed
+    assert alive() == []
+
+
+def test_selective_checkpointing_is_exact_and_what_it_saves_moves(tmp_path: Path) -> None:
+    """The same losses three times: torchtitan alone, with `offload`, with `selective` too."""
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    losses, moved, unseen = [], [], []
+    for imports in ([], IMPORTS, [*IMPORTS, SELECTIVE]):
+        torch.manual_seed(0)
+        config = configuration(str(tmp_path), imports=imports)
+        config.activation_checkpoint = SelectiveAC.Config()
+        config.debug.seed = 5
+        trainer = config.build()
+        data = trainer.batch_generator(trainer.dataloader)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch's selective checkpointing keeps")
+            for _ in range(2):
+                trainer.step += 1
+                trainer.train_step(data)
+        losses.append([shown["loss"] for shown in trainer.metrics_processor.shown])
+        if imports:
+            stats = trainer.metrics_processor.offloads[0].stats()
+            moved.append(stats.offloaded_bytes)
+            unseen.append(stats.unseen_bytes)
+        trainer.close()
+    assert losses[0] == losses[1] == losses[2]
+    assert moved[1] > 3 * moved[0] > 0
+    assert unseen[0] > 0 == unseen[1]
     assert alive() == []
 
 

@@ -27,15 +27,15 @@ with warnings.catch_warnings():
 VOCABULARY, BATCH, MICRO_BATCHES = 96, (3, 70), 2
 
 
-def initialize(*, tensor: int = 1, pipeline: int = 1) -> None:
+def initialize(*, tensor: int = 1, pipeline: int = 1, chunks: int | None = None) -> None:
     """Make Megatron-Core's groups of ranks, and a tracker of random numbers that needs no CUDA generator."""
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(tensor, pipeline, chunks)
     initialize_rng_tracker(inference_rng_tracker=True)
 
 
-def gpt(*, tensor: int = 1, pipeline: int = 1, **more: Any) -> GPTModel:
-    """This rank's part of a tiny model."""
+def gpt(*, tensor: int = 1, pipeline: int = 1, chunk: int | None = None, **more: Any) -> GPTModel:
+    """This rank's part of a tiny model, or one of its two chunks where a pipeline is interleaved."""
     torch.manual_seed(0)
     config = TransformerConfig(
         num_layers=4,
@@ -46,6 +46,7 @@ def gpt(*, tensor: int = 1, pipeline: int = 1, **more: Any) -> GPTModel:
         use_cpu_initialization=True,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=None if chunk is None else 2,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=pipeline > 1,  # as Megatron-LM trains
         **more,
@@ -55,8 +56,9 @@ def gpt(*, tensor: int = 1, pipeline: int = 1, **more: Any) -> GPTModel:
         transformer_layer_spec=get_gpt_layer_local_spec(),
         vocab_size=VOCABULARY,
         max_sequence_length=BATCH[1],
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=chunk is None, vp_stage=chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=chunk is None, vp_stage=chunk),
+        vp_stage=chunk,
     )
 
 
@@ -73,10 +75,12 @@ def _mean(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return losses.mean(), {"loss": losses.mean().detach()}
 
 
-def step(model: nn.Module, tokens: Tensor, forward: Any, **more: Any) -> list[dict[str, Tensor]]:
+def step(model: nn.Module | list[nn.Module], tokens: Tensor, forward: Any, **more: Any) -> list[dict[str, Tensor]]:
     """Run forward and backward of all micro-batches; the losses are the last stage's."""
     sizes = {"seq_length": BATCH[1], "micro_batch_size": BATCH[0], "num_microbatches": MICRO_BATCHES}
-    data = iter(tokens.chunk(MICRO_BATCHES))
+    data: Any = iter(tokens.chunk(MICRO_BATCHES))
+    if isinstance(model, list):  # of chunks, each with data of its own
+        data = [iter(tokens.chunk(MICRO_BATCHES)) for _ in model]
     given = {"forward_step_func": forward, "data_iterator": data, "model": model, "forward_only": False}
     with cuda_is_the_cpu():
         found: list[dict[str, Tensor]] = get_forward_backward_func()(**given | sizes | more)
