@@ -82,13 +82,15 @@ wheel: $(VENV)/.release
 	out/wheel/venv/bin/python -m pip install --quiet --constraint constraints.txt dist/*.whl
 	cd out/wheel && venv/bin/python -I $(CURDIR)/tests/support/smoke.py && venv/bin/tba --version
 
-# The frameworks have an environment of their own: some ask for versions that others do not.
+# The frameworks have an environment of their own: some ask for versions that others do not. Torchtitan imports Triton,
+# which comes with torch for CUDA alone, on a CPU too.
 .venv-matrix/.installed: pyproject.toml constraints-matrix.txt
 	@echo "making .venv-matrix: some minutes"
 	test -x .venv-matrix/bin/python || $(PYTHON) -m venv .venv-matrix
 	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt torch==2.13.0
-	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt --editable '.[hf,lightning,deepspeed]' \
-		trl peft datasets torchao 'ray[train]' pytest pytest-xdist hypothesis
+	.venv-matrix/bin/python -m pip install --quiet --constraint constraints-matrix.txt \
+		--editable '.[hf,lightning,deepspeed,megatron,torchtitan]' \
+		triton trl peft datasets torchao 'ray[train]' pytest pytest-xdist hypothesis
 	touch $@
 
 # A build of DeepSpeed's that was ended leaves a lock that the next would wait for.

@@ -1,9 +1,12 @@
-"""Framework: loads the library that an integration is for, and says what to install where it is missing."""
+"""Framework: loads the library that an integration is for, and refuses what of it offloads activations too."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from .. import ConfigError
 
 
 def framework(name: str, *, extra: str) -> Any:
@@ -22,3 +25,28 @@ def framework(name: str, *, extra: str) -> Any:
             f"pip install 'tba-offload[{extra}]'",
             name=name,
         ) from error
+
+
+def refuse(found: Iterable[tuple[str, str]]) -> None:
+    """Raise if another offloader is switched on, as both would act on the same tensors.
+
+    Args:
+        found: the name of each that is on, and the setting to delete.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    lines = [f"{name} is on too: delete {setting}" for name, setting in found]
+    if lines:
+        raise ConfigError(
+            f"two offloaders on one model, and only the inner one would get its tensors. {'; '.join(lines)}; or delete "
+            "the line that attaches tba"
+        )
+
+
+def of_deepspeed(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield what a DeepSpeed configuration moves by itself."""
+    for section, setting in (("activation_checkpointing", "cpu_checkpointing"), ("compile", "offload_activation")):
+        given = config.get(section)
+        if isinstance(given, Mapping) and given.get(setting) is True:
+            yield f"DeepSpeed's {setting}", f'"{setting}": true from "{section}" in the DeepSpeed configuration'

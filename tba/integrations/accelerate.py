@@ -16,8 +16,7 @@ from torch import nn
 from .. import ConfigError, Offloader
 from .. import attach as _attach
 from ._figures import figures
-from ._framework import framework
-from ._others import of_deepspeed, refuse
+from ._framework import framework, of_deepspeed, refuse
 
 __all__ = ["attach", "figures"]
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from .. import ConfigError, OffloadConfig, attach
 from ._figures import figures
-from ._framework import framework
-from ._others import of_deepspeed, refuse
+from ._framework import framework, of_deepspeed, refuse
 
 __all__ = ["figures", "initialize"]
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from .. import OffloadConfig, Offloader, offload_context
 from ._figures import figures
-from ._framework import framework
-from ._others import of_deepspeed, refuse
+from ._framework import framework, of_deepspeed, refuse
 
 _Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
 

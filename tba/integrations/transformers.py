@@ -14,8 +14,7 @@ from typing import Any
 
 from .. import ConfigError, OffloadConfig, Offloader, attach, offload_context
 from ._figures import figures
-from ._framework import framework
-from ._others import of_deepspeed, refuse
+from ._framework import framework, of_deepspeed, refuse
 
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "lightning", "deepspeed", "ray", "torchao")
+PACKAGES = (
+    *("torch", "transformers", "trl", "peft", "accelerate", "lightning", "deepspeed", "ray", "torchao"),
+    *("megatron-core", "torchtitan"),
+)
 COLUMNS = {
     "nvme": 'tier="nvme"',
     "exact": 'compress="exact"',

@@ -10,7 +10,8 @@ from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
 from matrix.arms import alive
-from matrix.rows.huggingface import COMMON, llama, text, tokenizer
+from matrix.models import llama, text, tokenizer
+from matrix.rows.huggingface import COMMON
 from matrix.rows.lightning import Module
 from matrix.trainings import SMALL, fit, trainer
 from tba import ConfigError, offload_context

@@ -48,8 +48,13 @@ ROWS = {
     "pipeline:zero_bubble_v": 2,
     "parallel:compiled": 1,
     "rays:trainer": 2,
+    "megatron:pipeline": 2,
+    "megatron:tensor": 2,
+    "torchtitan:fsdp2": 2,
+    "torchtitan:tensor": 2,
 }
 BY_RAY = {"rays:trainer"}
+ALONE = {"megatron", "torchtitan"}  # frameworks whose state of a process is set up once
 # Rows where something with a parameter's shape moves, as docs/limits.md says, and what it is.
 WEIGHT_COPIES = {
     "huggingface:lora_bf16": "casts of frozen weights to bfloat16 move too",
@@ -68,7 +73,8 @@ class Found(NamedTuple):
 
 def launch_of(row: str) -> tuple[str, int]:
     """Rows of one file with as many ranks share their processes, whose imports take longer than a row."""
-    return row.partition(":")[0], ROWS[row]
+    module = row.partition(":")[0]
+    return row if module in ALONE else module, ROWS[row]
 
 
 @cache
