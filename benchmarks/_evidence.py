@@ -20,7 +20,7 @@ def add_evidence(app: typer.Typer) -> None:
 def rok(
     family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the own batch (default: 0.5, 1, 2).")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 6,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 6; on cuda 5).")] = None,
     starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 1,
     paper: Annotated[bool, typer.Option(help="Also the paper's figure: GPT, BERT, T5 at 8 layers.")] = True,
     threads: Threads = 2,
@@ -28,7 +28,7 @@ def rok(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Recompute, offload, keep: throughput against peak memory, five families at three batch sizes (two hours)."""
+    """Recompute, offload, keep: throughput against peak memory, at three batch sizes (up to 15 minutes a family)."""
     from ._processes.device import DEVICES
     from ._workload.families import FAMILIES
     from ._workload.sizes import TINY_SETTINGS
@@ -44,7 +44,7 @@ def rok(
         sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS, warm_up=4)
         names, rounds, starts = family or ["gpt"], 1, 1
     figure = [name for name in PAPER if name in names] if paper else []
-    turns = {"rounds": rounds, "starts": starts, "threads": threads, "device": here}
+    turns = {"rounds": rounds or (5 if here.apart else 6), "starts": starts, "threads": threads, "device": here}
     return run_rok(names, sizes=sizes, paper=figure, out=out, **turns)
 
 
@@ -52,7 +52,7 @@ def peers(
     family: Annotated[Literal["llama", "gpt", "bert", "conv"], typer.Option(help="What is trained.")] = "llama",
     peer: Annotated[list[str] | None, typer.Option(help="Measure these alone, beside tba (default: all).")] = None,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on cuda 6).")
+        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on cuda 5).")
     ] = None,
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 2; on cuda 1).")] = None,
     threads: Threads = 2,
@@ -60,7 +60,7 @@ def peers(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """tba beside what else there is: memory, time, bytes left, and what becomes of ten things that code does."""
+    """tba beside what else there is: memory, time, bytes left; what becomes of ten things code does (10 minutes)."""
     from ._peers.registry import CHECKPOINT, NVME, PEERS
     from ._processes.device import DEVICES
     from ._workload.sizes import TINY_SETTINGS
@@ -70,8 +70,8 @@ def peers(
     check_names(peer or (), PEERS, "peer")
     chosen = [name for name in PEERS if name in (peer or PEERS) or name == NVME]
     if not quick:
-        rounds, starts = rounds or (6 if here.apart else 12), starts or (1 if here.apart else 2)
-        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out, "device": here}
+        rounds, starts, batch = (rounds or 5, starts or 1, 4) if here.apart else (rounds or 12, starts or 2, 0)
+        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out, "device": here, "batch": batch}
         return run_peers(chosen, family=family, cases=cases, **given)
     few, here = [CHECKPOINT, "tutorial's files", NVME], replace(here, size="small")
     tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS, "device": here}
@@ -86,7 +86,7 @@ def knee(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Step time and waiting on links from 50 MB/s to free; where the link begins to bind, predicted and measured."""
+    """Step time and waiting on links from 50 MB/s to free; where the link binds, predicted and measured (8 minutes)."""
     from ._workload.sizes import TINY_SETTINGS
     from .knee import NEAR, RATES, run_knee
 
@@ -102,7 +102,7 @@ def scale(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """How cost grows: layers, width, sequence, batch, threads, saved tensors; 30 GB in 4 GiB (30 GB of disk)."""
+    """How cost grows: layers, width, sequence, batch, threads, saved tensors; 30 GB in 4 GiB (20 minutes, 30 GB)."""
     from .scale import Sizes, run_scale, tiny
 
     return run_scale(tiny() if quick else Sizes(), rounds=1 if quick else rounds, threads=threads, out=out)

@@ -33,8 +33,8 @@ from ._workload.tools import scratch_directory
 
 PLAIN, RULE, SHARE = "plain", "SSDTrain's rule", 0.4
 AUTO = f"tba auto {SHARE:.2f}"
-_WARM_UP = 6
-_CASE_TIMEOUT_S = 60.0
+_WARM_UP, _WARM_UP_APART = 6, 4  # until a plan stands; fewer where a step moves gigabytes
+_CASE_TIMEOUT_S = 120.0  # what hangs hangs for ever; importing takes seconds
 # What PyPI has besides, and why it is no arm.
 ELSEWHERE = {
     "trainstream": "needs CUDA: wrap() refuses a CPU build of PyTorch; it pages weights, optimizer and activations",
@@ -73,23 +73,26 @@ def run_peers(
         compiled = {"TORCH_EXTENSIONS_DIR": stack.enter_context(tempfile.TemporaryDirectory(dir=directory))}
         specs = make_arms(here, options, folders, compiled, threads, dict(settings or {}), device)
         specs, failed = _those_that_run(specs)
-        turns = {"rounds": rounds, "warm_up": _WARM_UP, "starts": starts, "apart": device.apart}
+        warm_up = _WARM_UP_APART if device.apart else _WARM_UP
+        turns = {"rounds": rounds, "warm_up": warm_up, "starts": starts, "apart": device.apart}
         arms = measure(specs, title=f"peers {family}", **turns)
         left = {name: _bytes_below(folder) for name, folder in folders.items() if name in arms}
-        found = _run_cases(here, cases, directory, {**device.environment, **compiled}, device)
+        able = [name for name in here if name not in failed]
+        found = _run_cases(able, cases, directory, {**device.environment, **compiled}, device)
     bars = make_bars(arms, found)
-    title, unit = BY_SIZE[device.size][family].describe, BY_SIZE[device.size][family].unit
+    model = BY_SIZE[device.size][family]
+    title = f"{model.of(layers)}, batch {batch or model.examples}"
     tables = [
         _table(title, arms, left, device),
         _against_table(arms),
         Grid("Not measured here", ("peer", "why"), list((missing | ELSEWHERE | failed).items())),
-        _case_table(found, cases, missing),
+        _case_table(found, cases, missing | failed),
         bar_table(bars),
     ]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "peers.png"
     places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
-    draw_curves({title: {1.0: places}}, picture, units={title: unit})
+    draw_curves({title: {1.0: places}}, picture, units={title: model.unit})
     data = {
         "family": family,
         "arms": {name: vars(arm) for name, arm in arms.items()},
@@ -141,7 +144,7 @@ def _those_that_run(specs: Sequence[Spec]) -> tuple[list[Spec], dict[str, str]]:
                 measure([spec], rounds=0, title=f"a step of {spec.name}", warm_up=1)
             except ChildError as error:
                 last = error.words.strip().splitlines()[-1]
-                failed[spec.name] = "hang" if error.hung else f"error: {last[:160]}"
+                failed[spec.name] = f"does not run: {'it hangs' if error.hung else last[:160]}"
                 continue
         run.append(spec)
     return run, failed

@@ -7,7 +7,7 @@ lossy presets are drawn and never counted. The paper's own figure stands beside:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,7 +44,8 @@ class Sizes:
         layers: of each model; None: its own number.
         paper_layers, paper_batch: of the paper's figure.
         settings: fields of `OffloadConfig` for every arm of tba.
-        presets: values of `compress`, each with tier keep and with nvme.
+        presets: values of `compress`, each with tier keep and with nvme, at one batch alone, the family's own or what
+            is next below: all arms' processes are alive at once, and hold what their largest step took.
         warm_up: steps before those that are timed: until a plan stands, as for `auto`.
     """
 
@@ -59,7 +60,7 @@ class Sizes:
 
 
 # For a card, where each arm is alone and a step moves gigabytes.
-CARD = Sizes(scales=(1.0,), shares=(0.25, 0.55, 0.85), presets=("exact", "safe8"), warm_up=5)
+CARD = Sizes(scales=(1.0,), shares=(0.25, 0.55, 0.85), presets=("exact", "safe8"), warm_up=4)
 
 
 def run_rok(
@@ -80,13 +81,15 @@ def run_rok(
     allocators: dict[str, str] = {}
     panels: dict[str, dict[float, list[Point]]] = {}
     turns = {"rounds": rounds, "warm_up": sizes.warm_up, "starts": starts, "apart": device.apart}
+    own = max((scale for scale in sizes.scales if scale <= 1), default=min(sizes.scales))
     for family in families:
-        title = _title(family, sizes, device)
+        title = BY_SIZE[device.size][family].of(sizes.layers)
         for scale in sizes.scales:
             batch = max(1, round(scale * BY_SIZE[device.size][family].examples))
             options = {"family": family, "batch": batch, "layers": sizes.layers}
             saved_bytes = count_saved_bytes({**options, "settings": sizes.settings}, threads, device)
-            specs = make_arms(options, sizes, threads, saved_bytes, device)
+            presets = sizes.presets if scale == own else ()
+            specs = make_arms(options, replace(sizes, presets=presets), threads, saved_bytes, device)
             where = f"{family}, batch {batch}"
             arms = measure(specs, title=f"rok {where}", **turns)
             found = curve_bars(where, arms, *sides(arms))
@@ -108,8 +111,8 @@ def run_rok(
         tables += [_paper_table(figure, sizes), bar_table(paper_bars, "Bars of the paper's figure")]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "rok.png"
-    units = {_title(name, sizes, device): BY_SIZE[device.size][name].unit for name in families}
-    draw_curves(panels, picture, units=units)
+    members = [BY_SIZE[device.size][name] for name in families]
+    draw_curves(panels, picture, units={one.of(sizes.layers): one.unit for one in members})
     files = [picture]
     if figure:
         files.append(out / "rok_paper.png")
@@ -125,7 +128,7 @@ def run_rok(
         "missing": {REMAT: missing} if missing else {},
     }
     return Result(
-        theme=device.theme("rok"),
+        theme=device.theme("rok" if set(families) == set(BY_SIZE[device.size]) else "-".join(["rok", *families])),
         tables=tables,
         data=found_data,
         files=files,
@@ -221,12 +224,6 @@ def _misses(bars: Sequence[Bar]) -> list[Grid]:
     if not rows:
         return []
     return [Grid("Where another arm lies above or left of every exact arm of tba", ("comparison", "measured"), rows)]
-
-
-def _title(family: str, sizes: Sizes, device: Device) -> str:
-    """Describe a family without its batch, which differs here."""
-    described = BY_SIZE[device.size][family].describe.rpartition(", batch")[0]
-    return described if sizes.layers is None else f"{described} (but {sizes.layers} layers)"
 
 
 def _note(arms: Mapping[str, Measured], saved_bytes: int, equal: bool, device: Device) -> str:

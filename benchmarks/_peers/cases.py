@@ -16,7 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from .peer import Wrapper
+from .peer import Function, Wrapper
 
 Leaf = Callable[[int], Tensor]
 Case = Callable[[Wrapper, Path, Leaf], Sequence[Tensor | None]]
@@ -29,6 +29,11 @@ _WRITING_S = 0.5  # until all that a peer writes behind forward is in its file
 
 class NotTried(Exception):
     """A case could not do to a peer what it is for."""
+
+
+def as_it_is(function: Function) -> Function:
+    """Wrap nothing: plain PyTorch."""
+    return function
 
 
 def leaf_on(device: torch.device) -> Leaf:
@@ -166,7 +171,7 @@ def _spoiled(
     out = _through(wrap, function, x)
     time.sleep(_WRITING_S)
     files = _files(scratch)
-    if not any(path.stat().st_size for path in files):
+    if wrap is not as_it_is and not any(path.stat().st_size for path in files):
         raise NotTried("nothing was written that could be spoiled")
     for path in files:
         descriptor = os.open(path, os.O_RDWR)

@@ -107,9 +107,7 @@ def deepspeed(model: nn.Module | None, scratch: Path) -> Wrapper:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(
-        backend, init_method=(scratch.resolve() / "ranks").as_uri(), rank=0, world_size=1
-    )
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     library.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     library.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
 

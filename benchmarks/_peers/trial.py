@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint"])
@@ -63,7 +63,7 @@ def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
     """Run a case plain and under a peer in this process, and compare."""
     import torch
 
-    from .cases import CASES, OF_FILES, NotTried, edited, leaf_on, unedited
+    from .cases import CASES, OF_FILES, NotTried, as_it_is, edited, leaf_on, unedited
     from .registry import PEERS
 
     torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
         return Outcome("-", "keeps nothing in files")
     # Where plain has an error, gradients as if nothing had been edited are right too.
     truth = unedited if CASES[case] is edited else CASES[case]
-    expected = truth(_as_it_is, scratch, leaf)
+    expected = truth(as_it_is, scratch, leaf)
     try:
         wrap = chosen.make(None, scratch)
     except Exception as error:  # of the peer, and of no case
@@ -91,7 +91,3 @@ def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _as_it_is(function: Any) -> Any:
-    return function

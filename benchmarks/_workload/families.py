@@ -66,6 +66,11 @@ class Family:
         """Count the tokens, or the images, of a batch."""
         return batch[0].numel() if self.unit == "tokens" else len(batch[0])
 
+    def of(self, layers: int | None) -> str:
+        """Describe a model of so many layers, without its batch."""
+        described = self.describe.rpartition(", batch")[0]
+        return described if layers is None else f"{described} (but {layers} layers)"
+
 
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Find the blocks of a model of any family, in order: what checkpointing is usually put around."""
