@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test lint docs matrix wheel gpu clean
+.PHONY: help .venv demo allocator test lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
@@ -16,7 +16,8 @@ help:
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
 	@echo "make matrix train with every framework, with tba and without, and compare with docs/matrix.md"
-	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark"
+	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark;"
+	@echo "            make gpu-step, gpu-rok, gpu-peers and gpu-hooks measure there, ten minutes each"
 	@echo "make .venv  make the environment alone"
 	@echo "make clean  remove the environment and all that was generated"
 
@@ -102,7 +103,18 @@ matrix: .venv-matrix/.installed
 
 gpu:
 	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
-	$(PYTHON) -m benchmarks step --device cuda --rounds 12
+	$(MAKE) gpu-step
+
+# One card of 80 GB, under ten minutes each. With MACHINE=h100 the result is filed under that name.
+FILED = $(if $(MACHINE),--save --machine $(MACHINE))
+gpu-step:
+	$(PYTHON) -m benchmarks step --device cuda --rounds 12 $(FILED)
+gpu-rok:
+	$(PYTHON) -m benchmarks rok --device cuda --no-paper $(FILED)
+gpu-peers:
+	$(PYTHON) -m benchmarks peers --device cuda $(FILED)
+gpu-hooks:
+	$(PYTHON) -m benchmarks hooks --device cuda $(FILED)
 
 clean:
 	rm -rf $(VENV) .venv-matrix build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

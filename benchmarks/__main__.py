@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Collection, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ._evidence import add_evidence
 from ._processes.child import ChildError
-from ._report.options import MACHINE, AsJson, Folder, Machine, Quick, Save, command
+from ._report.options import (
+    MACHINE,
+    OUT,
+    AsJson,
+    Device,
+    Folder,
+    Machine,
+    Out,
+    Quick,
+    Save,
+    Threads,
+    check_names,
+    command,
+)
 from ._report.results import MIB, CannotMeasure, Result, show
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-
-
-Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
-Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
-
-_OUT = Path("out")
-
-
-def _check_names(names: Iterable[str], known: Collection[str], what: str, *, where: str = "") -> None:
-    """Refuse a name that is not known. Raises BadParameter."""
-    for name in names:
-        if name not in known:
-            raise typer.BadParameter(f"unknown {what} {name!r}{where}; known are {', '.join(known)}")
 
 
 @command(app)
@@ -39,7 +38,7 @@ def step(
     rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 16,
     starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 8; on cuda 1).")] = None,
     threads: Threads = 2,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")] = "cpu",
+    device: Device = "cpu",
     explain: Annotated[bool, typer.Option(help="Also arms that show where the cost goes.")] = False,
     quick: Quick = False,
 ) -> Result:
@@ -49,7 +48,7 @@ def step(
 
     known = CUDA_MODELS if device == "cuda" else CPU_MODELS
     names = model or (["16x1024"] if device == "cuda" else list(known))
-    _check_names(names, known, "model", where=f" for {device}")
+    check_names(names, known, "model", where=f" for {device}")
     if explain and device == "cuda":
         raise typer.BadParameter("--explain takes the cost on a CPU apart; leave --device away")
     if quick:
@@ -75,7 +74,7 @@ def auto(
     from .overlap import parse_rate
 
     names = family or list(FAMILIES)
-    _check_names(names, FAMILIES, "family")
+    check_names(names, FAMILIES, "family")
     try:
         limit = None if rate is None else parse_rate(rate)
     except ValueError as error:
@@ -98,7 +97,7 @@ def forecast(
     from .forecast import run_forecast
 
     names = family or (["conv"] if quick else list(FAMILIES))
-    _check_names(names, FAMILIES, "family")
+    check_names(names, FAMILIES, "family")
     return run_forecast(names, rounds=1 if quick else rounds, threads=threads, published=not quick)
 
 
@@ -113,99 +112,25 @@ def ablation(
     from .ablation import run_ablation
 
     names = family or (["conv"] if quick else list(FAMILIES))
-    _check_names(names, FAMILIES, "family")
-    return run_ablation(names, scratch=_OUT / "scratch", threads=threads, with_large=not quick)
+    check_names(names, FAMILIES, "family")
+    return run_ablation(names, scratch=OUT / "scratch", threads=threads, with_large=not quick)
 
 
-@command(app)
-def rok(
-    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
-    batch: Annotated[list[float] | None, typer.Option(help="Multiples of the own batch (default: 0.5, 1, 2).")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 6,
-    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 1,
-    paper: Annotated[bool, typer.Option(help="Also the paper's figure: GPT, BERT, T5 at 8 layers.")] = True,
-    threads: Threads = 2,
-    out: Out = _OUT,
-    quick: Quick = False,
-) -> Result:
-    """Recompute, offload, keep: throughput against peak memory, five families at three batch sizes (two hours)."""
-    from ._workload.families import FAMILIES
-    from ._workload.sizes import TINY_SETTINGS
-    from .rok import PAPER, SCALES, Sizes, run_rok
-
-    names = family or list(FAMILIES)
-    _check_names(names, FAMILIES, "family")
-    sizes = Sizes(scales=batch or SCALES)
-    if quick:
-        sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
-        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS, warm_up=4)
-        names, rounds, starts = family or ["gpt"], 1, 1
-    figure = [name for name in PAPER if name in names] if paper else []
-    return run_rok(names, sizes=sizes, rounds=rounds, starts=starts, threads=threads, paper=figure, out=out)
-
-
-@command(app)
-def peers(
-    family: Annotated[Literal["llama", "gpt", "bert", "conv"], typer.Option(help="What is trained.")] = "llama",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
-    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
-    threads: Threads = 2,
-    out: Out = _OUT,
-    quick: Quick = False,
-) -> Result:
-    """tba beside what else there is: memory, time, bytes left, and what becomes of ten things that code does."""
-    from ._peers.registry import CHECKPOINT, NVME, PEERS
-    from ._workload.sizes import TINY_SETTINGS
-    from .peers import known_cases, run_peers
-
-    if not quick:
-        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out}
-        return run_peers(list(PEERS), family=family, cases=known_cases(), **given)
-    few, cases = [CHECKPOINT, "tutorial's files", NVME], known_cases()[:1] + known_cases()[-3:]
-    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
-    return run_peers(few, family="gpt", cases=cases, rounds=1, starts=1, threads=threads, out=out, **tiny)
-
-
-@command(app)
-def knee(
-    family: Annotated[Literal["gpt", "bert", "t5", "llama", "conv"], typer.Option(help="What is trained.")] = "gpt",
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 5,
-    threads: Threads = 2,
-    out: Out = _OUT,
-    quick: Quick = False,
-) -> Result:
-    """Step time and waiting on links from 50 MB/s to free; where the link begins to bind, predicted and measured."""
-    from ._workload.sizes import TINY_SETTINGS
-    from .knee import NEAR, RATES, run_knee
-
-    if not quick:
-        return run_knee(family, rates=RATES, near=NEAR, rounds=rounds, threads=threads, out=out)
-    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS}
-    return run_knee(family, rates=(50e6,), near=(0.5,), rounds=1, threads=threads, out=out, **tiny)
-
-
-@command(app)
-def scale(
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 4,
-    threads: Threads = 2,
-    out: Out = _OUT,
-    quick: Quick = False,
-) -> Result:
-    """How cost grows: layers, width, sequence, batch, threads, saved tensors; 30 GB in 4 GiB (30 GB of disk)."""
-    from .scale import Sizes, run_scale, tiny
-
-    return run_scale(tiny() if quick else Sizes(), rounds=1 if quick else rounds, threads=threads, out=out)
+add_evidence(app)
 
 
 @command(app)
 def hooks(
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of each kind.")] = 40,
+    device: Device = "cpu",
     quick: Quick = False,
 ) -> Result:
     """Cost per saved tensor on the calling thread, above an empty pair of hooks."""
+    from ._processes.device import DEVICES
     from .hooks import run_hooks
 
-    return run_hooks(rounds=3 if quick else rounds, tensors=16 if quick else 128, records=64 if quick else 1000)
+    sizes = {"tensors": 16, "records": 64} if quick else {"tensors": 128, "records": 1000}
+    return run_hooks(rounds=3 if quick else rounds, device=DEVICES[device], **sizes)
 
 
 @command(app)
@@ -214,7 +139,7 @@ def overlap(
     rate: Annotated[list[str] | None, typer.Option(help="Limit the link to so much a second, such as 200MB.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the one of median length is drawn.")] = 3,
     threads: Threads = 2,
-    out: Out = _OUT,
+    out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
     """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
@@ -242,7 +167,7 @@ def replay(
     from .replay import BUDGETS, run_replay
 
     names = family or (["conv"] if quick else list(BUDGETS))
-    _check_names(names, BUDGETS, "family")
+    check_names(names, BUDGETS, "family")
     try:
         rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
     except ValueError as error:
@@ -257,7 +182,7 @@ def sim(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Steps that check the simulator.")] = 5,
     threads: Threads = 2,
-    out: Out = _OUT,
+    out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
     """Simulation: what can leave at 2% of a step on cards, links and drives that are not here (five minutes)."""
@@ -278,7 +203,7 @@ def demo(
     seconds: Annotated[float, typer.Option(min=1, help="Take about so long, all arms together.")] = 150,
     steps: Annotated[int, typer.Option(min=1, help="At most so many steps.")] = 60,
     threads: Threads = 2,
-    out: Out = _OUT,
+    out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
     """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
@@ -322,7 +247,7 @@ def fidelity(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds; only from three on they show a spread.")] = 3,
     rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: 3e-4, 1e-3, 3e-3).")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
-    out: Out = _OUT,
+    out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
     """Validation loss on held-out text under every preset and CompAct rank, one tuned rate per arm (20 minutes)."""
@@ -348,7 +273,7 @@ def bert(
 
 
 @app.command()
-def report(out: Out = _OUT, json: AsJson = False) -> None:
+def report(out: Out = OUT, json: AsJson = False) -> None:
     """One page of all that is filed: report.html, and report.md for the docs. Measures nothing."""
     from .report import run_report
 
@@ -368,7 +293,7 @@ def everything(
 
     known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "report", "all")]
     names = only or known
-    _check_names(names, known, "benchmark")
+    check_names(names, known, "benchmark")
     result = run_all(names, quick=quick, options=["--save", "--machine", machine] if save else [])
     show(result, as_json=json)
     if any(each["code"] for each in result.data["commands"].values()):

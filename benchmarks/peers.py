@@ -19,6 +19,7 @@ from ._peers.trial import Outcome, run_case
 from ._pictures.curves import Point, draw_curves
 from ._processes.arms import Spec
 from ._processes.child import ChildError
+from ._processes.device import CPU, Device
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import per_second
@@ -27,15 +28,13 @@ from ._report.progress import progress
 from ._report.ratios import doubt, median_ratio, ratios
 from ._report.results import MIB, Grid, Result, mib
 from ._report.steps import Measured, memory_share
-from ._workload.families import FAMILIES
+from ._workload.families import BY_SIZE
 from ._workload.tools import scratch_directory
 
 PLAIN, RULE, SHARE = "plain", "SSDTrain's rule", 0.4
 AUTO = f"tba auto {SHARE:.2f}"
-_WARM_UP = 6
-# DeepSpeed compiles an operator where it finds none, and who is killed while it does leaves a lock behind in the cache
-# of torch's extensions, for which every later process waits: a short limit would make hangs of its own.
-_CASE_TIMEOUT_S = 180.0
+_WARM_UP, _WARM_UP_APART = 6, 4  # until a plan stands; fewer where a step moves gigabytes
+_CASE_TIMEOUT_S = 120.0  # what hangs hangs for ever; importing takes seconds
 # What PyPI has besides, and why it is no arm.
 ELSEWHERE = {
     "trainstream": "needs CUDA: wrap() refuses a CPU build of PyTorch; it pages weights, optimizer and activations",
@@ -53,10 +52,11 @@ def run_peers(
     threads: int,
     out: Path,
     layers: int | None = None,
-    batch: int = 8,
+    batch: int = 0,
     settings: Mapping[str, Any] | None = None,
+    device: Device = CPU,
 ) -> Result:
-    """Train under each of the peers `names`, then run the cases under each."""
+    """Train under each of the peers `names`, then run the cases under each; `batch` 0 is the family's own."""
     from tba import OffloadConfig
 
     directory = scratch_directory(OffloadConfig().storage_paths)
@@ -68,24 +68,31 @@ def run_peers(
             name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
             for name in (PLAIN, *here, RULE, AUTO)
         }
-        specs = make_arms(here, options, folders, threads, dict(settings or {}))
+        # What a peer compiles (DeepSpeed an operator) is compiled here, by the step that tries it. In PyTorch's own
+        # cache who is killed meanwhile leaves a lock, for which all later processes wait: a hang that is no peer's.
+        compiled = {"TORCH_EXTENSIONS_DIR": stack.enter_context(tempfile.TemporaryDirectory(dir=directory))}
+        specs = make_arms(here, options, folders, compiled, threads, dict(settings or {}), device)
         specs, failed = _those_that_run(specs)
-        arms = measure(specs, rounds=rounds, title=f"peers {family}", warm_up=_WARM_UP, starts=starts)
+        warm_up = _WARM_UP_APART if device.apart else _WARM_UP
+        turns = {"rounds": rounds, "warm_up": warm_up, "starts": starts, "apart": device.apart}
+        arms = measure(specs, title=f"peers {family}", **turns)
         left = {name: _bytes_below(folder) for name, folder in folders.items() if name in arms}
-    found = _run_cases(here, cases, directory)
+        able = [name for name in here if name not in failed]
+        found = _run_cases(able, cases, directory, {**device.environment, **compiled}, device)
     bars = make_bars(arms, found)
+    model = BY_SIZE[device.size][family]
+    title = f"{model.of(layers)}, batch {batch or model.examples}"
     tables = [
-        _table(FAMILIES[family].describe, arms, left),
+        _table(title, arms, left, device),
         _against_table(arms),
         Grid("Not measured here", ("peer", "why"), list((missing | ELSEWHERE | failed).items())),
-        _case_table(found, cases),
+        _case_table(found, cases, missing | failed),
         bar_table(bars),
     ]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "peers.png"
     places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
-    title = FAMILIES[family].describe
-    draw_curves({title: {1.0: places}}, picture, units={title: FAMILIES[family].unit})
+    draw_curves({title: {1.0: places}}, picture, units={title: model.unit})
     data = {
         "family": family,
         "arms": {name: vars(arm) for name, arm in arms.items()},
@@ -96,35 +103,34 @@ def run_peers(
         "bit_equal": {name: equal_to(arm, arms[PLAIN]) for name, arm in arms.items()},
         "bars": [bar.data() for bar in bars],
     }
-    environment = environment_block({name: arm.allocator for name, arm in arms.items()}, threads=threads)
+    allocators = {name: arm.allocator for name, arm in arms.items()}
+    environment = environment_block(allocators, threads=threads, device=device.name)
     environment["processes"] = f"{starts} of each arm, one after another"
-    return Result(theme="peers", tables=tables, data=data, files=[picture], picture=picture, environment=environment)
+    theme, files = device.theme("peers"), [picture]
+    return Result(theme=theme, tables=tables, data=data, files=files, picture=picture, environment=environment)
 
 
 def make_arms(
     names: Sequence[str],
     options: Mapping[str, Any],
     folders: Mapping[str, Path],
+    environment: Mapping[str, str],
     threads: int,
     settings: Mapping[str, Any],
+    device: Device,
 ) -> list[Spec]:
-    """List the arms: plain, each peer, and tba by the paper's rule and by a budget."""
+    """List the arms: plain, each peer, and tba by the paper's rule and by a budget; all get these variables."""
 
     def arm(name: str, **more: Any) -> Spec:
-        return Spec(
-            name=name,
-            role="family:FamilyArm",
-            options={**options, "scratch": str(folders[name]), **more},
-            allocator="auto",
-            threads=threads,
-            environment={"TMPDIR": str(folders[name])},
-        )
+        folder = str(folders[name])
+        given = {**options, "scratch": folder, **more}
+        return device.spec(name, given, threads=threads, environment={"TMPDIR": folder, **environment})
 
     def planned(name: str, **more: Any) -> Spec:
         paths = {"storage_paths": [str(folders[name])]}
         return arm(name, tier="auto", settings={**settings, **paths, **more})
 
-    budget = int(SHARE * count_saved_bytes({**options, "settings": settings}, threads))
+    budget = int(SHARE * count_saved_bytes({**options, "settings": settings}, threads, device))
     peers = [arm(name, peer=name) for name in names]
     return [arm(PLAIN), *peers, planned(RULE, policy="tba"), planned(AUTO, memory_budget=budget)]
 
@@ -138,18 +144,21 @@ def _those_that_run(specs: Sequence[Spec]) -> tuple[list[Spec], dict[str, str]]:
                 measure([spec], rounds=0, title=f"a step of {spec.name}", warm_up=1)
             except ChildError as error:
                 last = error.words.strip().splitlines()[-1]
-                failed[spec.name] = "hang" if error.hung else f"error: {last[:160]}"
+                failed[spec.name] = f"does not run: {'it hangs' if error.hung else last[:160]}"
                 continue
         run.append(spec)
     return run, failed
 
 
-def _run_cases(names: Sequence[str], cases: Sequence[str], directory: Path) -> dict[str, dict[str, Outcome]]:
+def _run_cases(
+    names: Sequence[str], cases: Sequence[str], directory: Path, environment: Mapping[str, str], device: Device
+) -> dict[str, dict[str, Outcome]]:
+    limits = {"timeout_s": _CASE_TIMEOUT_S, "directory": directory, "environment": environment, "device": device.name}
     found: dict[str, dict[str, Outcome]] = {}
     with progress("cases", len(names) * len(cases)) as bar:
         for name in names:
             for case in cases:
-                outcome = run_case(name, case, timeout_s=_CASE_TIMEOUT_S, directory=directory)
+                outcome = run_case(name, case, **limits)
                 found.setdefault(name, {})[case] = outcome
                 bar.advance(f"{name}, {case}: {outcome.kind}")
     return found
@@ -193,7 +202,7 @@ def _kind(name: str) -> str:
     return {PLAIN: "plain", AUTO: "ours"}.get(name, "ours" if name in OURS else "peer")
 
 
-def _table(title: str, arms: Mapping[str, Measured], left: Mapping[str, int]) -> Grid:
+def _table(title: str, arms: Mapping[str, Measured], left: Mapping[str, int], device: Device) -> Grid:
     plain, rows = arms[PLAIN], []
     for name, arm in arms.items():
         rows.append(
@@ -205,32 +214,39 @@ def _table(title: str, arms: Mapping[str, Measured], left: Mapping[str, int]) ->
                 f"{median_ratio(arm.wall_s, plain.wall_s):.3f}",
                 f"{median(arm.cpu_s):.3f}",
                 f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}",
+                *([mib(arm.host_bytes)] if device.apart else []),
                 f"{left[name]:,}",
                 "yes" if equal_to(arm, plain) else "NO",
             )
         )
-    heads = ("arm", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain", "bytes left on disk", "bit-equal")
+    heads = ("arm", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain")
+    host = ("host MiB",) if device.apart else ()
     note = (
-        "Peak: resident host memory over idle, worst of all steps. Left on disk: once the process has ended. "
+        f"Peak: {device.memory}, over idle, worst of all steps. Left on disk: once the process has ended. "
         f"tba auto may hold {SHARE:.0%} of what plain saves. Times: medians over {len(plain.wall_s)} rounds. "
-        "save_on_cpu has nowhere to move a CPU's tensors to."
     )
-    return Grid(title, heads, rows, note)
+    note += (
+        "Host: the most that was ever resident of the process."
+        if device.apart
+        else "save_on_cpu has nowhere to move a CPU's tensors to."
+    )
+    return Grid(title, (*heads, *host, "bytes left on disk", "bit-equal"), rows, note)
 
 
-def _case_table(found: Mapping[str, Mapping[str, Outcome]], cases: Sequence[str]) -> Grid:
-    rows = [(case, *(outcomes[case].kind for outcomes in found.values())) for case in cases]
+def _case_table(found: Mapping[str, Mapping[str, Outcome]], cases: Sequence[str], missing: Mapping[str, str]) -> Grid:
+    rows = [(name, *(outcomes[case].kind for case in cases)) for name, outcomes in found.items()]
+    rows += [(name, *[why.partition(":")[0]] * len(cases)) for name, why in missing.items()]
     words = "; ".join(
         f"{name}, {case}: {outcome.words}"
         for name, outcomes in found.items()
         for case, outcome in outcomes.items()
-        if outcome.kind in ("wrong", "leak", "hang", "crash")
+        if outcome.kind not in ("right", "error", "-")
     )
     note = (
         "Right: plain PyTorch's gradients, bit for bit. For the edit plain has an error, and the gradients without the "
         f"edit are right too. -: keeps nothing in files. {words}."
     )
-    return Grid("What becomes of it", ("case", *found), rows, note)
+    return Grid("What becomes of it", ("under", *cases), rows, note)
 
 
 def _bytes_below(folder: Path) -> int:

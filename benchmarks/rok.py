@@ -7,7 +7,7 @@ lossy presets are drawn and never counted. The paper's own figure stands beside:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,13 +15,14 @@ from typing import Any
 from ._peers.registry import CHECKPOINT, HALF, PEERS, REMAT, SELECTIVE
 from ._pictures.curves import Point, draw_curves, draw_peaks
 from ._processes.arms import Spec
+from ._processes.device import CPU, Device
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import curve_bars, curve_table, per_second
 from ._report.environment import environment_block
 from ._report.results import MIB, Grid, Result, mib
 from ._report.steps import Measured, memory_share, same_gradients
-from ._workload.families import BATCH, FAMILIES
+from ._workload.families import BY_SIZE
 
 SHARES, SCALES = (0.25, 0.4, 0.55, 0.7, 0.85), (0.5, 1.0, 2.0)
 PLAIN, NVME, AUTO, RULE = "plain", "nvme", "auto, nothing set", "SSDTrain's rule"
@@ -43,7 +44,8 @@ class Sizes:
         layers: of each model; None: its own number.
         paper_layers, paper_batch: of the paper's figure.
         settings: fields of `OffloadConfig` for every arm of tba.
-        presets: values of `compress`, each with tier keep and with nvme.
+        presets: values of `compress`, each with tier keep and with nvme, at one batch alone, the family's own or what
+            is next below: all arms' processes are alive at once, and hold what their largest step took.
         warm_up: steps before those that are timed: until a plan stands, as for `auto`.
     """
 
@@ -57,8 +59,20 @@ class Sizes:
     warm_up: int = 6
 
 
+# For a card, where each arm is alone and a step moves gigabytes.
+CARD = Sizes(scales=(1.0,), shares=(0.25, 0.55, 0.85), presets=("exact", "safe8"), warm_up=4)
+
+
 def run_rok(
-    families: Sequence[str], *, sizes: Sizes, rounds: int, starts: int, threads: int, paper: Sequence[str], out: Path
+    families: Sequence[str],
+    *,
+    sizes: Sizes,
+    rounds: int,
+    starts: int,
+    threads: int,
+    paper: Sequence[str],
+    out: Path,
+    device: Device = CPU,
 ) -> Result:
     """Measure the curve of each family, and the paper's figure for those in `paper`."""
     tables: list[Grid] = []
@@ -66,17 +80,21 @@ def run_rok(
     bars: list[Bar] = []
     allocators: dict[str, str] = {}
     panels: dict[str, dict[float, list[Point]]] = {}
+    turns = {"rounds": rounds, "warm_up": sizes.warm_up, "starts": starts, "apart": device.apart}
+    own = max((scale for scale in sizes.scales if scale <= 1), default=min(sizes.scales))
     for family in families:
+        title = BY_SIZE[device.size][family].of(sizes.layers)
         for scale in sizes.scales:
-            batch = max(1, round(scale * BATCH))
+            batch = max(1, round(scale * BY_SIZE[device.size][family].examples))
             options = {"family": family, "batch": batch, "layers": sizes.layers}
-            saved_bytes = count_saved_bytes({**options, "settings": sizes.settings}, threads)
-            specs = make_arms(options, sizes, threads, saved_bytes)
+            saved_bytes = count_saved_bytes({**options, "settings": sizes.settings}, threads, device)
+            presets = sizes.presets if scale == own else ()
+            specs = make_arms(options, replace(sizes, presets=presets), threads, saved_bytes, device)
             where = f"{family}, batch {batch}"
-            arms = measure(specs, rounds=rounds, title=f"rok {where}", warm_up=sizes.warm_up, starts=starts)
+            arms = measure(specs, title=f"rok {where}", **turns)
             found = curve_bars(where, arms, *sides(arms))
             equal = same_gradients(list(arms.values()))
-            tables.append(curve_table(f"{_title(family, sizes)}, batch {batch}", arms, _note(arms, saved_bytes, equal)))
+            tables.append(curve_table(f"{title}, batch {batch}", arms, _note(arms, saved_bytes, equal, device)))
             bars += found
             data.setdefault(family, {})[str(batch)] = {
                 "saved_bytes": saved_bytes,
@@ -85,21 +103,22 @@ def run_rok(
                 "gradients_bit_equal": equal,
             }
             allocators |= {name: arm.allocator for name, arm in arms.items()}
-            panels.setdefault(_title(family, sizes), {})[scale] = points(arms)
-    figure = {family: _paper_arms(family, sizes, rounds, threads) for family in paper}
+            panels.setdefault(title, {})[scale] = points(arms)
+    figure = {family: _paper_arms(family, sizes, rounds, threads, device) for family in paper}
     paper_bars = make_paper_bars(figure)
     tables = [*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables]
     if figure:
         tables += [_paper_table(figure, sizes), bar_table(paper_bars, "Bars of the paper's figure")]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "rok.png"
-    draw_curves(panels, picture, units={_title(name, sizes): FAMILIES[name].unit for name in families})
+    members = [BY_SIZE[device.size][name] for name in families]
+    draw_curves(panels, picture, units={one.of(sizes.layers): one.unit for one in members})
     files = [picture]
     if figure:
         files.append(out / "rok_paper.png")
         peaks = {n.upper(): (a[PLAIN].peak_bytes / MIB, a[NVME].peak_bytes / MIB) for n, a in figure.items()}
         draw_peaks(peaks, files[-1], title=f"Peak at {sizes.paper_layers} layers, batch {sizes.paper_batch}")
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(allocators, threads=threads, device=device.name)
     environment["processes"] = f"{starts} of each arm, one after another"
     missing = PEERS[REMAT].missing()
     found_data = {
@@ -108,15 +127,24 @@ def run_rok(
         "paper_bars": [bar.data() for bar in paper_bars],
         "missing": {REMAT: missing} if missing else {},
     }
-    return Result(theme="rok", tables=tables, data=found_data, files=files, picture=picture, environment=environment)
+    return Result(
+        theme=device.theme("rok" if set(families) == set(BY_SIZE[device.size]) else "-".join(["rok", *families])),
+        tables=tables,
+        data=found_data,
+        files=files,
+        picture=picture,
+        environment=environment,
+    )
 
 
-def make_arms(options: Mapping[str, Any], sizes: Sizes, threads: int, saved_bytes: int) -> list[Spec]:
+def make_arms(
+    options: Mapping[str, Any], sizes: Sizes, threads: int, saved_bytes: int, device: Device = CPU
+) -> list[Spec]:
     """List the arms: kept, recomputed, moved, by budget, and with each preset kept and moved."""
 
     def arm(name: str, *, peer: str = "", tier: str | None = None, **settings: Any) -> Spec:
         given = {**options, "peer": peer, "tier": tier, "settings": {**sizes.settings, **settings} if tier else {}}
-        return Spec(name=name, role="family:FamilyArm", options=given, allocator="auto", threads=threads)
+        return device.spec(name, given, threads=threads)
 
     peers = [CHECKPOINT, HALF, SELECTIVE]
     if options["family"] in _REMAT and not PEERS[REMAT].missing():
@@ -127,12 +155,8 @@ def make_arms(options: Mapping[str, Any], sizes: Sizes, threads: int, saved_byte
         arm(RULE, tier="auto", policy="tba"),
         arm(AUTO, tier="auto"),
         *(arm(f"auto {s:.2f}", tier="auto", memory_budget=int(s * saved_bytes)) for s in sizes.shares),
-        arm(NVME, tier="nvme"),
-        *(
-            arm(f"{tier}, {preset}", tier=tier, compress=preset)
-            for tier in ("keep", "nvme")
-            for preset in sizes.presets
-        ),
+        *(arm(tier, tier=tier) for tier in device.tiers),
+        *(arm(f"{tier}, {preset}", tier=tier, compress=preset) for tier in ("keep", NVME) for preset in sizes.presets),
     ]
 
 
@@ -164,14 +188,11 @@ def make_paper_bars(figure: Mapping[str, Mapping[str, Measured]]) -> list[Bar]:
     return bars
 
 
-def _paper_arms(family: str, sizes: Sizes, rounds: int, threads: int) -> dict[str, Measured]:
+def _paper_arms(family: str, sizes: Sizes, rounds: int, threads: int, device: Device) -> dict[str, Measured]:
     options = {"family": family, "batch": sizes.paper_batch, "layers": sizes.paper_layers}
     moved = {**options, "tier": "nvme", "settings": sizes.settings}
-    specs = [
-        Spec(name=name, role="family:FamilyArm", options=given, allocator="auto", threads=threads)
-        for name, given in ((PLAIN, options), (NVME, moved))
-    ]
-    return measure(specs, rounds=rounds, title=f"paper {family}")
+    specs = [device.spec(name, given, threads=threads) for name, given in ((PLAIN, options), (NVME, moved))]
+    return measure(specs, rounds=rounds, title=f"paper {family}", apart=device.apart)
 
 
 def _paper_table(figure: Mapping[str, Mapping[str, Measured]], sizes: Sizes) -> Grid:
@@ -205,15 +226,9 @@ def _misses(bars: Sequence[Bar]) -> list[Grid]:
     return [Grid("Where another arm lies above or left of every exact arm of tba", ("comparison", "measured"), rows)]
 
 
-def _title(family: str, sizes: Sizes) -> str:
-    """Describe a family without its batch, which differs here."""
-    described = FAMILIES[family].describe.rpartition(", batch")[0]
-    return described if sizes.layers is None else f"{described} (but {sizes.layers} layers)"
-
-
-def _note(arms: Mapping[str, Measured], saved_bytes: int, equal: bool) -> str:
+def _note(arms: Mapping[str, Measured], saved_bytes: int, equal: bool, device: Device) -> str:
     return (
-        f"A plain step saves {mib(saved_bytes)} MiB. Peak: resident, over idle, worst of all steps. Times: medians "
-        f"over {len(arms[PLAIN].wall_s)} rounds; losses and gradients of all exact arms bit-equal: "
+        f"A plain step saves {mib(saved_bytes)} MiB. Peak: {device.memory}, over idle, worst of all steps. Times: "
+        f"medians over {len(arms[PLAIN].wall_s)} rounds; losses and gradients of all exact arms bit-equal: "
         f"{'yes' if equal else 'NO'}."
     )

@@ -152,6 +152,7 @@ FLOORS = {
         ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "peers", "replay", "rok", "step"),
         ("_growth", "auto", "codec", "fidelity", "forecast", "hooks", "sim"),
         ("scale",),
+        ("_evidence",),
         ("__main__",),
     ],
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .._peers.registry import put_under
-from .._workload.families import BATCH, FAMILIES
+from .._workload.families import BY_SIZE, Family
 from .._workload.gpt import GPT, GPTConfig
 from .._workload.link_need import needed_bytes_per_s, rule_of_thumb_bytes_per_s
 from .train import Options, TrainArm
@@ -28,17 +29,21 @@ class FamilyOptions(Options):
 
     Attributes:
         family: a key of `FAMILIES`.
+        size: a key of `BY_SIZE`.
+        dtype: of weights and activations.
         checkpoint: recompute every block, as the model's own library does it.
         peer: a key of `PEERS` to train under.
-        batch: examples of a batch.
+        batch: examples of a batch; 0: the family's own.
         layers: of the model; None: the family's own number.
         scratch: a folder for what a peer writes.
         replays: trace each step, and simulate its plan at the pace that the step had.
     """
 
     sequence: int = 0
-    batch: int = BATCH
+    batch: int = 0
     family: str
+    size: str = "small"
+    dtype: str = "float32"
     checkpoint: bool = False
     peer: str = ""
     layers: int | None = None
@@ -51,9 +56,20 @@ class FamilyArm(TrainArm):
 
     options_class = FamilyOptions
 
+    @cached_property
+    def family(self) -> Family:
+        return BY_SIZE[self.options.size][self.options.family]
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.options.dtype)
+        return found
+
     def make_model(self) -> Any:
         o = self.options
-        model = FAMILIES[o.family].make(o.checkpoint, o.layers).to(self.device)
+        with self.device:  # a processor takes its time to make a large one
+            model = self.family.make(o.checkpoint, o.layers)
+        model = model.to(self.device, self.dtype)
         if o.peer:
             put_under(o.peer, model, Path(o.scratch))
         return model
@@ -62,7 +78,8 @@ class FamilyArm(TrainArm):
         return torch.optim.SGD(self.model.parameters(), lr=0.01)
 
     def make_batch(self, index: int) -> tuple[Tensor, ...]:
-        return FAMILIES[self.options.family].batch(index, self.options.batch)
+        batch = self.family.batch(index, self.options.batch or self.family.examples)
+        return tuple(part.to(self.dtype) if part.is_floating_point() else part for part in batch)
 
     def step(self, *batch: Tensor) -> Tensor:
         torch.manual_seed(0)  # dropout draws equal masks in every arm
@@ -74,7 +91,7 @@ class FamilyArm(TrainArm):
 
     def describe(self) -> dict[str, Any]:
         if self.options.settings.get("compress") is not None:
-            _compile_kernels(self.options.settings["compress"])
+            _compile_kernels(self.options.settings["compress"], self.device, self.dtype)
         self._predicted: tuple[float, int] | None = None
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
@@ -82,11 +99,10 @@ class FamilyArm(TrainArm):
         self._events: list[Any] = []
         self._begun_s = self._ended_s = 0.0
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_ended_s", time.perf_counter()))
-        family = FAMILIES[self.options.family]
         return {
-            "family": family.describe,
-            "unit": family.unit,
-            "units": family.units(self.make_batch(0)),
+            "family": self.family.describe,
+            "unit": self.family.unit,
+            "units": self.family.units(self.make_batch(0)),
             "inexact": self.options.settings.get("compress") not in (None, "exact"),
         }
 
@@ -152,12 +168,12 @@ def plan_at_pace(plan: Any, step_s: float) -> Any:
     return found
 
 
-def _compile_kernels(preset: str) -> None:
+def _compile_kernels(preset: str, device: torch.device, dtype: torch.dtype) -> None:
     """Compile what codecs need by a step of a tiny model, so that it counts as idle and not as a step's peak."""
     from tba import OffloadConfig, Offloader
 
-    model = GPT(GPTConfig(layers=1, width=64, heads=2, sequence=64))
-    tokens = torch.zeros(2, 64, dtype=torch.long)
+    model = GPT(GPTConfig(layers=1, width=64, heads=2, sequence=64)).to(device, dtype)
+    tokens = torch.zeros(2, 64, dtype=torch.long, device=device)
     config = OffloadConfig(tier="keep", compress=preset, min_tensor_bytes=0)
     with Offloader(model, config) as offload:
         model(tokens, tokens).backward()

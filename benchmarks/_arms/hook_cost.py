@@ -92,7 +92,8 @@ class _Saves(torch.autograd.Function):
 class HookArm:
     """An arm that saves tensors of every kind, once under the empty pair and once under the engine per turn.
 
-    Options: `tensors`, the number that a chain saves; `records`, the number of 1 MiB that one without pauses saves.
+    Options: `tensors`, the number that a chain saves; `records`, the number of 1 MiB that one without pauses saves;
+    `device`, where they are. Of a card the calling thread is in backward the one that autograd has for it.
     """
 
     def __init__(self, options: Mapping[str, Any], tell: Tell) -> None:
@@ -100,7 +101,8 @@ class HookArm:
 
         self.about: dict[str, Any] = {}
         self.count: int = options["tensors"]
-        self.model = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(self.count))
+        self.device = torch.device(options["device"])
+        self.model = nn.ModuleList(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(self.count))
         self.model.requires_grad_(False)  # else each product would save its other factor too
         # Kinds differ by what is saved and by the minimum size that lets it in or not.
         window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
@@ -142,7 +144,7 @@ class HookArm:
         under: Callable[[], AbstractContextManager[Any]]
         under = empty_hooks if pair == "empty" else lambda: offload
         held = self._tensors(kind)
-        out = torch.zeros(held[0].shape, requires_grad=True) * 1
+        out = torch.zeros(held[0].shape, requires_grad=True, device=self.device) * 1
         clock, before_s = _Clock(), 0.0
 
         def behind_the_last() -> None:
@@ -176,8 +178,8 @@ class HookArm:
 
     def _chain(self, under: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
         # Filled, so that a write does not find the kernel's one page of zeros everywhere.
-        held = [torch.ones(_RECORD_OF_CHAIN_BYTES // 4) for _ in range(self.records)]
-        out = torch.zeros(1, requires_grad=True) * 1
+        held = [torch.ones(_RECORD_OF_CHAIN_BYTES // 4, device=self.device) for _ in range(self.records)]
+        out = torch.zeros(1, requires_grad=True, device=self.device) * 1
         begun = time.perf_counter(), time.thread_time(), time.process_time()
         with under():
             while held:
@@ -193,8 +195,8 @@ class HookArm:
             # A linear layer saves the transposed view of a parameter.
             return [self.model[number % len(self.model)].weight.t() for number in range(count)]
         if kind == "below minimum size":
-            return [torch.zeros(16) for _ in range(count)]
+            return [torch.zeros(16, device=self.device) for _ in range(count)]
         if kind == "further view":
-            base = torch.zeros(_WIDTH, _WIDTH)
+            base = torch.zeros(_WIDTH, _WIDTH, device=self.device)
             return [base.view(-1)[:16] for _ in range(count)]
-        return [torch.zeros(_WIDTH, _WIDTH) for _ in range(count)]
+        return [torch.zeros(_WIDTH, _WIDTH, device=self.device) for _ in range(count)]

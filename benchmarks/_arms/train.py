@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .._processes.resident_memory import peak_bytes, reset_peak, resident_bytes, sampled
+from .._processes.resident_memory import host_peak_bytes, peak_bytes, reset_peak, resident_bytes, sampled
 from .._processes.serve import Tell
 from .._workload.gpt import GPT
 from .._workload.sizes import Model
@@ -132,6 +132,7 @@ class TrainArm:
             "idle_bytes": self.idle_bytes,
             "peak_bytes": peak - self.idle_bytes,
             "loss": loss.item(),
+            "host_bytes": host_peak_bytes() if self.device.type == "cuda" else 0,
             "memory": [(at_s - begun_s, size - self.idle_bytes) for at_s, size in samples],
         }
         if self.offload is not None:

@@ -16,9 +16,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from .peer import Wrapper
+from .peer import Function, Wrapper
 
-Case = Callable[[Wrapper, Path], Sequence[Tensor | None]]
+Leaf = Callable[[int], Tensor]
+Case = Callable[[Wrapper, Path, Leaf], Sequence[Tensor | None]]
 _SIDE = 512  # of square matrices: 1 MiB each
 # Graphs dropped, each with so many saved MiB; a peer that still holds half of them leaks.
 _DROPPED, _DROPPED_MIB = 8, 8
@@ -26,9 +27,23 @@ _STRETCH = 256 << 10  # of which 4 KiB are overwritten
 _WRITING_S = 0.5  # until all that a peer writes behind forward is in its file
 
 
-def _leaf(seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(_SIDE, _SIDE, generator=generator).div_(8).requires_grad_()
+class NotTried(Exception):
+    """A case could not do to a peer what it is for."""
+
+
+def as_it_is(function: Function) -> Function:
+    """Wrap nothing: plain PyTorch."""
+    return function
+
+
+def leaf_on(device: torch.device) -> Leaf:
+    """Give the maker of leaves: random square matrices, the same for the same seed."""
+
+    def leaf(seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(_SIDE, _SIDE, generator=generator).div_(8).to(device).requires_grad_()
+
+    return leaf
 
 
 def _through(wrap: Wrapper, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -37,7 +52,7 @@ def _through(wrap: Wrapper, function: Callable[[Tensor], Tensor], x: Tensor) -> 
     return out
 
 
-def views(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def views(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """Several views of one storage are saved: halves, a transposed one, a slice that starts within."""
 
     def function(x: Tensor) -> Tensor:
@@ -45,35 +60,35 @@ def views(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
         upper, lower = base.chunk(2)
         return (upper * lower).sum() + (base.t() @ base).sin().sum() + base[1:].square().sum() + base[:, 3].exp().sum()
 
-    x = _leaf()
+    x = leaf(0)
     _through(wrap, function, x).backward()
     return [x.grad]
 
 
-def repeated(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def repeated(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """One tensor is saved by several operators, and by one operator twice."""
 
     def function(x: Tensor) -> Tensor:
         y = x * 2
         return (y * y).sum() + (y @ y).sin().sum() + y.exp().sum() + (y * x).sum()
 
-    x = _leaf()
+    x = leaf(0)
     _through(wrap, function, x).backward()
     return [x.grad]
 
 
-def retained(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def retained(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """Backward runs twice over one graph: retain_graph=True."""
-    x = _leaf()
+    x = leaf(0)
     out = _through(wrap, lambda x: (x * 2).exp().square().sum(), x)
     out.backward(retain_graph=True)
     out.backward()
     return [x.grad]
 
 
-def double_backward(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def double_backward(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """The gradient is differentiated in turn: create_graph=True."""
-    x = _leaf()
+    x = leaf(0)
     out = _through(wrap, lambda x: (x * 2).exp().mul(x).sum(), x)
     [gradient] = torch.autograd.grad(out, x, create_graph=True)
     gradient.square().sum().backward()
@@ -94,26 +109,26 @@ class _Twice(torch.autograd.Function):
         return gradient * (ctx.saved_tensors[1] + ctx.saved_tensors[0] * 0)
 
 
-def read_twice(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def read_twice(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """A Function of the user reads `ctx.saved_tensors` twice."""
-    x = _leaf()
+    x = leaf(0)
     _through(wrap, lambda x: _Twice.apply(x * 2).square().sum(), x).backward()
     return [x.grad]
 
 
-def two_forwards(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def two_forwards(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """Two forwards come before the first backward, as in a pipeline."""
     function = wrap(lambda x: (x * 2).exp().square().sum())
-    first, second = _leaf(0), _leaf(1)
+    first, second = leaf(0), leaf(1)
     outs = function(first * 1.0), function(second * 1.0)
     for out in outs:
         out.backward()
     return [first.grad, second.grad]
 
 
-def edited(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def edited(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """A saved tensor is edited in place before backward, for which plain PyTorch has an error."""
-    x = _leaf()
+    x = leaf(0)
     hidden = x * 2
     out = wrap(lambda hidden: hidden.square().sum())(hidden)
     hidden.add_(1)
@@ -121,30 +136,32 @@ def edited(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
     return [x.grad]
 
 
-def unedited(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def unedited(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """The gradients that `edited` would have without the edit: right as well."""
-    x = _leaf()
+    x = leaf(0)
     wrap(lambda hidden: hidden.square().sum())(x * 2).backward()
     return [x.grad]
 
 
-def vanished(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def vanished(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """What was written is gone before backward: its files are deleted, and cut to nothing where they have no name."""
-    return _spoiled(wrap, scratch, lambda descriptor: os.ftruncate(descriptor, 0), unlink=True)
+    return _spoiled(wrap, scratch, leaf, lambda descriptor: os.ftruncate(descriptor, 0), unlink=True)
 
 
-def changed(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def changed(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """The disk returns other bytes than were written: some of each file are overwritten."""
 
     def spoil(descriptor: int) -> None:
         for offset in range(_STRETCH // 2, os.fstat(descriptor).st_size, _STRETCH):
             os.pwrite(descriptor, b"\x11" * 4096, offset)
 
-    return _spoiled(wrap, scratch, spoil, unlink=False)
+    return _spoiled(wrap, scratch, leaf, spoil, unlink=False)
 
 
-def _spoiled(wrap: Wrapper, scratch: Path, spoil: Callable[[int], None], *, unlink: bool) -> Sequence[Tensor | None]:
-    x = _leaf()
+def _spoiled(
+    wrap: Wrapper, scratch: Path, leaf: Leaf, spoil: Callable[[int], None], *, unlink: bool
+) -> Sequence[Tensor | None]:
+    x = leaf(0)
 
     def function(x: Tensor) -> Tensor:
         for _ in range(6):
@@ -153,7 +170,10 @@ def _spoiled(wrap: Wrapper, scratch: Path, spoil: Callable[[int], None], *, unli
 
     out = _through(wrap, function, x)
     time.sleep(_WRITING_S)
-    for path in _files(scratch):
+    files = _files(scratch)
+    if wrap is not as_it_is and not any(path.stat().st_size for path in files):
+        raise NotTried("nothing was written that could be spoiled")
+    for path in files:
         descriptor = os.open(path, os.O_RDWR)
         spoil(descriptor)
         os.close(descriptor)
@@ -178,7 +198,7 @@ def _nameless(path: Path) -> bool:
         return False
 
 
-def dropped(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
+def dropped(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
     """Graphs are dropped without a backward; afterwards one step is taken.
 
     Raises:
@@ -190,7 +210,7 @@ def dropped(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
             x = (x * 1.5).exp().sin()
         return x.sum()
 
-    x = _leaf()
+    x = leaf(0)
     _through(wrap, function, x).backward()
     x.grad = None
     gc.collect()
@@ -208,7 +228,8 @@ def dropped(wrap: Wrapper, scratch: Path) -> Sequence[Tensor | None]:
 
 
 def _resident_bytes() -> int:
-    return int(psutil.Process().memory_info().rss)
+    on_card = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
+    return int(psutil.Process().memory_info().rss) + on_card
 
 
 CASES: dict[str, Case] = {

@@ -42,14 +42,18 @@ def torchtune(model: nn.Module | None, scratch: Path) -> Wrapper:
     """Put saved tensors on the host, as torchtune's recipes do with `enable_activation_offloading`."""
     from torchtune.training import OffloadActivations
 
-    return within(OffloadActivations)
+    context = OffloadActivations()
+    return within(lambda: context)
 
 
 def trl(model: nn.Module | None, scratch: Path) -> Wrapper:
     """Put saved tensors on the host, as TRL's trainers do with `activation_offloading=True`."""
     from trl.models.activation_offloading import OffloadActivations, get_act_offloading_ctx_manager
 
-    return within(OffloadActivations if model is None else lambda: get_act_offloading_ctx_manager(model))
+    # Made once: each making puts another pair of hooks on the model's head, which it finds in the library's own model.
+    inner = getattr(model, "model", model)
+    context = OffloadActivations() if inner is None else get_act_offloading_ctx_manager(inner)
+    return within(lambda: context)
 
 
 def ours(**settings: Any) -> Callable[[nn.Module | None, Path], Wrapper]:

@@ -51,13 +51,16 @@ def remat(model: nn.Module | None, scratch: Path) -> Wrapper:
     import torch_remat
 
     class RandomState:
-        """PyTorch's generator, which torch_remat leaves to its user."""
+        """PyTorch's generators, which torch_remat leaves to its user: that of the processor, and a card's."""
 
-        def snapshot(self) -> Tensor:
-            return torch.get_rng_state()
+        def snapshot(self) -> list[Tensor]:
+            card = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+            return [torch.get_rng_state(), *card]
 
-        def restore(self, state: Tensor) -> None:
-            torch.set_rng_state(state)
+        def restore(self, states: list[Tensor]) -> None:
+            torch.set_rng_state(states[0])
+            for state in states[1:]:
+                torch.cuda.set_rng_state(state)
 
     for block in blocks(model) if model is not None else ():
         _keep_attention(block, torch_remat)
@@ -104,7 +107,7 @@ def deepspeed(model: nn.Module | None, scratch: Path) -> Wrapper:
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, init_method=f"file://{scratch}/ranks", rank=0, world_size=1)
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     library.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     library.checkpointing.configure(None, partition_activations=True, checkpoint_in_cpu=True)
 

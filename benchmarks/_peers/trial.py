@@ -8,26 +8,36 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint"])
 
 
 class Outcome(NamedTuple):
-    """What became of a case: "right", "error", "wrong", "leak", "hang" or "crash", and the words to it."""
+    """What became of a case: "right", "error", "wrong", "leak", "hang", "crash" or "not tried", and the words to it."""
 
     kind: str
     words: str = ""
 
 
-def run_case(peer: str, case: str, *, timeout_s: float, directory: Path) -> Outcome:
-    """Run a case; files go below `directory`, which is left as it was."""
+def run_case(
+    peer: str,
+    case: str,
+    *,
+    timeout_s: float,
+    directory: Path,
+    environment: Mapping[str, str] | None = None,
+    device: str = "cpu",
+) -> Outcome:
+    """Run a case, with these variables besides; files go below `directory`, which is left as it was."""
     inlet, outlet = _FORKS.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(dir=directory) as scratch, inlet:
-        process = _FORKS.Process(target=_work, args=(outlet, peer, case, scratch))
+    with tempfile.TemporaryDirectory(dir=directory.resolve()) as scratch, inlet:
+        variables = {"TMPDIR": scratch, **(environment or {})}
+        process = _FORKS.Process(target=_work, args=(outlet, peer, case, scratch, variables, device))
         process.start()
         outlet.close()
         try:
@@ -40,38 +50,44 @@ def run_case(peer: str, case: str, *, timeout_s: float, directory: Path) -> Outc
             process.join()
 
 
-def _work(outlet: Connection, peer: str, case: str, scratch: str) -> None:
+def _work(outlet: Connection, peer: str, case: str, scratch: str, environment: Mapping[str, str], device: str) -> None:
+    os.environ |= environment
     with open(os.devnull, "w") as silence:
         for descriptor in (1, 2):
             os.dup2(silence.fileno(), descriptor)
-    outlet.send(tuple(judge(peer, case, Path(scratch))))
+    outlet.send(tuple(judge(peer, case, Path(scratch), device)))
     outlet.close()
 
 
-def judge(peer: str, case: str, scratch: Path) -> Outcome:
+def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
     """Run a case plain and under a peer in this process, and compare."""
     import torch
 
-    from .cases import CASES, OF_FILES, edited, unedited
+    from .cases import CASES, OF_FILES, NotTried, as_it_is, edited, leaf_on, unedited
     from .registry import PEERS
 
     torch.set_num_threads(1)
-    chosen = PEERS[peer]
+    chosen, leaf = PEERS[peer], leaf_on(torch.device(device))
     if case in OF_FILES and not chosen.files:
         return Outcome("-", "keeps nothing in files")
     # Where plain has an error, gradients as if nothing had been edited are right too.
     truth = unedited if CASES[case] is edited else CASES[case]
-    expected = truth(_as_it_is, scratch)
+    expected = truth(as_it_is, scratch, leaf)
     try:
         wrap = chosen.make(None, scratch)
-        found = CASES[case](wrap, scratch)
+    except Exception as error:  # of the peer, and of no case
+        return Outcome("crash", f"cannot be set up: {_words(error)}")
+    try:
+        found = CASES[case](wrap, scratch, leaf)
+    except NotTried as error:
+        return Outcome("not tried", str(error))
     except MemoryError as error:
         return Outcome("leak", str(error))
     except Exception as error:
-        return Outcome("error", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return Outcome("error", _words(error))
     equal = all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     return Outcome("right") if equal else Outcome("wrong", "other gradients, without an error")
 
 
-def _as_it_is(function: Any) -> Any:
-    return function
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -9,22 +9,31 @@ from .._report.progress import progress
 from .._report.results import mib
 from .._report.steps import Measured
 from .arms import Spec, in_turns, running
+from .device import CPU, Device
 
 WARM_UP_ROUNDS = 2
 
 
 def measure(
-    specs: Sequence[Spec], *, rounds: int, title: str, warm_up: int = WARM_UP_ROUNDS, starts: int = 1
+    specs: Sequence[Spec],
+    *,
+    rounds: int,
+    title: str,
+    warm_up: int = WARM_UP_ROUNDS,
+    starts: int = 1,
+    apart: bool = False,
 ) -> dict[str, Measured]:
     """Run all arms in turns, in `starts` sets of processes: `rounds` timed rounds or more in all.
 
-    Each set begins with `warm_up` rounds: their memory counts, their time does not.
+    Each set begins with `warm_up` rounds: their memory counts, their time does not. With `apart` the arms of a set come
+    one after the other, each from its first round to its last with no other process alive.
     """
     each = warm_up + -(-rounds // starts)
     found: dict[str, Measured] = {}
+    together = [[spec] for spec in specs] if apart else [specs]
     with progress(title, starts * each * len(specs)) as bar:
-        for start in range(starts):
-            with running(specs) as arms:
+        for start, some in ((start, some) for start in range(starts) for some in together):
+            with running(some) as arms:
                 for arm in arms:
                     name = arm.spec.name
                     found.setdefault(name, Measured(name=name, allocator=arm.allocator, about=arm.about))
@@ -36,10 +45,8 @@ def measure(
     return found
 
 
-def count_saved_bytes(options: Mapping[str, Any], threads: int) -> int:
+def count_saved_bytes(options: Mapping[str, Any], threads: int, device: Device = CPU) -> int:
     """Count the bytes of storages, of at least the minimum size, that a plain step of a `FamilyArm` saves."""
-    found = Spec(
-        name="keep", role="family:FamilyArm", options={**options, "tier": "keep"}, allocator="auto", threads=threads
-    )
+    found = device.spec("keep", {**options, "tier": "keep"}, threads=threads)
     moved = measure([found], rounds=1, title=f"bytes {options['family']}", warm_up=1)["keep"].moved
     return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])

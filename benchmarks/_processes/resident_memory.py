@@ -7,6 +7,7 @@ The kernel keeps the highest resident size itself (`VmHWM`), so nothing between 
 from __future__ import annotations
 
 import os
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,11 @@ def reset_peak() -> None:
 def peak_bytes() -> int:
     """The highest resident memory since `reset_peak`."""
     return _status("VmHWM")
+
+
+def host_peak_bytes() -> int:
+    """The highest resident memory of this process in all its life."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _status(name: str) -> int:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from .results import Result, file_result, show
 
 MACHINE = f"cpu{os.cpu_count()}"
+OUT = Path("out")
 
 
 def _neutral(machine: str) -> str:
@@ -24,6 +25,9 @@ def _neutral(machine: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
+Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
+Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")]
 Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
 Save = Annotated[bool, typer.Option("--save/--no-save", help="File the result under benchmarks/results/.")]
 Machine = Annotated[
@@ -32,6 +36,13 @@ Machine = Annotated[
 Folder = Annotated[
     Path | None, typer.Option("--path", help="A folder on the disk to use (default: out/scratch).", file_okay=False)
 ]
+
+
+def check_names(names: Iterable[str], known: Collection[str], what: str, *, where: str = "") -> None:
+    """Refuse a name that is not known. Raises BadParameter."""
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(f"unknown {what} {name!r}{where}; known are {', '.join(known)}")
 
 
 def command(app: typer.Typer) -> Callable[[Callable[..., Result]], None]:

@@ -20,7 +20,8 @@ _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
 class Measured:
     """The measurements of one arm; each list has one value per timed round, each dict one per round.
 
-    `waited_share` is backward's waiting, `stalled_share` that of forward too.
+    `waited_share` is backward's waiting, `stalled_share` that of forward too. `host_bytes` is the most memory that the
+    process of an arm on a card ever had on the host; 0 on a CPU, where `peak_bytes` is the host's.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Measured:
     about: Mapping[str, Any] = field(default_factory=dict)
     idle_bytes: int = 0
     peak_bytes: int = 0
+    host_bytes: int = 0
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     waited_share: list[float] = field(default_factory=list)
@@ -45,6 +47,7 @@ class Measured:
         """Add the answer of round `number`."""
         self.idle_bytes = answer["idle_bytes"]
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
+        self.host_bytes = max(self.host_bytes, answer.get("host_bytes", 0))
         self.losses[number] = answer["loss"]
         self.gradients[number] = answer["gradients_sha256"]
         self.moved = answer["moved"]

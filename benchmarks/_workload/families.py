@@ -1,6 +1,7 @@
 """Families: small members of five families of models, each trained on random data: GPT, BERT, T5, Llama, a conv net.
 
-Sizes are such that a step takes about a second on two cores and saves some hundred MiB, in storages of 1 to 8 MiB.
+The small ones take about a second a step on two cores and save some hundred MiB, in storages of 1 to 8 MiB; the large
+ones are for a card.
 """
 
 from __future__ import annotations
@@ -17,10 +18,29 @@ from torch.utils.checkpoint import checkpoint as recompute
 from .gpt import GPT
 from .sizes import Model
 
-_VOCAB, _WIDTH, _HEADS, _BATCH, _SEQUENCE = 512, 256, 8, 8, 256
-_CLASSES, _CHANNELS, _PIXELS = 10, 64, 32
+_VOCAB, _CLASSES = 512, 10
 _BLOCKS = frozenset({"Block", "BertLayer", "T5Block", "LlamaDecoderLayer", "_Residual"})
-BATCH = _BATCH  # examples of the benchmark's own batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes that the members of all families have: of the residual network `channels` and `pixels`, a side of images.
+
+    `layers` is for those without a number of their own.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    batch: int
+    channels: int
+    pixels: int
+
+
+SMALL = Shape(layers=8, width=256, heads=8, sequence=256, batch=8, channels=64, pixels=32)
+# In bf16 a step saves some 3 to 6 GB, and the gradients are hashed within a second.
+LARGE = Shape(layers=12, width=1024, heads=16, sequence=1024, batch=8, channels=256, pixels=64)
 
 
 @dataclass(frozen=True)
@@ -32,17 +52,24 @@ class Family:
         make: gives a model of so many layers, or its own number for None, which recomputes each block if asked to; its
             forward takes a batch and returns the loss.
         batch: gives a batch by its index and size, in examples.
+        examples: of the benchmark's own batch.
         unit: what throughput counts.
     """
 
     describe: str
     make: Callable[[bool, int | None], nn.Module]
     batch: Callable[[int, int], tuple[Tensor, ...]]
+    examples: int
     unit: str = "tokens"
 
     def units(self, batch: tuple[Tensor, ...]) -> int:
         """Count the tokens, or the images, of a batch."""
         return batch[0].numel() if self.unit == "tokens" else len(batch[0])
+
+    def of(self, layers: int | None) -> str:
+        """Describe a model of so many layers, without its batch."""
+        described = self.describe.rpartition(", batch")[0]
+        return described if layers is None else f"{described} (but {layers} layers)"
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
@@ -71,12 +98,12 @@ class _Language(nn.Module):
 class _Residual(nn.Module):
     """Two convolutions with group norm, and a shortcut: [B, C, H, W] -> [B, C, H, W]."""
 
-    def __init__(self) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.first = nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, bias=False)
-        self.first_norm = nn.GroupNorm(8, _CHANNELS)
-        self.second = nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, bias=False)
-        self.second_norm = nn.GroupNorm(8, _CHANNELS)
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.first_norm = nn.GroupNorm(8, channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.GroupNorm(8, channels)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.silu(self.first_norm(self.first(x)))
@@ -86,11 +113,11 @@ class _Residual(nn.Module):
 class _ConvNet(nn.Module):
     """A residual network: images [B, 3, H, W] and labels [B], int64 -> loss, a scalar."""
 
-    def __init__(self, layers: int, *, checkpoint: bool) -> None:
+    def __init__(self, layers: int, channels: int, *, checkpoint: bool) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, _CHANNELS, 3, padding=1)
-        self.layers = nn.ModuleList(_Residual() for _ in range(layers))
-        self.head = nn.Linear(_CHANNELS, _CLASSES)
+        self.stem = nn.Conv2d(3, channels, 3, padding=1)
+        self.layers = nn.ModuleList(_Residual(channels) for _ in range(layers))
+        self.head = nn.Linear(channels, _CLASSES)
         self._checkpoint = checkpoint
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -100,60 +127,62 @@ class _ConvNet(nn.Module):
         return functional.cross_entropy(self.head(x.mean((2, 3))), labels)
 
 
-def _tokens(sequence: int) -> Callable[[int, int], tuple[Tensor, ...]]:
-    def batch(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
+def families(shape: Shape) -> dict[str, Family]:
+    """Give the families' members of a shape."""
+    s, layers, transformer = shape, shape.layers, f"{shape.width}, sequence {shape.sequence}, batch {shape.batch}"
+    # A GPT saves least in a layer, and a convolution computes most.
+    deep, net, sequence = 3 * layers // 2, 5 * layers // 4, s.sequence // 2
+
+    def tokens(sequence: int) -> Callable[[int, int], tuple[Tensor, ...]]:
+        def batch(index: int, size: int = s.batch) -> tuple[Tensor, ...]:
+            generator = torch.Generator().manual_seed(index)
+            return (torch.randint(_VOCAB, (size, sequence), generator=generator),)
+
+        return batch
+
+    def next_tokens(index: int, size: int = s.batch) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(index)
-        return (torch.randint(_VOCAB, (size, sequence), generator=generator),)
+        tokens = torch.randint(256, (size, s.sequence + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
 
-    return batch
+    def images(index: int, size: int = s.batch) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(index)
+        images = torch.randn(size, 3, s.pixels, s.pixels, generator=generator)
+        return images, torch.randint(_CLASSES, (size,), generator=generator)
+
+    def gpt(checkpoint: bool, layers: int | None = None) -> nn.Module:
+        sizes = {"width": s.width, "heads": s.heads, "sequence": s.sequence, "batch": s.batch}
+        return GPT(Model(layers=layers or deep, **sizes), checkpoint=checkpoint)
+
+    def bert(checkpoint: bool, layers: int | None = None) -> nn.Module:
+        sizes = {"hidden_size": s.width, "num_attention_heads": s.heads, "intermediate_size": 4 * s.width}
+        sizes |= {"num_hidden_layers": layers or s.layers, "max_position_embeddings": max(512, s.sequence)}
+        return _Language("Bert", checkpoint=checkpoint, **sizes)
+
+    def t5(checkpoint: bool, layers: int | None = None) -> nn.Module:
+        # Half of them in the encoder, half in the decoder.
+        sizes = {"d_model": s.width, "d_kv": s.width // s.heads, "d_ff": 4 * s.width, "num_heads": s.heads}
+        sizes |= {"num_layers": (layers or s.layers) // 2, "decoder_start_token_id": 0}
+        return _Language("T5", checkpoint=checkpoint, use_cache=False, **sizes)
+
+    def llama(checkpoint: bool, layers: int | None = None) -> nn.Module:
+        sizes = {"hidden_size": s.width, "intermediate_size": 43 * s.width // 16, "num_attention_heads": s.heads}
+        sizes |= {"num_key_value_heads": s.heads // 2, "num_hidden_layers": layers or s.layers}
+        return _Language("Llama", checkpoint=checkpoint, use_cache=False, **sizes)
+
+    def conv(checkpoint: bool, layers: int | None = None) -> nn.Module:
+        return _ConvNet(layers or net, s.channels, checkpoint=checkpoint)
+
+    in_halves = f"T5, {layers // 2} + {layers // 2} x {s.width}, sequence {sequence}, batch {s.batch}"
+    in_pixels = f"{net} x {s.channels} channels, {s.pixels} x {s.pixels}, batch {s.batch}"
+    return {
+        "gpt": Family(f"GPT, {deep} x {transformer}", gpt, next_tokens, s.batch),
+        "bert": Family(f"BERT, {layers} x {transformer}", bert, tokens(s.sequence), s.batch),
+        "t5": Family(in_halves, t5, tokens(sequence), s.batch),
+        "llama": Family(f"Llama, {layers} x {transformer}", llama, tokens(s.sequence), s.batch),
+        "conv": Family(f"a residual network, {in_pixels}", conv, images, s.batch, "images"),
+    }
 
 
-def _next_tokens(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(index)
-    tokens = torch.randint(256, (size, _SEQUENCE + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _images(index: int, size: int = _BATCH) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(index)
-    images = torch.randn(size, 3, _PIXELS, _PIXELS, generator=generator)
-    return images, torch.randint(_CLASSES, (size,), generator=generator)
-
-
-def _gpt(checkpoint: bool, layers: int | None = None) -> nn.Module:
-    sizes = {"width": _WIDTH, "heads": _HEADS, "sequence": _SEQUENCE, "batch": _BATCH}
-    return GPT(Model(layers=layers or 12, **sizes), checkpoint=checkpoint)
-
-
-def _bert(checkpoint: bool, layers: int | None = None) -> nn.Module:
-    sizes = {"hidden_size": _WIDTH, "num_attention_heads": _HEADS, "intermediate_size": 1024}
-    return _Language("Bert", checkpoint=checkpoint, num_hidden_layers=layers or 8, **sizes)
-
-
-def _t5(checkpoint: bool, layers: int | None = None) -> nn.Module:
-    # Half of them in the encoder, half in the decoder.
-    sizes = {"d_model": _WIDTH, "d_kv": 32, "d_ff": 1024, "num_layers": (layers or 8) // 2, "num_heads": _HEADS}
-    return _Language("T5", checkpoint=checkpoint, use_cache=False, decoder_start_token_id=0, **sizes)
-
-
-def _llama(checkpoint: bool, layers: int | None = None) -> nn.Module:
-    sizes = {"hidden_size": _WIDTH, "intermediate_size": 688, "num_attention_heads": _HEADS, "num_key_value_heads": 4}
-    return _Language("Llama", checkpoint=checkpoint, use_cache=False, num_hidden_layers=layers or 8, **sizes)
-
-
-def _conv(checkpoint: bool, layers: int | None = None) -> nn.Module:
-    return _ConvNet(layers or 10, checkpoint=checkpoint)
-
-
-FAMILIES = {
-    "gpt": Family(f"GPT, 12 x {_WIDTH}, sequence {_SEQUENCE}, batch {_BATCH}", _gpt, _next_tokens),
-    "bert": Family(f"BERT, 8 x {_WIDTH}, sequence {_SEQUENCE}, batch {_BATCH}", _bert, _tokens(_SEQUENCE)),
-    "t5": Family(f"T5, 4 + 4 x {_WIDTH}, sequence 128, batch {_BATCH}", _t5, _tokens(128)),
-    "llama": Family(f"Llama, 8 x {_WIDTH}, sequence {_SEQUENCE}, batch {_BATCH}", _llama, _tokens(_SEQUENCE)),
-    "conv": Family(
-        f"a residual network, 10 x {_CHANNELS} channels, {_PIXELS} x {_PIXELS}, batch {_BATCH}",
-        _conv,
-        _images,
-        "images",
-    ),
-}
+FAMILIES = families(SMALL)
+BY_SIZE = {"small": FAMILIES, "large": families(LARGE)}

@@ -121,6 +121,26 @@ def test_step_pools_the_rounds_of_several_sets_of_processes(monkeypatch: pytest.
     assert not same_gradients([plain, replace(again, gradients={**again.gradients, 3: "another"})])
 
 
+def test_arms_apart_have_the_machine_to_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[str] = []
+    order = []
+
+    @contextmanager
+    def running(specs: list[Spec]) -> Iterator[list[FakeArm]]:
+        alive.extend(spec.name for spec in specs)
+        order.append(list(alive))
+        yield [FakeArm(spec) for spec in specs]
+        alive.clear()
+
+    monkeypatch.setattr(measure, "running", running)
+    specs = [Spec(name=name, role="train", options={}) for name in ("plain", "other")]
+    found = measure.measure(specs, rounds=4, title="step", warm_up=1, starts=2, apart=True)
+    assert order == [["plain"], ["other"]] * 2
+    assert [len(arm.wall_s) for arm in found.values()] == [4, 4]
+    assert found["plain"].gradients.keys() == found["other"].gradients.keys() == set(range(6))
+    assert not same_gradients(list(found.values()))  # their losses of round 3 differ, though the arms never met
+
+
 def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     found = run_benchmark("hooks", scratch=tmp_path)
     assert set(found["kinds"]) == {"weight", "below minimum size", "further view", "new record"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import pytest
 import torch
 
 from benchmarks._peers.registry import CHECKED, NVME, PEERS
-from benchmarks._peers.trial import run_case
+from benchmarks._peers.trial import judge, run_case
+from benchmarks._processes.device import CPU, CUDA, DEVICES
 from benchmarks._report.bar import Bar
 from benchmarks._report.curve import best_within, curve_bars
 from benchmarks._report.results import Grid, Result, file_result
 from benchmarks._report.steps import Measured
-from benchmarks._workload.families import FAMILIES, blocks
+from benchmarks._workload.families import BY_SIZE, FAMILIES, blocks
 from benchmarks._workload.link_need import begins_to_wait, waiting_s
 from benchmarks.all import run_all
 from benchmarks.report import run_report
+from benchmarks.rok import CARD, make_arms
 from benchmarks.scale import exponent, lines
 from support.benchmarks import quick, run_benchmark
 
@@ -42,6 +45,57 @@ def test_rok_places_every_arm_and_draws(tmp_path: Path) -> None:
     assert found["paper"]["gpt"]["nvme"]["moved"]["read_bytes"] > 0
     for path in map(Path, found["files"]):
         assert path.stat().st_size > 1000
+
+
+@pytest.fixture
+def card_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device cuda` takes all but the device: its arms, in bf16, each alone."""
+    monkeypatch.setitem(DEVICES, "cuda", replace(CUDA, name="cpu"))
+
+
+@pytest.mark.usefixtures("card_here")
+def test_rok_on_a_card(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    found = run_benchmark("rok", "--device", "cuda", "--no-paper", "--threads", "1", "--out", out, scratch=tmp_path)
+    [curve] = found["families"]["gpt"].values()
+    assert curve["gradients_bit_equal"] is True
+    assert {"plain", "checkpoint", "auto 0.40", "nvme", "cpu", "nvme, safe8"} <= curve["arms"].keys()
+    assert curve["arms"]["nvme"]["moved"]["read_bytes"] > 0
+    assert curve["arms"]["plain"]["allocator"] == "as Python comes"
+
+
+@pytest.mark.usefixtures("card_here")
+def test_peers_on_a_card(tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    one = ("--peer", "save_on_cpu")
+    found = run_benchmark("peers", "--device", "cuda", *one, "--threads", "1", "--out", out, scratch=tmp_path)
+    assert found["arms"].keys() == {"plain", "save_on_cpu", NVME, "SSDTrain's rule", "tba auto 0.40"}
+    assert set(found["bit_equal"].values()) == {True}
+    assert found["cases"]["save_on_cpu"]["double backward"]["kind"] == "right"
+
+
+def test_arms_of_a_card() -> None:
+    specs = make_arms({"family": "llama"}, CARD, 2, 1000, CUDA)
+    assert {"nvme", "cpu", "auto 0.25"} <= {spec.name for spec in specs}
+    for spec in specs:
+        assert spec.role == "family:FamilyArm"
+        assert {"device": "cuda", "dtype": "bfloat16", "size": "large"}.items() <= spec.options.items()
+        assert "CUBLAS_WORKSPACE_CONFIG" in spec.environment
+    assert (CPU.theme("rok"), CUDA.theme("rok")) == ("rok", "rok-cuda")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_large_members_are_larger_and_train(family: str) -> None:
+    small, large = FAMILIES[family], BY_SIZE["large"][family]
+    assert large.describe != small.describe
+    assert large.batch(0, 1)[0].numel() > small.batch(0, 1)[0].numel()
+    model = large.make(False, 2).to(torch.bfloat16)
+    assert len(blocks(model)) == 2
+    batch = (part.to(torch.bfloat16) if part.is_floating_point() else part for part in large.batch(0, 1))
+    loss = model(*batch)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_curve_names_what_lies_above_or_left() -> None:
@@ -106,6 +160,32 @@ def test_peers_are_measured_and_judged(tmp_path: Path) -> None:
 def test_a_case_is_judged_by_what_it_does(peer: str, case: str, kind: str, tmp_path: Path) -> None:
     assert run_case(peer, case, timeout_s=100, directory=tmp_path).kind == kind
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["relative", "absolute"])
+def test_files_are_found_wherever_they_are(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    directory = Path(".") if folder == "relative" else tmp_path
+    assert run_case(NVME, "bytes change on disk", timeout_s=100, directory=directory).kind == "wrong"
+
+
+def test_a_case_that_is_not_tried_is_not_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = replace(PEERS["save_on_cpu"], files=True)
+    monkeypatch.setitem(PEERS, "save_on_cpu", nowhere)
+    found = judge("save_on_cpu", "file vanishes", tmp_path, "cpu")
+    assert found.kind == "not tried"
+    assert "nothing was written" in found.words
+
+
+def test_a_peer_that_cannot_be_set_up_is_no_error_of_a_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: Any, scratch: Path) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setitem(PEERS, "save_on_cpu", replace(PEERS["save_on_cpu"], make=make))
+    assert judge("save_on_cpu", "retain_graph, twice", tmp_path, "cpu") == (
+        "crash",
+        "cannot be set up: RuntimeError: no compiler",
+    )
 
 
 def test_a_case_that_hangs_or_dies_is_ended(tmp_path: Path) -> None:

@@ -1,0 +1,69 @@
+"""Device: where arms train, and what differs with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .arms import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Where arms train.
+
+    Attributes:
+        name: PyTorch's name of it.
+        size: of the families' members, a key of `BY_SIZE`.
+        dtype: of weights and activations.
+        allocator: of the host's memory, as in `Spec`.
+        environment: variables of every arm.
+        tiers: those that move all, in the order of tables.
+        apart: whether arms come one after the other, each alone on the machine. A card has not the memory for several,
+            and does not drift as a shared processor does.
+    """
+
+    name: str = "cpu"
+    size: str = "small"
+    dtype: str = "float32"
+    allocator: str = "auto"
+    environment: Mapping[str, str] = field(default_factory=dict)
+    tiers: tuple[str, ...] = ("nvme",)
+    apart: bool = False
+
+    def spec(
+        self, name: str, options: Mapping[str, Any], *, threads: int, environment: Mapping[str, str] | None = None
+    ) -> Spec:
+        """Describe an arm that trains a family here; `options` are those of `FamilyArm`."""
+        here = {"device": self.name, "size": self.size, "dtype": self.dtype}
+        return Spec(
+            name=name,
+            role="family:FamilyArm",
+            options={**here, **options},
+            allocator=self.allocator,
+            threads=threads,
+            environment={**self.environment, **(environment or {})},
+        )
+
+    @property
+    def memory(self) -> str:
+        """What the peak of an arm is of."""
+        return "resident" if self.name == "cpu" else "allocated on the device"
+
+    def theme(self, name: str) -> str:
+        """Name a result: that of a card stands beside the processor's."""
+        return name if self.name == "cpu" else f"{name}-{self.name}"
+
+
+CPU = Device()
+CUDA = Device(
+    name="cuda",
+    size="large",
+    dtype="bfloat16",
+    allocator="as-is",  # torch has one of its own for the card
+    environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # without a fixed one results differ from run to run
+    tiers=("nvme", "cpu"),
+    apart=True,
+)
+DEVICES = {"cpu": CPU, "cuda": CUDA}
