@@ -150,8 +150,8 @@ FLOORS = {
         ("_report", "_workload", ""),
         ("_io", "_peers", "_pictures", "_plans", "_processes", "all", "report"),
         ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "peers", "replay", "rok", "step"),
-        ("_growth", "auto", "codec", "fidelity", "forecast", "hooks", "sim"),
-        ("scale",),
+        ("_fidelity", "_growth", "auto", "codec", "forecast", "hooks", "sim"),
+        ("fidelity", "scale"),
         ("__main__",),
     ],
 }
