@@ -327,7 +327,7 @@ def fidelity(
     out: Out = _OUT,
     quick: Quick = False,
 ) -> Result:
-    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (four hours)."""
+    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (five hours)."""
     from .fidelity import PLAN, TINY_PLAN, run_fidelity
 
     plan, seeds = (TINY_PLAN, min(seeds, 2)) if quick else (PLAN, seeds)

@@ -46,7 +46,8 @@ Arms = Mapping[str, Mapping[str, Any]]
 # tba's presets and the arms by PRAC and GACT, which both tasks have, with the papers' ranks and intervals.
 _PRESETS: Arms = {PLAIN: {}, **{name: {"settings": {"compress": name}} for name in (EXACT, "safe8", "balanced", "max")}}
 _PAPERS: Arms = {
-    "PRAC-like": {"principal": {"linear_share": 0.3, "norm_share": 0.2, "refresh": 500}},
+    "PRAC-like": {"principal": {"linear_share": 0.3, "norm_share": 0.0, "refresh": 500}},
+    "PRAC-like, norms too": {"principal": {"linear_share": 0.3, "norm_share": 0.2, "refresh": 500}},
     "GACT-like, 4 bits": {"adaptive": {"bits": 4.0, "refresh": 1000}},
 }
 
@@ -100,11 +101,12 @@ class Plan:
         return replace(self, studies=studies)
 
 
-# A run of text takes some five minutes on one core, one of topics three.
+# A run takes some five minutes on one core.
 _TEXT = FidelityOptions(layers=4, width=256, heads=8, sequence=128, batch=4, steps=2000)
 _TINY = FidelityOptions(layers=1, width=32, heads=2, sequence=32, batch=4, steps=4, validation_batches=2)
 _TUNING_SHARE = 0.3
 _START_RATE = 1e-3
+_RATES = (3e-4, 1e-3, 3e-3)
 
 
 def _fine_tuning(text: FidelityOptions, **fields: Any) -> FidelityOptions:
@@ -121,10 +123,8 @@ def _with_steps(base: FidelityOptions, steps: int) -> FidelityOptions:
 
 PLAN = Plan(
     studies={
-        "text": Study(base=_TEXT, arms=TEXT_ARMS, rates=(3e-4, 1e-3, 3e-3)),
-        "topics": Study(
-            base=_fine_tuning(_TEXT, batch=8, validation_batches=256), arms=TOPIC_ARMS, rates=(1e-4, 3e-4, 1e-3)
-        ),
+        "text": Study(base=_TEXT, arms=TEXT_ARMS, rates=_RATES),
+        "topics": Study(base=_fine_tuning(_TEXT, batch=16), arms=TOPIC_ARMS, rates=_RATES),
     },
     rounds=30,
     starts=2,
@@ -134,7 +134,10 @@ TINY_PLAN = Plan(
     studies={
         "text": Study(
             base=_TINY,
-            arms={name: TEXT_ARMS[name] for name in (PLAIN, EXACT, "balanced", "CompAct n/4", *_PAPERS)},
+            arms={
+                name: TEXT_ARMS[name]
+                for name in (PLAIN, EXACT, "balanced", "CompAct n/4", "PRAC-like", "GACT-like, 4 bits")
+            },
             rates=(1e-2,),
         ),
         "topics": Study(
@@ -250,8 +253,8 @@ def _teller(bar: ProgressBar, total: int) -> Callable[[Spec, str], None]:
     def tell(spec: Spec, note: str) -> None:
         nonlocal done, trained
         done, trained = done + 1, trained + (not note.startswith(KEPT))
-        left = (time.monotonic() - begun_s) / trained * (total - done) / 3600 if trained else 0.0
-        bar.advance(f"{spec.name}: {note}; {left:.1f} h left")
+        hours = (time.monotonic() - begun_s) / trained * (total - done) / 3600 if trained else None
+        bar.advance(f"{spec.name}: {note}" + ("" if hours is None else f"; {hours:.1f} h left"))
 
     return tell
 

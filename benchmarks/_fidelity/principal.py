@@ -7,7 +7,8 @@ orthonormal bases, V [n, r1] of its principal directions and R [n, r2], drawn un
     restored:  Z1 V^T + k Z2 R^T,  k = (n - r1) / r2    over draws of R its mean is X, since E[k R R^T] = 1 - V V^T
 
 V is from a singular value decomposition of the activations of one batch, R from a QR decomposition; both are made anew
-every `refresh` steps. Inputs of linear layers are held so, and with a share of their own those of norms. Inputs of
+every `refresh` steps. Inputs of linear layers are held so, whose weight gradient is then unbiased and whose input
+gradient is exact; and with a share of their own those of norms, whose backward is not linear in them. Inputs of
 elementwise functions and attention's own tensors are kept, and so is what shares memory with those.
 
 Shapes: X [..., n] -> Z [..., r1 + r2].
@@ -75,7 +76,8 @@ class PrincipalHooks(PlacedHooks):
 
     Args:
         model: to train.
-        linear_share, norm_share: r1 and r2 alike, as a share of the width: of inputs of linear layers, and of norms.
+        linear_share, norm_share: r1 and r2 alike, as a share of the width: of inputs of linear layers, and of norms;
+            0 keeps those.
         refresh: steps until both bases are made anew.
         seed: of the draws.
     """
@@ -83,7 +85,7 @@ class PrincipalHooks(PlacedHooks):
     def __init__(self, model: nn.Module, *, linear_share: float, norm_share: float, refresh: int, seed: int) -> None:
         super().__init__(model)
         self.period = refresh
-        self._linear_share, self._norm_share, self._seed = linear_share, norm_share, seed
+        self._shares, self._seed = {LINEAR: linear_share, NORM: norm_share}, seed
         self._bases: dict[Place, Bases] = {}
         self._refreshes = 0
         self._learning = False
@@ -98,10 +100,10 @@ class PrincipalHooks(PlacedHooks):
             self._learning = False
 
     def encode(self, place: Place, tensor: Tensor) -> _Coordinates | None:
-        if place.function not in (LINEAR, NORM) or self.is_kept(tensor):
+        share = self._shares.get(place.function, 0.0)
+        if not share or self.is_kept(tensor):
             return None
         if self._learning:
-            share = self._linear_share if place.function == LINEAR else self._norm_share
             self._bases[place] = Bases.of(tensor, share, compact.key(self._seed, str(place), self._refreshes))
             return None
         bases = self._bases[place]
