@@ -162,7 +162,7 @@ def run_fidelity(
 
     Args:
         plan: what is trained.
-        seeds: number of seeds, at most `MOST_SEEDS`.
+        seeds: number of seeds, at most ten.
         jobs: arms at a time.
         threads: of the steps that are measured.
         resume: go on with the runs that are finished.

@@ -16,9 +16,8 @@ from .._report.steps import Measured, memory_share
 from .training import TASKS, FidelityOptions
 
 PLAIN, EXACT = "plain", "exact"
-# Student's t for 95%, by the number of values less one.
+# Student's t for 95%, by the number of values less one: up to ten seeds.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-MOST_SEEDS = len(_T95) + 1
 _GAP_BAR = 0.01  # nats
 _WITHIN_NOISE = ("safe8", "balanced")
 _RANKS = ("CompAct n/2", "CompAct n/4", "CompAct n/8")
