@@ -243,20 +243,22 @@ def codec(
 
 @command(app)
 def fidelity(
-    steps: Annotated[int | None, typer.Option(min=1, help="Of each run (default: 300).")] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds; only from three on they show a spread.")] = 3,
-    rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: 3e-4, 1e-3, 3e-3).")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
+    task: Annotated[list[str] | None, typer.Option(help="text, topics (default: both).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of text (default: 2000); of topics 0.3 as many.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds; only from two on they show a doubt.")] = 3,
+    rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: three a task).")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, one thread each.")] = 2,
+    resume: Annotated[bool, typer.Option(help="Go on with the runs that are finished.")] = False,
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Validation loss on held-out text under every preset and CompAct rank, one tuned rate per arm (20 minutes)."""
-    from .fidelity import DEFAULT, RATES, TINY, run_fidelity
+    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (five hours)."""
+    from .fidelity import PLAN, TINY_PLAN, run_fidelity
 
-    base = TINY if quick else DEFAULT
-    base = replace(base, steps=steps or base.steps)
-    rates, seeds = ((rate or RATES)[:1], min(seeds, 2)) if quick else (rate or RATES, seeds)
-    return run_fidelity(base, seeds=seeds, rates=rates, jobs=jobs, out=out)
+    plan, seeds = (TINY_PLAN, min(seeds, 2)) if quick else (PLAN, seeds)
+    _check_names(task or (), plan.studies, "task")
+    plan = plan.changed(steps=steps, rates=rate, tasks=task or list(plan.studies))
+    return run_fidelity(plan, seeds=seeds, jobs=jobs, resume=resume, out=out)
 
 
 @command(app)

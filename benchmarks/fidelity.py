@@ -1,190 +1,281 @@
 """The fidelity benchmark: the validation loss that saving less costs, at equal tokens and an equally tuned rate.
 
-Every arm trains the same GPT on the same batches from the same weights, seed by seed, on Python's standard library
-without the packages it is validated on. The first seed is trained at each rate of one grid; the rate that validated
-best trains the other seeds. Gaps are differences to `exact` within a seed, so that the seed's own share cancels.
+Two tasks: a GPT that learns the bytes of Python's standard library, without the packages it is validated on; and the
+fine-tuning of that GPT to tell packages of PyTorch apart by their source, on files that it has not seen. Every arm
+trains the same model on the same batches from the same weights, seed by seed. The first seed is trained at each rate of
+one grid; the rate that validated best trains the other seeds. Gaps are differences to plain within a seed, so that the
+seed's own share cancels. What it buys is measured apart, alone and in turns: the peak and the time of a step.
+
+Runs that are finished are kept, a file each, so that hours of training can end early and go on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from ._arms.fidelity import FidelityOptions
-from ._processes.arms import Spec, ask_all
-from ._report.bar import Bar, bar_table
+from ._fidelity.arms import KEPT
+from ._fidelity.run_store import RunStore
+from ._fidelity.summary import (
+    EXACT,
+    PLAIN,
+    Found,
+    loss_table,
+    make_bars,
+    paper_tables,
+    spread,
+    summarise,
+    title,
+)
+from ._fidelity.training import FidelityOptions
+from ._processes.arms import Arm, Spec, ask_all
+from ._processes.measure import measure
+from ._report.bar import bar_table
 from ._report.environment import environment_block
-from ._report.progress import progress
-from ._report.results import Grid, Result
+from ._report.progress import ProgressBar, progress
+from ._report.results import CannotMeasure, Result
+from ._report.steps import Measured
 
-EXACT = "exact"
-RATES = (3e-4, 1e-3, 3e-3)
-ARMS: Mapping[str, Mapping[str, Any]] = {
-    **{preset: {"settings": {"compress": preset}} for preset in (EXACT, "safe8", "balanced", "max")},
-    "CompAct n/2": {"convert_rank": 1 / 2},
-    "CompAct n/4": {"convert_rank": 1 / 4},
-    "CompAct n/8": {"convert_rank": 1 / 8},
-    "fresh Gaussian n/4, Adam": {"settings": {"compress": "compact", "rank": 1 / 4}},
+Arms = Mapping[str, Mapping[str, Any]]
+# tba's presets and the arms by PRAC and GACT, which both tasks have, with the papers' ranks and intervals.
+_PRESETS: Arms = {PLAIN: {}, **{name: {"settings": {"compress": name}} for name in (EXACT, "safe8", "balanced", "max")}}
+_PAPERS: Arms = {
+    "PRAC-like": {"principal": {"linear_share": 0.3, "norm_share": 0.0, "refresh": 500}},
+    "PRAC-like, norms too": {"principal": {"linear_share": 0.3, "norm_share": 0.2, "refresh": 500}},
+    "GACT-like, 4 bits": {"adaptive": {"bits": 4.0, "refresh": 1000}},
 }
-# Some twenty minutes for 40 runs, two at a time.
-DEFAULT = FidelityOptions(layers=2, width=128, heads=4, sequence=128, batch=16, steps=300)
-TINY = FidelityOptions(layers=1, width=32, heads=2, sequence=32, batch=4, steps=4, validation_batches=2)
-_GAP_BAR = 0.01  # nats
-_WITHIN_NOISE = ("safe8", "balanced")
-_RANKS = ("CompAct n/2", "CompAct n/4", "CompAct n/8")
+
+
+def _compact(rank: float, refresh: int, alpha: float) -> Mapping[str, Any]:
+    return {"convert": {"rank": rank, "refresh": refresh, "alpha": alpha}}
+
+
+# CompAct, arXiv 2410.15352: ranks and refresh of its tables 2 and 4, and the alpha of table 4. That of table 2, 0.25,
+# goes with a learning rate of 0.01; with 1 a step is as long as Adam's, and one grid of rates is as wide for all arms.
+TEXT_ARMS: Arms = {
+    **_PRESETS,
+    "fresh Gaussian n/4, Adam": {"settings": {"compress": "compact", "rank": 1 / 4}},
+    "CompAct n/2": _compact(1 / 2, 50, 1.0),
+    "CompAct n/4": _compact(1 / 4, 50, 1.0),
+    "CompAct n/8": _compact(1 / 8, 50, 1.0),
+    **_PAPERS,
+}
+TOPIC_ARMS: Arms = {**_PRESETS, "CompAct r=4": _compact(4, 500, 4.0), "CompAct r=8": _compact(8, 500, 2.0), **_PAPERS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
-    """Measurements of one arm.
+class Study:
+    """One task: the run of plain, the arms as fields that differ from it, and the learning rates tried."""
 
-    Attributes:
-        rate: the learning rate that was best for the first seed.
-        losses: validation loss by seed, at that rate.
-        gaps: by seed, to `exact` of the same seed.
-        stored_share: bytes stored between forward and backward, as a share of plain PyTorch's.
+    base: FidelityOptions
+    arms: Arms
+    rates: Sequence[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is trained, and how often steps are measured: `rounds` timed turns in `starts` sets of processes.
+
+    `keeps`: whether finished runs outlive the benchmark.
     """
 
-    rate: float
-    losses: Mapping[int, float]
-    gaps: Mapping[int, float]
-    stored_bytes: int
-    stored_share: float
+    studies: Mapping[str, Study]
+    rounds: int
+    starts: int = 1
+    keeps: bool = True
 
-    @property
-    def loss(self) -> float:
-        """Mean loss over the seeds."""
-        return sum(self.losses.values()) / len(self.losses)
+    def changed(self, *, steps: int | None, rates: Sequence[float] | None, tasks: Sequence[str]) -> Plan:
+        """The plan for some tasks, with so many steps of pre-training and a share of them of fine-tuning, or rates."""
+        studies = {}
+        for task in tasks:
+            study = self.studies[task]
+            if steps is not None:
+                study = replace(study, base=_with_steps(study.base, steps))
+            studies[task] = replace(study, rates=rates or study.rates)
+        return replace(self, studies=studies)
 
-    @property
-    def gap(self) -> float:
-        """Mean gap over the seeds."""
-        return sum(self.gaps.values()) / len(self.gaps)
+
+# A run takes some five minutes on one core.
+_TEXT = FidelityOptions(layers=4, width=256, heads=8, sequence=128, batch=4, steps=2000)
+_TINY = FidelityOptions(layers=1, width=32, heads=2, sequence=32, batch=4, steps=4, validation_batches=2)
+_TUNING_SHARE = 0.3
+_START_RATE = 1e-3
+_RATES = (3e-4, 1e-3, 3e-3)
+
+
+def _fine_tuning(text: FidelityOptions, **fields: Any) -> FidelityOptions:
+    start = replace(text, learning_rate=_START_RATE)
+    base = replace(text, task="topics", **fields)
+    return _with_steps(replace(base, start=asdict(start)), text.steps)
+
+
+def _with_steps(base: FidelityOptions, steps: int) -> FidelityOptions:
+    if base.start is None:
+        return replace(base, steps=steps)
+    return replace(base, steps=max(1, round(_TUNING_SHARE * steps)), start={**base.start, "steps": steps})
+
+
+PLAN = Plan(
+    studies={
+        "text": Study(base=_TEXT, arms=TEXT_ARMS, rates=_RATES),
+        "topics": Study(base=_fine_tuning(_TEXT, batch=16), arms=TOPIC_ARMS, rates=_RATES),
+    },
+    rounds=30,
+    starts=2,
+)
+# One arm of each kind: processes are what takes long.
+TINY_PLAN = Plan(
+    studies={
+        "text": Study(
+            base=_TINY,
+            arms={
+                name: TEXT_ARMS[name]
+                for name in (PLAIN, EXACT, "balanced", "CompAct n/4", "PRAC-like", "GACT-like, 4 bits")
+            },
+            rates=(1e-2,),
+        ),
+        "topics": Study(
+            base=_fine_tuning(_TINY), arms={name: TOPIC_ARMS[name] for name in (PLAIN, "CompAct r=8")}, rates=(1e-2,)
+        ),
+    },
+    rounds=2,
+    keeps=False,
+)
 
 
 def run_fidelity(
-    base: FidelityOptions = DEFAULT,
+    plan: Plan = PLAN,
     *,
     seeds: int = 3,
-    rates: Sequence[float] = RATES,
     jobs: int = 2,
+    threads: int = 1,
+    resume: bool = False,
     out: Path,
-    arms: Mapping[str, Mapping[str, Any]] = ARMS,
 ) -> Result:
-    """Train all arms, `jobs` at a time, one thread each.
+    """Train all arms, `jobs` at a time, one thread each; then measure their steps, alone.
 
     Args:
-        base: size and length of a run; seed and rate are set here.
-        seeds: number of seeds.
-        rates: the grid of learning rates.
+        plan: what is trained.
+        seeds: number of seeds, at most ten.
         jobs: arms at a time.
-        out: the folder of the picture.
-        arms: fields of `FidelityOptions` by name; `exact` must be among them.
-    """
-    from ._pictures.pareto import draw_pareto  # here, so that a machine without matplotlib says so before it trains
+        threads: of the steps that are measured.
+        resume: go on with the runs that are finished.
+        out: the folder of the picture, and of finished runs.
 
-    options = {"rates": list(rates), "seeds": list(range(seeds))}
-    specs = [
-        Spec(name=name, role="fidelity:train_arm", options={**options, "run": {**asdict(base), **how}}, threads=1)
-        for name, how in arms.items()
-    ]
-    with progress("fidelity", len(arms) * (len(rates) + seeds - 1)) as bar:
-        answers = ask_all(specs, jobs=jobs, tell=lambda spec, note: bar.advance(f"{spec.name}: {note}"))
-    raw = {answer.spec.name: answer.about for answer in answers}
-    found = summarise(raw)
-    bars = make_bars(found)
+    Raises:
+        CannotMeasure: there are finished runs, and nobody said to go on with them.
+    """
+    from ._pictures.pareto import Panel, draw_pareto  # here: without matplotlib this says so before it trains
+
+    with _store(plan, out) as store:
+        if len(store) and not resume:
+            raise CannotMeasure(
+                f"{store.folder} holds {len(store)} finished runs: go on with them by --resume, or remove the folder"
+            )
+        answers = _train_all(plan, seeds, jobs, store)
+    panels, tables, bars = [], [], []
+    studies: dict[str, Any] = {}
+    allocators: dict[str, str] = {}
+    for task, study in plan.studies.items():
+        raw = {name: answers[task, name].about for name in study.arms}
+        costs = _measure_costs(plan, task, study, threads)
+        found = summarise(raw, costs)
+        allocators |= {"trained": answers[task, PLAIN].allocator, "measured": costs[PLAIN].allocator}
+        bars += make_bars(task, found)
+        tables += [loss_table(study.base, found, study.rates), *paper_tables(task, found)]
+        panels += _panels(study, found, Panel)
+        studies[task] = {
+            "run": asdict(study.base),
+            "trained_bytes": study.base.trained_bytes,
+            "rates": list(study.rates),
+            "arms": {name: one.data() for name, one in found.items()},
+            "runs": {name: body["runs"] for name, body in raw.items()},
+            "seed_spread": spread(found),
+        }
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "fidelity.png"
-    points = {name: (one.stored_share, list(one.gaps.values())) for name, one in found.items() if name != EXACT}
-    draw_pareto(points, picture, exact_share=found[EXACT].stored_share, spread=spread(found), title=_title(base))
-    data = {
-        "run": asdict(base),
-        "tokens": base.steps * base.batch * base.sequence,
-        "seeds": options["seeds"],
-        "rates": options["rates"],
-        "arms": {name: {**vars(one), "loss": one.loss, "gap": one.gap} for name, one in found.items()},
-        "runs": {name: body["runs"] for name, body in raw.items()},
-        "seed_spread": spread(found),
-        "bars": [bar.data() for bar in bars],
-    }
-    tables = [_table(base, found, rates), bar_table(bars)]
-    environment = environment_block({"every arm": answers[0].allocator}, threads=1)
-    return Result(theme="fidelity", tables=tables, data=data, files=[picture], picture=picture, environment=environment)
-
-
-def summarise(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Found]:
-    """Compute losses and gaps of each arm from the answers of their processes."""
-    found: dict[str, Found] = {}
-    exact = _losses(raw[EXACT])
-    for name, body in raw.items():
-        losses = _losses(body)
-        found[name] = Found(
-            rate=body["best_rate"],
-            losses=losses,
-            gaps={seed: loss - exact[seed] for seed, loss in losses.items()},
-            stored_bytes=body["stored_bytes"],
-            stored_share=body["stored_bytes"] / body["plain_bytes"],
-        )
-    return found
-
-
-def spread(found: Mapping[str, Found]) -> float:
-    """Spread of the exact arm's seeds: the highest loss less the lowest."""
-    losses = found[EXACT].losses.values()
-    return max(losses) - min(losses)
-
-
-def make_bars(found: Mapping[str, Found]) -> list[Bar]:
-    """Limit the gaps of the mild presets; the losses of CompAct must fall as its rank rises."""
-    bars = []
-    for name in _WITHIN_NOISE:
-        if name in found:
-            gap, seeds = found[name].gap, spread(found)
-            bars.append(Bar(what=f"{name}: gap to exact", measured=gap, limit=_GAP_BAR, unit=" nats"))
-            bars.append(Bar(what=f"{name}: gap, within the spread of seeds", measured=gap, limit=seeds, unit=" nats"))
-    for better, worse in pairwise(_RANKS):
-        if better in found and worse in found:
-            less = found[better].loss - found[worse].loss
-            bars.append(Bar(what=f"loss of {better} less that of {worse}", measured=less, limit=0.0, unit=" nats"))
-    barred = (EXACT, *_WITHIN_NOISE)
-    for name, one in found.items():
-        if name not in barred:
-            bars.append(Bar(what=f"{name}: gap to exact", measured=one.gap, limit=None, unit=" nats"))
-    return bars
-
-
-def _losses(body: Mapping[str, Any]) -> dict[int, float]:
-    return {r["seed"]: r["validation_loss"] for r in body["runs"] if r["learning_rate"] == body["best_rate"]}
-
-
-def _title(base: FidelityOptions) -> str:
-    tokens = base.steps * base.batch * base.sequence
-    return f"GPT {base.layers}x{base.width}, {base.steps} steps, {tokens / 1e3:,.0f} thousand bytes of Python"
-
-
-def _table(base: FidelityOptions, found: Mapping[str, Found], rates: Sequence[float]) -> Grid:
-    rows = []
-    for name, one in found.items():
-        edge = len(rates) > 1 and one.rate in (min(rates), max(rates))
-        rows.append(
-            (
-                name,
-                f"{one.stored_share:.3f}",
-                f"{one.rate:g}{' (edge)' if edge else ''}",
-                f"{one.loss:.4f}",
-                " ".join(f"{loss:.4f}" for loss in one.losses.values()),
-                f"{one.gap:+.4f}",
-                " ".join(f"{gap:+.4f}" for gap in one.gaps.values()),
-            )
-        )
-    columns = ("arm", "stored / plain", "rate", "loss, nats", "by seed", "gap", "by seed")
-    note = (
-        f"Validation loss in nats per byte on {base.validation_batches * base.batch * base.sequence:,} bytes of "
-        f"held-out packages, mean over the seeds. Spread of exact's seeds: {spread(found):.4f}. Rate: the best of "
-        f"{', '.join(f'{rate:g}' for rate in rates)} for the first seed (edge: the best lies at an end of the grid). "
-        "Stored: bytes between forward and backward, of what autograd saves without its duplicates."
+    draw_pareto(panels, picture)
+    data = {"seeds": list(range(seeds)), "tasks": studies, "bars": [bar.data() for bar in bars]}
+    return Result(
+        theme="fidelity",
+        tables=[*tables, bar_table(bars)],
+        data=data,
+        files=[picture],
+        picture=picture,
+        environment=environment_block(allocators, threads=threads),
     )
-    return Grid(_title(base), columns, rows, note)
+
+
+@contextmanager
+def _store(plan: Plan, out: Path) -> Iterator[RunStore]:
+    if plan.keeps:
+        yield RunStore(out / "fidelity_runs")
+        return
+    with TemporaryDirectory(prefix="fidelity-") as folder:
+        yield RunStore(Path(folder))
+
+
+def _train_all(plan: Plan, seeds: int, jobs: int, store: RunStore) -> dict[tuple[str, str], Arm]:
+    specs, keys, total = [], [], 0
+    for task, study in plan.studies.items():
+        for name, how in study.arms.items():
+            rates, numbers = list(study.rates), list(range(seeds))
+            if name == EXACT:  # a check, which one run is enough for
+                rates, numbers = [rates[len(rates) // 2]], [0]
+            options = {
+                "run": {**asdict(study.base), **how},
+                "rates": rates,
+                "seeds": numbers,
+                "folder": str(store.folder.absolute()),
+            }
+            specs.append(Spec(name=f"{task}: {name}", role="_fidelity.arms:train_arm", options=options, threads=1))
+            keys.append((task, name))
+            total += len(rates) + len(numbers) - 1
+    with progress("fidelity", total) as bar:
+        if plan.keeps:
+            bar.say(
+                f"{total} trainings, {jobs} at a time; what is finished stays in {store.folder}, and --resume goes on"
+            )
+        answers = ask_all(specs, jobs=jobs, tell=_teller(bar, total))
+    return dict(zip(keys, answers, strict=True))
+
+
+def _teller(bar: ProgressBar, total: int) -> Callable[[Spec, str], None]:
+    """Show each run that comes to its end, and the hours that are left as long as runs take as they did."""
+    begun_s, done, trained = time.monotonic(), 0, 0
+
+    def tell(spec: Spec, note: str) -> None:
+        nonlocal done, trained
+        done, trained = done + 1, trained + (not note.startswith(KEPT))
+        hours = (time.monotonic() - begun_s) / trained * (total - done) / 3600 if trained else None
+        bar.advance(f"{spec.name}: {note}" + ("" if hours is None else f"; {hours:.1f} h left"))
+
+    return tell
+
+
+def _measure_costs(plan: Plan, task: str, study: Study, threads: int) -> dict[str, Measured]:
+    specs = []
+    for name, how in study.arms.items():
+        options = {**asdict(study.base), **how, "learning_rate": study.rates[0], "start": None}
+        if options["settings"]:
+            options |= {"tier": "keep", "settings": {**options["settings"], "min_tensor_bytes": 0}}
+        specs.append(Spec(name=name, role="_fidelity.arms:CostArm", options=options, allocator="auto", threads=threads))
+    return measure(specs, rounds=plan.rounds, title=f"steps of {task}", starts=plan.starts)
+
+
+def _panels(study: Study, found: Mapping[str, Found], panel: Callable[..., Any]) -> list[Any]:
+    """The gaps of a task against peak, and against the time of a step."""
+    gaps = {name: list(one.gaps.values()) for name, one in found.items() if name not in (PLAIN, EXACT)}
+    given = {"title": title(study.base), "spread": spread(found)}
+    return [
+        panel({name: (found[name].peak_share, own) for name, own in gaps.items()}, "peak memory / plain's", **given),
+        panel(
+            {name: (median(found[name].step_ratios), own) for name, own in gaps.items()}, "step time / plain's", **given
+        ),
+    ]

@@ -22,8 +22,8 @@ from .serve import Tell
 _WORKER = "benchmarks._processes.worker"
 # A turn takes a few seconds; the timeout only ends one that hangs.
 _TURN_TIMEOUT_S = 600.0
-# The longest arm that is asked once is a quarter of an hour of training.
-_ASK_TIMEOUT_S = 7200.0
+# The longest arm that is asked once is five trainings, of minutes each where nothing else runs.
+_ASK_TIMEOUT_S = 6 * 3600.0
 # OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
 _SETTLE_S = 0.02
 # Variables that choose or tune an allocator: removed for the arm that runs "as Python comes".
@@ -144,7 +144,7 @@ def ask(spec: Spec, *, tell: Tell = lambda note: None) -> Arm:
 
     Raises:
         CannotMeasure: the allocator is not on this machine.
-        ChildError: the process ended, or gave no answer in two hours.
+        ChildError: the process ended, or gave no answer in six hours.
     """
     arm = Arm(spec)
     with closing(arm.child):

@@ -83,13 +83,18 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.apply(_initialise)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """tokens [B, S] int64 -> logits [B, S, V]; with `targets` [B, S] the mean cross entropy, a scalar in nats."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] int64 -> [B, S, W]: what the head reads."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.tokens(tokens) + self.positions(places)
+        x: Tensor = self.tokens(tokens) + self.positions(places)
         for block in self.blocks:
             x = recompute(block, x, use_reentrant=False) if self.checkpoint and self.training else block(x)
-        logits: Tensor = self.head(self.norm(x))
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """tokens [B, S] int64 -> logits [B, S, V]; with `targets` [B, S] the mean cross entropy, a scalar in nats."""
+        logits: Tensor = self.head(self.hidden(tokens))
         if targets is None:
             return logits
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,1 @@
+"""Fidelity: what saving less costs a training; its tasks, its arms, and runs that outlive the process."""
