@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
@@ -256,7 +255,7 @@ def fidelity(
     from .fidelity import PLAN, TINY_PLAN, run_fidelity
 
     plan, seeds = (TINY_PLAN, min(seeds, 2)) if quick else (PLAN, seeds)
-    _check_names(task or (), plan.studies, "task")
+    check_names(task or (), plan.studies, "task")
     plan = plan.changed(steps=steps, rates=rate, tasks=task or list(plan.studies))
     return run_fidelity(plan, seeds=seeds, jobs=jobs, resume=resume, out=out)
 
