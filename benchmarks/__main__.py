@@ -67,7 +67,7 @@ def auto(
     threads: Threads = 2,
     quick: Quick = False,
 ) -> Result:
-    """Tier auto at six budgets beside every fixed policy: time, peak, and what each plan predicted."""
+    """Tier auto at seven budgets beside every fixed policy: time, peak, and what each plan predicted."""
     from ._workload.families import FAMILIES
     from .auto import run_auto
     from .overlap import parse_rate

@@ -20,11 +20,13 @@ from ._report.steps import Measured, memory_share, same_gradients
 
 # The first brings the peak of the process down to about that of full checkpointing.
 SHARES = (0.1, 0.25, 0.4, 0.55, 0.7, 0.85)
+FITS = 1.1  # a budget that all that is saved is within: nothing may move
 PLAIN, NVME, CHECKPOINT, TBA = "plain", "nvme", "checkpoint", "tba"
 FIXED = (PLAIN, NVME, CHECKPOINT, TBA)
 # Steps until a plan stands: two are watched, and what they were predicted to take is corrected by the next ones.
 _WARM_UP = 6
 _SLOWER_BAR, _CHECKPOINT_BAR = 1.02, 0.85
+_IDLE_BAR = 1.005  # of plain's CPU seconds, where nothing moves
 _MEETS, _EQUAL = 1.02, 1.05  # a peak so many times another's counts as no higher, as equal
 
 
@@ -84,7 +86,7 @@ def make_arms(
         arm(NVME, tier="nvme"),
         arm(CHECKPOINT, checkpoint=True),
         arm(TBA, tier="auto", policy="tba"),
-        *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in shares),
+        *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in (*shares, FITS)),
     ]
 
 
@@ -108,6 +110,12 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
             bars.append(Bar(what=f"{auto.name}: |predicted / held - 1|", measured=peak, limit=0.05))
             step = abs(moved["predicted_step"] - 1)
             bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=step, limit=0.10))
+    if (fits := arms.get(_auto(FITS))) is not None:
+        found = ratios(fits.cpu_s, arms[PLAIN].cpu_s)
+        what = f"{fits.name}, which fits: CPU / plain"
+        bars.append(Bar(what=what, measured=median(found), limit=_IDLE_BAR, spread=doubt(found)))
+        moved_bytes = fits.moved["written_bytes"] + fits.moved["read_bytes"]
+        bars.append(Bar(what=f"{fits.name}, which fits: moved", measured=moved_bytes, limit=0.0, unit=" bytes"))
     checkpoint = arms[CHECKPOINT]
     near = [arms[_auto(s)] for s in shares if arms[_auto(s)].peak_bytes <= _EQUAL * checkpoint.peak_bytes]
     if near:

@@ -1,7 +1,8 @@
 """The replay benchmark: the transfers of planned steps on a throttled link beside those of their plans as simulated.
 
-Both run in one order, so the first write is compared with the first, and so on. A plan is simulated at the pace that
-the step had: other programs slow a computation down, and what is asked here is whether transfers come when they should.
+Both run in one order, so the first write is compared with the first, and so on. A plan is simulated at the paces that
+the step's forward and backward had: other programs slow a computation down, now the one and now the other, and what is
+asked here is whether transfers come when they should.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ._report.results import Grid, Result, mib
 
 BUDGETS = {"gpt": 160 << 20, "conv": 72 << 20}
 KINDS = ("write", "read")
+PACES = ("forward_pace", "backward_pace")
 _WARM_UP = 8
 _BAR = 0.15
 
@@ -96,13 +98,14 @@ def _table(found: Mapping[str, Mapping[str, Any]], steps: Mapping[str, Sequence[
                     f"{row['within']:.0%}",
                     f"{median(step['step_s'] for step in steps[name]):.2f}",
                     f"{median(step['predicted_s'] for step in steps[name]):.2f}",
-                    f"{median(step['pace'] for step in steps[name]):.2f}",
+                    " / ".join(f"{median(step[pace] for step in steps[name]):.2f}" for pace in PACES),
                 )
             )
-    heads = ("transfers", "planned", "seen", "start", "end", "most", "within 15%", "step s", "planned s", "pace")
+    heads = ("transfers", "planned", "seen", "start", "end", "most", "within 15%", "step s", "planned s", "paces")
     note = (
         "Start, end: by how much a transfer is late against the simulated one, share of the step; medians over steps, "
-        "then over transfers. Most: the largest of any transfer's start or end, median over steps. Pace: computation "
-        "against the plan's, at which the simulated step takes as long as the real one; it is simulated at that pace."
+        "then over transfers. Most: the largest of any transfer's start or end, median over steps. Paces: computation "
+        "against the plan's, at which the simulated forward and backward take as long as the real ones; so they are "
+        "simulated."
     )
     return Grid("Replay", heads, rows, note)

@@ -20,7 +20,6 @@ from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
 _LAST = 16
-_ROUNDS = 16  # of the search for a step's pace, each of which halves what is left
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,9 @@ class FamilyArm(TrainArm):
         with self.offload.trace() as self._events:
             return super().step(*batch)
 
+    def turn_to_backward(self) -> None:
+        self._turned_s = time.perf_counter()
+
     def describe(self) -> dict[str, Any]:
         if self.options.settings.get("compress") is not None:
             _compile_kernels(self.options.settings["compress"], self.device, self.dtype)
@@ -97,7 +99,7 @@ class FamilyArm(TrainArm):
         self._peak_ratios: list[float] = []
         self._held_bytes = 0
         self._events: list[Any] = []
-        self._begun_s = self._ended_s = 0.0
+        self._begun_s = self._turned_s = self._ended_s = 0.0
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_ended_s", time.perf_counter()))
         return {
             "family": self.family.describe,
@@ -140,12 +142,15 @@ class FamilyArm(TrainArm):
 
     def _replay(self, plan: Any) -> dict[str, Any]:
         """Give the transfers of the step and those of its plan, in seconds from the step's begin."""
+        from .._plans.paces import plan_at_pace
+
         took_s = self._ended_s - self._begun_s
-        at_pace = plan_at_pace(plan, took_s)
-        saved = at_pace.facts.saved
+        at_pace = plan_at_pace(plan, self._turned_s - self._begun_s, took_s)
+        facts, saved = at_pace.facts, at_pace.facts.saved
         return {
             "step_s": took_s,
-            "pace": at_pace.facts.step_s / plan.facts.step_s,
+            "forward_pace": facts.forward_s / plan.facts.forward_s,
+            "backward_pace": facts.backward_s / plan.facts.backward_s,
             "predicted_s": plan.predicted.step_s,
             "seen": [
                 (each.kind, each.start_s - self._begun_s, each.end_s - self._begun_s, each.nbytes)
@@ -156,16 +161,6 @@ class FamilyArm(TrainArm):
                 (each.kind, each.start_s, each.end_s, saved[each.number].nbytes) for each in at_pace.predicted.transfers
             ],
         }
-
-
-def plan_at_pace(plan: Any, step_s: float) -> Any:
-    """Simulate a plan with computation slower or faster, until the step takes so many seconds."""
-    slow, fast = 8.0, 1 / 8
-    for _ in range(_ROUNDS):
-        ratio = (slow * fast) ** 0.5
-        found = plan.under(plan.facts.scaled(ratio), plan.budget_bytes)
-        slow, fast = (ratio, fast) if found.predicted.step_s > step_s else (slow, ratio)
-    return found
 
 
 def _compile_kernels(preset: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -6,6 +6,7 @@ Times are of computation: what transfers, trials and waiting have taken is left 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from torch.utils._pytree import tree_leaves
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .trial import Verdict
 
+_APART_S = 1e-9  # of two times in a row, at least: their order is told by them
+
 
 @dataclass
 class Watch:
@@ -24,9 +27,10 @@ class Watch:
 
     Attributes:
         begun_s: when it began, by the clock.
-        saved: place, bytes and time of each storage, by record number.
+        saved: place, bytes and time of each storage, by record number; the time is when its operator had finished.
         held: bytes that a codec has left of it, by record number; 0 where others give it again.
         asked: when backward asked for it first, by record number.
+        freed: how many backward had asked for when its memory was given back, by record number.
         visits: of blocks: the module, when its forward began, bytes of its input.
         verdicts: what trials have found, by visit.
         counts: storages saved so far, by block.
@@ -47,6 +51,7 @@ class Watch:
     saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
     asked: dict[int, float] = field(default_factory=dict)
+    freed: dict[int, int] = field(default_factory=dict)
     visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
     verdicts: dict[int, Verdict] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
@@ -67,6 +72,11 @@ class Watch:
         number = self.counts.get(block, 0)
         self.counts[block] = number + 1
         return Place(block, number)
+
+    def ready(self, number: int, at_s: float) -> None:
+        """Note that the operator which saved the record `number` has finished."""
+        if (saved := self.saved.get(number)) is not None:
+            self.saved[number] = *saved[:2], at_s
 
     def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int] | None:
         """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, if any."""
@@ -107,17 +117,20 @@ class Watch:
 
     def facts(self, link: Link, read_ahead_bytes: int) -> Facts:
         """Conclude the facts of a step that has been watched to its end."""
-        asked = dict(zip(self.asked, _ascending(self.asked.values()), strict=True))
-        turn_s, last_s = min(asked.values()), max(asked.values())
+        asks_s = _ascending(self.asked.values())
+        asked = dict(zip(self.asked, asks_s, strict=True))
+        turn_s, last_s = asks_s[0], asks_s[-1]
         elsewhere = self.elsewhere()
         times_s = _ascending(saved_s for _, _, saved_s in self.saved.values())
+        ends_s = [*(ask_s - turn_s for ask_s in asks_s), math.inf]  # the last: after all that was asked for
         saved = tuple(
             Saved(
                 elsewhere.get(place, place),
                 self.held.get(number, nbytes),
-                saved_s,
+                min(saved_s, turn_s),
                 asked.get(number, last_s) - turn_s,
                 nbytes,
+                ends_s[self.freed.get(number, -1)],
             )
             for (number, (place, nbytes, _)), saved_s in zip(self.saved.items(), times_s, strict=True)
         )
@@ -202,5 +215,5 @@ def _has_storage(value: Any) -> bool:
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:
-    """Raise each time to those before it: what was taken off for transfers is an estimate, the order is not."""
-    return list(itertools.accumulate(times_s, max))
+    """Raise each time above those before it: what was taken off for transfers is an estimate, the order is not."""
+    return list(itertools.accumulate(times_s, lambda last_s, next_s: max(last_s + _APART_S, next_s)))

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from .._memory import limits
+from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
 from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
 from .._transfer.mover import Mover
@@ -77,7 +77,7 @@ class ReadAhead:
         if walk is None or not self.records:
             return
         budget_bytes = self._budget_bytes()
-        full = self._members and self.nbytes + limits.read_burst_bytes(budget_bytes) > budget_bytes
+        full = self._members and self.nbytes + read_burst_bytes(budget_bytes) > budget_bytes
         if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
             return
         lowest = next(iter(self.records))

@@ -75,7 +75,7 @@ class Saver(ForkAware):
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
         self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
-        told = self.planner.packed if self.planner is not None and self.compressor is not None else None
+        told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)

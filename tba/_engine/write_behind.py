@@ -27,10 +27,6 @@ from .._stats import Counters
 from .._transfer.mover import Mover
 from .steps import Progress
 
-# Shares of what a plan moves, and of the memory it has, in which storages go: what waits for others to go along is late
-# on a slow link, and still in memory where the plan says that it has gone.
-_PLAN_BURSTS = 16
-
 
 class WriteBehind:
     """Queue of records on their way out, as slow as memory allows."""
@@ -53,6 +49,7 @@ class WriteBehind:
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
         self.brought_bytes = 0  # of what read-ahead has in memory
         self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
+        self.freed: Callable[[int], None] | None = None  # gets the number of each record that dies
         self._going: list[int] = []  # members that are to go by plan, a few at a time
         self._going_bytes = 0
         self.plan_bytes = 0  # of a step that go by plan
@@ -87,18 +84,20 @@ class WriteBehind:
 
     def _make_room(self, record: Record, limit_bytes: int, over_bytes: int) -> None:
         """Send what is to go by plan, some of it at a time, and where that is too little the oldest."""
-        burst_bytes = _limits.write_burst_bytes(limit_bytes, self._mover.limits.staging_bytes)
+        staging_bytes = self._mover.limits.staging_bytes
         if record.goes:
             self._by_plan = True
             self._going.append(record.number)
             self._going_bytes += record.nbytes
             self._planned_bytes += record.nbytes
-            least_bytes = min(burst_bytes, min(self.plan_bytes, limit_bytes) // _PLAN_BURSTS)
-            if self._going_bytes >= least_bytes or self._planned_bytes >= self.plan_bytes:
+        if self._going:
+            least_bytes = policy.planned_burst_bytes(limit_bytes, self.plan_bytes, staging_bytes)
+            enough = self._going_bytes >= least_bytes or self._planned_bytes >= self.plan_bytes
+            if enough or over_bytes > 0:
                 self._send_going()
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
-                self._send(limit_bytes - burst_bytes)
+                self._send(limit_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
             self._wait_below_limit()
 
     def send_all(self) -> None:
@@ -115,6 +114,8 @@ class WriteBehind:
         """Forget a record that has died."""
         _, nbytes = self.members.pop(remains.number, (None, 0))
         self.nbytes -= nbytes
+        if self.freed is not None:
+            self.freed(remains.number)
         if self._mover.recorder.trace is not None:
             self.note(self.brought_bytes)
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Bytes written, or read, at once if memory has room for them.
-_WRITE_BURST_BYTES = 8 << 20
-_READ_BURST_BYTES = 4 << 20
 # A host with at least this many cores has some to spare for moving bytes while it computes.
 _MANY_CORES = 8
 _LEAST_WINDOW_BYTES = 24 << 20  # by default, on a host
@@ -15,19 +12,6 @@ _LEAST_WINDOW_BYTES = 24 << 20  # by default, on a host
 def hold_budget_bytes(held_bytes: int, free_bytes: int, reserve_bytes: int) -> int:
     """Bytes that may be held in memory, given those held and those still free, so that `reserve_bytes` stay free."""
     return max(0, held_bytes + free_bytes - reserve_bytes)
-
-
-def write_burst_bytes(budget_bytes: int, staging_bytes: int) -> int:
-    """Bytes to write at once when a budget is exceeded: waking a worker for each tensor costs more than its write.
-
-    At most half of the bytes that may be in flight, as with more the step would wait for room.
-    """
-    return min(_WRITE_BURST_BYTES, budget_bytes // 2, staging_bytes // 2)
-
-
-def read_burst_bytes(budget_bytes: int) -> int:
-    """Bytes of a budget that must be free before more is read. Fewer than for writes, because backward may wait."""
-    return min(_READ_BURST_BYTES, budget_bytes // 4)
 
 
 def io_threads(asked: int | None, *, on_device: bool, cores: int) -> int:

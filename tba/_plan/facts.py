@@ -27,9 +27,11 @@ class Saved:
     Attributes:
         place: where.
         nbytes: of it that are saved, as a codec has left them; 0 where others give it again.
-        saved_s: seconds from the begin of forward until it is saved.
+        saved_s: seconds from the begin of forward until its operator has finished, and it may move.
         wanted_s: seconds from the begin of backward until it is asked for first.
         plain_bytes: that it has without a codec, if there is one.
+        freed_s: seconds from the begin of backward until its memory is given back, by then; None: as soon as another
+            is asked for.
     """
 
     place: Place
@@ -37,6 +39,16 @@ class Saved:
     saved_s: float
     wanted_s: float
     plain_bytes: int | None = None
+    freed_s: float | None = None
+
+    def outlasts(self, wanted_s: float) -> bool:
+        """Whether its memory is still taken where backward, which has used it, asks for another."""
+        return self.freed_s is not None and self.freed_s > wanted_s
+
+    def scaled(self, ratio: float) -> Saved:
+        """Return the storage of a step that takes `ratio` times as long."""
+        freed_s = None if self.freed_s is None else self.freed_s * ratio
+        return replace(self, saved_s=self.saved_s * ratio, wanted_s=self.wanted_s * ratio, freed_s=freed_s)
 
     @property
     def replayed_bytes(self) -> int:
@@ -81,6 +93,11 @@ class Link:
     read_bytes_per_s: float
     step_s_per_byte: float = 0.0
     in_flight_bytes: int = 40 << 20
+
+    def times(self, other: Link) -> float:
+        """How many times faster or slower it is than another, out or back."""
+        out, back = self.write_bytes_per_s / other.write_bytes_per_s, self.read_bytes_per_s / other.read_bytes_per_s
+        return max(out, 1 / out, back, 1 / back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,7 @@ class Facts:
         """Return the facts of a step whose computation takes `ratio` times as long."""
         return replace(
             self,
-            saved=tuple(replace(s, saved_s=s.saved_s * ratio, wanted_s=s.wanted_s * ratio) for s in self.saved),
+            saved=tuple(each.scaled(ratio) for each in self.saved),
             blocks=tuple(block.scaled(ratio) for block in self.blocks),
             forward_s=self.forward_s * ratio,
             backward_s=self.backward_s * ratio,
@@ -169,7 +186,11 @@ class Facts:
     @cached_property
     def movable(self) -> list[int]:
         """Indices of what has bytes to move."""
-        return [index for index, each in enumerate(self.saved) if each.nbytes]
+        return [index for index, each in enumerate(self.saved) if each.nbytes and not self.is_late(index)]
+
+    def is_late(self, index: int) -> bool:
+        """Whether a storage's operator has finished only where backward asks for it: until then it is not held."""
+        return self.saved[index].saved_s >= self.forward_s
 
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""

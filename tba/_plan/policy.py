@@ -11,6 +11,12 @@ _WHOLE_SHARE = 0.5
 # Ranges begin at a multiple of the allocators' alignment, so that a view has a whole offset in them and comes back to
 # an address of equal alignment: matrix kernels are chosen by it (up to 256 bytes), and another kernel gives other bits.
 _RANGE_ALIGNMENT = 512
+# Bytes written, or read, at once if memory has room for them.
+_WRITE_BURST_BYTES = 8 << 20
+_READ_BURST_BYTES = 4 << 20
+# Shares of what a plan moves, and of the memory it has, in which storages go: what waits for others to go along is late
+# on a slow link, and still in memory where the plan says that it has gone.
+_PLAN_BURSTS = 16
 
 
 # Reasons for keeping a tensor in memory, as statistics name them.
@@ -55,3 +61,21 @@ def range_to_store(begin: int, end: int, storage_bytes: int) -> tuple[int, int]:
     if end - begin >= _WHOLE_SHARE * storage_bytes:
         return 0, storage_bytes
     return begin // _RANGE_ALIGNMENT * _RANGE_ALIGNMENT, end
+
+
+def write_burst_bytes(budget_bytes: int, staging_bytes: int) -> int:
+    """Bytes to write at once when a budget is exceeded: waking a worker for each tensor costs more than its write.
+
+    At most half of the bytes that may be in flight, as with more the step would wait for room.
+    """
+    return min(_WRITE_BURST_BYTES, budget_bytes // 2, staging_bytes // 2)
+
+
+def read_burst_bytes(budget_bytes: int) -> int:
+    """Bytes of a budget that must be free before more is read. Fewer than for writes, because backward may wait."""
+    return min(_READ_BURST_BYTES, budget_bytes // 4)
+
+
+def planned_burst_bytes(budget_bytes: int, plan_bytes: int, staging_bytes: int) -> int:
+    """Bytes of what goes by a plan, `plan_bytes` in all, to write at once."""
+    return min(write_burst_bytes(budget_bytes, staging_bytes), min(plan_bytes, budget_bytes) // _PLAN_BURSTS)

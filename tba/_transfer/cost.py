@@ -38,8 +38,8 @@ class Way:
 class Cost:
     """What transfers cost a step, by their CPU time on the threads that move them, and by waiting for them.
 
-    A CPU second of theirs counts twice: it takes a core from a computation whose other cores then wait. Where the link
-    is too slow the step waits instead, and the larger of the two costs counts.
+    A CPU second of theirs counts once: over a whole step, 0.7 to 1 of them were seen to be lost. Where the link is too
+    slow the step waits instead, and the larger of the two costs counts.
 
     Attributes:
         nbytes: moved, out or back.
@@ -69,18 +69,15 @@ class Cost:
 
     @property
     def busy_per_byte_s(self) -> float:
-        """Seconds of the step for each byte that goes out and comes back, where nobody waits.
-
-        Each CPU second counts once: over a whole step, 0.7 to 1 of them were seen to be lost.
-        """
+        """Seconds of the step for each byte that goes out and comes back, where nobody waits."""
         return 2 * self.cpu_s / self.nbytes if self.nbytes else 0.0
 
     @property
     def per_byte_s(self) -> float:
         """Seconds of the step for each byte that goes out and comes back, in a transfer of its own."""
-        return 2 * max(2 * self.cpu_s, self.waited_s) / self.nbytes if self.nbytes else 0.0
+        return 2 * max(self.cpu_s, self.waited_s) / self.nbytes if self.nbytes else 0.0
 
     @property
     def per_further_byte_s(self) -> float:
         """Seconds of the step for each byte by which a transfer, out and back, is larger."""
-        return 2 * max(2 * self.least_cpu_s_per_byte, self.waited_s / self.nbytes) if self.nbytes else 0.0
+        return 2 * max(self.least_cpu_s_per_byte, self.waited_s / self.nbytes) if self.nbytes else 0.0

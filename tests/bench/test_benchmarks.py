@@ -44,11 +44,14 @@ def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> Non
     [family] = quick("auto", tmp_path)["families"].values()
     assert family["gradients_bit_equal"] is True
     arms = family["arms"]
-    assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", "auto 0.40", "auto 0.85"}
+    assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", "auto 0.40", "auto 0.85", "auto 1.10"}
     planned = arms["auto 0.40"]["moved"]
     assert planned["held_bytes_by_plan"] <= planned["budget_bytes"] < family["saved_bytes"]
     assert planned["moved_share"] + planned["recomputed"] > 0
     assert planned["predicted_s"] >= planned["bound_s"] > 0
+    fits = {bar["what"]: bar for bar in family["bars"] if bar["what"].startswith("auto 1.10, which fits")}
+    assert fits["auto 1.10, which fits: moved"]["met"] is True
+    assert "auto 1.10, which fits: CPU / plain" in fits
 
 
 @pytest.mark.slow

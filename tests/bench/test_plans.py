@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._arms.family import plan_at_pace
+from benchmarks._plans.paces import at_paces, plan_at_pace
 from benchmarks.replay import compare
 from support.benchmarks import run_benchmark
 from support.plans import MIB, layers
@@ -56,11 +56,12 @@ def test_transfers_are_compared_in_order_as_shares_of_the_step() -> None:
     assert (reads["seen"], reads["simulated"], reads["compared"]) == (0, 1, 0)
 
 
-@pytest.mark.parametrize("pace", [0.6, 1.7])
-def test_a_plan_is_simulated_at_the_pace_of_a_step(pace: float) -> None:
+@pytest.mark.parametrize(("forward", "backward"), [(0.6, 0.6), (1.7, 1.7), (1.4, 0.9)])
+def test_a_plan_is_simulated_at_the_paces_of_a_step(forward: float, backward: float) -> None:
     plan = decide(layers(12, 8, rate=2e8), 80 * MIB)
-    step_s = plan.under(plan.facts.scaled(pace), plan.budget_bytes).predicted.step_s
-    assert plan_at_pace(plan, step_s).predicted.step_s == pytest.approx(step_s, rel=1e-3)
+    real = plan.under(at_paces(plan.facts, forward, backward), plan.budget_bytes).predicted
+    found = plan_at_pace(plan, real.turn_s, real.step_s).predicted
+    assert (found.turn_s, found.step_s) == pytest.approx((real.turn_s, real.step_s), rel=1e-3)
 
 
 @pytest.mark.slow

@@ -10,11 +10,9 @@ from tba._memory.limits import (
     io_threads,
     limits,
     read_ahead_bytes,
-    read_burst_bytes,
     window_bytes,
-    write_burst_bytes,
 )
-from tba._plan.policy import FITS, Decision, decisions, range_to_store
+from tba._plan.policy import FITS, Decision, decisions, range_to_store, read_burst_bytes, write_burst_bytes
 
 MIB = 1 << 20
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from support.plans import MIB, layers, storages
-from tba._plan.facts import Link
+from tba._plan.facts import OUTSIDE, Facts, Link, Place, Saved
 from tba._plan.plan import where
 from tba._plan.simulate import simulate
 
@@ -73,3 +75,94 @@ def test_transfers_do_not_overlap_and_come_in_order() -> None:
     found = simulate(storages([MIB] * 20, Link(30 * MIB, 20 * MIB)), range(20), ())
     for one, other in zip(found.transfers, found.transfers[1:], strict=False):
         assert one.start_s < one.end_s <= other.start_s + 1e-12
+
+
+def at(*saved: tuple[int, float, float], link: Link = EVERY_BYTE_AT_ONCE, read_ahead_bytes: int = 24 * MIB) -> Facts:
+    """A step of one second of forward and one of backward: MiB, when saved and when wanted, of each storage."""
+    made = (
+        Saved(Place(OUTSIDE, number), size * MIB, saved_s, wanted_s)
+        for number, (size, saved_s, wanted_s) in enumerate(saved)
+    )
+    return Facts(tuple(made), (), 1.0, 1.0, link, read_ahead_bytes)
+
+
+def test_what_is_read_ahead_is_there_beside_what_is_in_use() -> None:
+    facts = at((8, 0.0, 0.9), (4, 0.5, 0.0))
+    found = simulate(facts, {0}, ())
+    assert found.peak.nbytes == 12 * MIB  # the first is read as backward asks for the second
+    assert found.peak.at_s == pytest.approx(1.0)
+
+
+def test_what_is_to_go_counts_while_it_waits_for_room() -> None:
+    link = Link(10 * MIB, 1e15, in_flight_bytes=4 * MIB)
+    found = simulate(at((4, 0.0, 0.9), (4, 0.1, 0.8), (1, 0.2, 0.0), link=link), {0, 1}, ())
+    held = [(moment.kept_bytes // MIB, moment.out_bytes // MIB) for moment in found.moments[:4]]
+    assert held == [(4, 0), (4, 4), (4, 0), (1, 4)]  # the second waits until the first has gone
+    assert found.waited_s == pytest.approx(0.3)
+
+
+def test_what_goes_goes_a_few_at_a_time() -> None:
+    facts = storages([MIB] * 64, Link(1e15, 1e15, in_flight_bytes=8 * MIB))
+    found = simulate(facts, range(64), ())
+    starts = sorted(each.start_s for each in found.transfers if each.kind == "write")
+    assert starts == pytest.approx([(number // 4 * 4 + 3) / 64 for number in range(64)])  # a sixteenth of all of them
+
+
+def test_memory_at_its_limit_lets_go_at_once_what_waits_for_others() -> None:
+    facts = storages([MIB] * 64, EVERY_BYTE_AT_ONCE)
+    found = simulate(facts, {33, *range(35, 64)}, (), budget_bytes=35 * MIB)  # two at a time, but for that
+    assert found.over_bytes <= 0
+    first, second = sorted(each.start_s for each in found.transfers if each.kind == "write")[:2]
+    assert (first, second) == pytest.approx((34 / 64, 35 / 64))  # as the next is saved, which stays; as it is saved
+
+
+def test_reads_go_ahead_of_writes_that_have_not_begun() -> None:
+    link = Link(10 * MIB, 10 * MIB)
+    facts = at((1, 0.0, 0.05), (4, 0.9, 0.9), (4, 0.9, 0.8), (1, 0.95, 0.0), link=link, read_ahead_bytes=MIB)
+    order = [(each.kind, each.number) for each in simulate(facts, {0, 1, 2}, ()).transfers]
+    assert order[:2] == [("write", 0), ("write", 1)]
+    assert order[2] == ("read", 0)  # the second write was queued before
+
+
+def test_a_write_of_what_is_wanted_is_cancelled_and_leaves_the_link_to_others() -> None:
+    link = Link(4 * MIB, 1e15)
+    facts = at((4, 0.0, 0.9), (4, 0.1, 0.0), (4, 0.9, 0.8), link=link, read_ahead_bytes=4 * MIB)
+    found = simulate(facts, {0, 1, 2}, ())
+    writes = [(each.number, each.start_s) for each in found.transfers if each.kind == "write"]
+    assert [number for number, _ in writes] == [0, 1, 2][: len(writes)]
+    assert 2 not in dict(writes) or dict(writes)[2] >= 1.0
+    assert found.moments[-1].nbytes == 0
+
+
+def test_while_backward_waits_the_link_is_not_idle() -> None:
+    link = Link(1e15, 10 * MIB)
+    facts = at((1, 0.0, 0.4), (1, 0.1, 0.3), (1, 0.2, 0.0), link=link, read_ahead_bytes=8 * MIB)
+    reads = [each for each in simulate(facts, {0, 1, 2}, ()).transfers if each.kind == "read"]
+    assert [each.number for each in reads] == [2, 1, 0]
+    assert [each.end_s for each in reads] == pytest.approx([1.1, 1.2, 1.3])
+
+
+def test_a_storage_stays_until_it_is_freed() -> None:
+    facts = at((4, 0.0, 0.8), (4, 0.1, 0.4), (4, 0.2, 0.0))
+    last = replace(facts.saved[2], freed_s=0.8)  # another operator asks for it again, after the second
+    found = simulate(replace(facts, saved=(*facts.saved[:2], last)), (), ())
+    held = {round(moment.at_s, 6): moment.nbytes // MIB for moment in found.moments}
+    assert (held[1.4], held[1.8]) == (12, 4)
+    assert simulate(facts, (), ()).moments[-2].nbytes == 4 * MIB
+
+
+def test_what_its_graph_keeps_makes_room_for_what_is_read_ahead() -> None:
+    facts = at(*((4, number / 8, 0.9 - number / 8) for number in range(7)), read_ahead_bytes=8 * MIB)
+    kept = tuple(replace(each, freed_s=2.0) for each in facts.saved)  # as `retain_graph` does
+    found = simulate(replace(facts, saved=kept), range(7), (), budget_bytes=16 * MIB)
+    assert found.over_bytes <= 0
+    assert found.peak.nbytes <= 16 * MIB
+
+
+def test_what_backward_asks_for_as_its_operator_ends_counts_with_what_is_read_ahead() -> None:
+    facts = at((4, 0.0, 0.9), (4, 0.5, 0.5), (1, 1.0, 0.0), read_ahead_bytes=4 * MIB)
+    found = simulate(facts, {0, 2}, ())
+    assert found.moved_bytes == 4 * MIB
+    assert found.moments[-1].nbytes == 0
+    (read,) = (each for each in found.transfers if each.kind == "read")
+    assert (read.number, read.start_s) == (0, pytest.approx(1.5))  # not beside it, as both are more than 4 MiB

@@ -80,10 +80,10 @@ def assert_equal(one: list[Tensor], other: list[Tensor]) -> None:
     assert all(map(torch.equal, one, other))
 
 
-def saved_bytes() -> int:
+def saved_bytes(block: Callable[[], nn.Module] = Block) -> int:
     """Bytes that a step of the plain training saves in storages of at least the minimum size."""
     with offload_context(None, "auto", min_tensor_bytes=4096) as offload:
-        Training().step()
+        Training(block).step()
     stats = offload.stats()
     offload.close()
     return stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes

@@ -29,8 +29,8 @@ class Pace:
         rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
         self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
 
-    def learn(self) -> Link:
-        """Learn from the transfers of a step that has ended."""
+    def learn(self, *, planned: bool) -> Link:
+        """Learn from the transfers of a step that has ended; `planned`: once there is a plan."""
         cost, limits = self._mover.cost, self._mover.limits
         new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
         if self.link is None:
@@ -38,8 +38,9 @@ class Pace:
         else:
             link = self.link
             before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
+            weight = _LAST if planned else 1.0  # the first step's writes have made the file grow
             out, back, taken = (
-                was + _LAST * (each - was) if each else was for each, was in zip(new, before, strict=True)
+                was + weight * (each - was) if each else was for each, was in zip(new, before, strict=True)
             )
         self.link = Link(out, back, taken, limits.staging_bytes)
         return self.link

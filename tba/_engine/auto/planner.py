@@ -48,9 +48,11 @@ from .write_cap import write_cap
 _MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
-_SURPRISE = 1.5  # a link this many times faster or slower than the plan was made for: it is made anew
+_SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
+_DRIFT = 1.1  # and one from where on it is simulated anew, as it stands
 _OTHER_BUDGET = 0.1  # share by which the budget has changed since
 _WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
+_OTHER_CAP = 1.5  # times as many bytes that may move as before
 _OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
 _OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
@@ -105,12 +107,10 @@ class Planner:
     ) -> None:
         self.plan: Plan | None = None
         self.put_aside: set[int] = set()
-        self._model = model
-        self._mover = mover
-        self._keep = keep
-        self._give = give
+        self._model, self._mover = model, mover
+        self._keep, self._give = keep, give
         self._write_behind = write_behind
-        write_behind.told = self.holds
+        write_behind.told, write_behind.freed = self.holds, self.freed
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._compresses, self._lossy = config.compress is not None, lossy
@@ -239,9 +239,12 @@ class Planner:
             self._now.again(self._block, record.number, record.root())
 
     def packed(self, record: Record) -> None:
-        """Note what a codec has left of a record, or that others give it again."""
-        if self._now is not None:
-            self._now.held[record.number] = 0 if record.state is DERIVED else record.nbytes
+        """Note that a record's operator has finished; what a codec has left of it, or that others give it again."""
+        if (seen := self._now) is not None:
+            if self._compresses:
+                seen.held[record.number] = 0 if record.state is DERIVED else record.nbytes
+            if self._kind.plan is None:
+                seen.ready(record.number, self._pace.at(seen))
 
     def asked(self, record: Record) -> None:
         """Note that backward asks for a record."""
@@ -252,6 +255,11 @@ class Planner:
         seen.step_s = time.perf_counter() - seen.begun_s
         if self._kind.plan is None and record.number not in seen.asked:
             seen.asked[record.number] = self._pace.at(seen)
+
+    def freed(self, number: int) -> None:
+        """Note that a record has died."""
+        if self._now is not None and self._kind.plan is None:
+            self._now.freed[number] = len(self._now.asked)
 
     def holds(self, nbytes: int) -> None:
         """Note how many bytes saved tensors hold in memory now."""
@@ -271,7 +279,7 @@ class Planner:
 
     def _learn(self, kind: _Kind, seen: Watch) -> None:
         budget_bytes = self._write_behind.look_at_room()
-        link = self._pace.learn()
+        link = self._pace.learn(planned=self.plan is not None)
         kind.watched = True
         if kind.plan is not None:
             self._follow(kind, seen, link, budget_bytes)
@@ -308,26 +316,21 @@ class Planner:
             kind.plan, kind.sends, kind.places = None, {}, Places()
             kind.departures += 1
             return
-        was = plan.facts.link
-        changed = any(
-            not 1 / _SURPRISE < now / before < _SURPRISE
-            for now, before in (
-                (link.write_bytes_per_s, was.write_bytes_per_s),
-                (link.read_bytes_per_s, was.read_bytes_per_s),
-            )
-        )
+        drift = link.times(plan.facts.link)
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
         plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
         computed_s, expected_s = seen.step_s - self._pace.lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
+        changed = drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(len(plan.facts.saved)))
         changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
         changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
-        changed = changed or facts.most_moved_bytes > _SURPRISE * plan.facts.most_moved_bytes
-        if changed or abs(ratio - 1) > _OTHER_PACE:
+        changed = changed or facts.most_moved_bytes > _OTHER_CAP * plan.facts.most_moved_bytes
+        if changed or drift > _DRIFT:
             facts = replace(facts.scaled(ratio**weight), link=link)
-            still, new = plan.under(facts, budget_bytes), self._decide(facts, budget_bytes)
+            still = plan.under(facts, budget_bytes)
+            new = self._decide(facts, budget_bytes) if changed or not still.fits else still
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
             plan = still if stays else new
         self._set(kind, plan)
