@@ -99,13 +99,17 @@ def test_what_was_called_off_is_still_in_memory(scratch: Path) -> None:
 
 def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
     def plan(operation: Operation, number: int) -> Fault | None:
-        return Fault(gate=go_on, error=OSError(28, "No space left on device")) if operation == "write" else None
+        if operation != "write":
+            return None
+        begun.set()
+        return Fault(gate=go_on, error=OSError(28, "No space left on device"))
 
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
     with engine(scratch, plan, prefetch_bytes=0) as offload:
         _, x = activation(N)
         with offload:
             y = save(x)
+        assert begun.wait(60)  # one that has not begun is called off
         threading.Timer(0.1, go_on.set).start()
         with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
             offload.close()
