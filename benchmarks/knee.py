@@ -79,7 +79,7 @@ def run_knee(
     marks = {"begins to bind, predicted": need, "the paper's rule of thumb": thumb}
     if measured is not None:
         marks = {"begins to bind, measured": measured, **marks}
-    title = f"{FAMILIES[family].describe}: step time against the link"
+    title = f"{FAMILIES[family].of(layers)}, batch {batch}: step time against the link"
     draw_knee(lines, picture, marks=marks, title=title)
     data = {
         "family": family,
@@ -90,7 +90,7 @@ def run_knee(
         "gradients_bit_equal": equal,
         "bars": [bar.data() for bar in bars],
     }
-    tables = [_table(title, arms, equal), bar_table(bars, "Where the link begins to bind", _NOTE)]
+    tables = [_table(title, arms, equal), bar_table(bars, "Where the link begins to bind", _note(measured))]
     environment = environment_block({name: found.allocator for name, found in arms.items()}, threads=threads)
     return Result(theme="knee", tables=tables, data=data, files=[picture], picture=picture, environment=environment)
 
@@ -101,6 +101,10 @@ _NOTE = (
     "saved over half of the step. Measured: where the line of waiting over 1 / rate leaves what the free link waits "
     "for, by half a percent of the step."
 )
+
+
+def _note(measured: float | None) -> str:
+    return _NOTE if measured is not None else f"{_NOTE} Not measured: fewer than two of these links made nvme wait."
 
 
 def link_name(tier: str, rate: float | None) -> str:

@@ -185,7 +185,9 @@ def _limits(sizes: Sizes, plain_bytes: int, threads: int) -> tuple[list[dict[str
             missing[what] = str(error)
             continue
         except ChildError as error:
-            missing[what] = f"did not finish in {mib(limit_bytes)} MiB: {error.words.splitlines()[-1][:160]}"
+            # Killed for its memory it says nothing itself; its exit status, -9, tells.
+            how = str(error).partition("; its standard error")[0]
+            missing[what] = f"did not finish in {mib(limit_bytes)} MiB: {how}; {error.words.splitlines()[-1][:160]}"
             continue
         rows.append(
             {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullLocator
 
 from .pictures import BACKWARD, OPTIMIZER, picture
 
@@ -33,6 +33,9 @@ def draw_growth(panels: Mapping[str, Mapping[str, Mapping[str, Line]]], path: Pa
                     axes.plot(line.sizes, line.values, "o-", color=colour, markersize=4, linewidth=1.2, label=label)
                 axes.set_xscale("log", base=2)
                 axes.set_yscale("log")
+                axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_locator(NullLocator())
                 axes.set_xticks(line.sizes, [f"{size:g}" for size in line.sizes])
                 axes.xaxis.set_minor_locator(NullLocator())
                 axes.set_title(f"{quantity} by {sweep}", loc="left", fontsize=9)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from .pictures import BACKWARD, OPTIMIZER, READ, WAIT, WRITE, picture
 
+_TICKS = [lead * 10**power for power in range(6) for lead in (1, 2, 5)]  # MB/s
+
 
 def draw_knee(
     lines: Mapping[str, Sequence[tuple[float, float, float]]],
@@ -29,6 +31,10 @@ def draw_knee(
                     rate / 1e6, color=colour, linewidth=1.2, linestyle="--", label=f"{name}: {rate / 1e6:,.0f} MB/s"
                 )
             axes.set_xscale("log")
+            low, high = axes.get_xlim()
+            ticks = [each for each in _TICKS if low <= each <= high]
+            axes.set_xticks(ticks, [f"{each:,}" for each in ticks])
+            axes.minorticks_off()
             axes.set_xlabel("link, MB/s each way")
             axes.set_ylabel(what)
             axes.set_ylim(bottom=0)
