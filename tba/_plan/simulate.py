@@ -79,6 +79,11 @@ class Timeline:
         return [Moment(*each) for each in self.seen]
 
     @cached_property
+    def held_bytes(self) -> int:
+        """Most bytes in memory at once beside what a block has recomputed: what the engine counts."""
+        return max((kept + out + back for _, kept, out, back, _ in self.seen), default=0)
+
+    @cached_property
     def transfers(self) -> list[Transfer]:
         """All transfers, in the order of their start."""
         return sorted((Transfer(*each) for each in self.carried), key=lambda each: each.start_s)
