@@ -118,7 +118,7 @@ class _Way:
     def read(self, number: int, now_s: float) -> float:
         """Queue a read, ahead of writes that have not begun; returns when it ends."""
         start_s, later = max(now_s, self._reads_until_s), []
-        while self.writes and self.writes[-1].start_s > start_s:
+        while self.writes and self.writes[-1].start_s > now_s:
             later.append(self.writes.pop())
         if self.writes:
             start_s = max(start_s, self.writes[-1].end_s)
