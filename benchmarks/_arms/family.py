@@ -121,7 +121,7 @@ class FamilyArm(TrainArm):
             self._step_ratios.append(step_s / plan.measured.step_s)
             self._peak_ratios.append(peak_bytes / plan.measured.peak_bytes)
             self._held_bytes = max(self._held_bytes, plan.measured.peak_bytes)
-        self._predicted = plan.predicted.step_s, plan.predicted.peak.nbytes
+        self._predicted = plan.predicted.step_s, plan.predicted.held_bytes
         answer["moved"] |= {
             "budget_bytes": plan.budget_bytes,
             "blocks": len(plan.facts.blocks),

@@ -20,7 +20,8 @@ _MORE_BYTES, _MORE_BYTES_PER_S = 1 << 30, 1e9  # whose worth a plan tells
 class Measured:
     """What a planned step has really taken: seconds from the first tensor saved to the last asked for, and most bytes.
 
-    Those are the bytes that saved tensors held in memory: kept, on their way out, read back.
+    Those are the bytes that saved tensors held in memory: kept, on their way out, read back. What a block has
+    recomputed is not counted.
     """
 
     step_s: float
@@ -171,7 +172,8 @@ class Plan:
         yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
         yield "  no plan can", f"{self.bound_s:.3f} s", ""
         if self.measured is not None:
-            yield "peak, measured", size(self.measured.peak_bytes), ""
+            beside = "beside what blocks recompute" if self.recomputed else ""
+            yield "peak, measured", size(self.measured.peak_bytes), beside
             yield "step, measured", f"{self.measured.step_s:.3f} s", ""
         for what, seconds in self.prices.items():
             yield f"{what} would save", f"{seconds:.3f} s", ""

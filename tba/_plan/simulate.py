@@ -79,6 +79,11 @@ class Timeline:
         return [Moment(*each) for each in self.seen]
 
     @cached_property
+    def held_bytes(self) -> int:
+        """Most bytes in memory at once beside what a block has recomputed: what the engine counts."""
+        return max((kept + out + back for _, kept, out, back, _ in self.seen), default=0)
+
+    @cached_property
     def transfers(self) -> list[Transfer]:
         """All transfers, in the order of their start."""
         return sorted((Transfer(*each) for each in self.carried), key=lambda each: each.start_s)
@@ -113,7 +118,7 @@ class _Way:
     def read(self, number: int, now_s: float) -> float:
         """Queue a read, ahead of writes that have not begun; returns when it ends."""
         start_s, later = max(now_s, self._reads_until_s), []
-        while self.writes and self.writes[-1].start_s > start_s:
+        while self.writes and self.writes[-1].start_s > now_s:
             later.append(self.writes.pop())
         if self.writes:
             start_s = max(start_s, self.writes[-1].end_s)

@@ -124,13 +124,21 @@ def test_reads_go_ahead_of_writes_that_have_not_begun() -> None:
     assert order[2] == ("read", 0)  # the second write was queued before
 
 
+def test_reads_go_ahead_of_a_write_that_others_have_pushed_back() -> None:
+    link = Link(10 * MIB, 10 * MIB)
+    facts = at((1, 0.0, 0.5), (1, 0.05, 0.05), (4, 0.9, 0.9), (4, 0.9, 0.8), (1, 0.95, 0.0), link=link)
+    reads = [each for each in simulate(facts, {0, 1, 2, 3}, ()).transfers if each.kind == "read"]
+    assert [each.number for each in reads] == [1, 0]  # a write ends at 1.3; the one behind it has not begun
+    assert [each.end_s for each in reads] == pytest.approx([1.4, 1.5])
+
+
 def test_a_write_of_what_is_wanted_is_cancelled_and_leaves_the_link_to_others() -> None:
-    link = Link(4 * MIB, 1e15)
-    facts = at((4, 0.0, 0.9), (4, 0.1, 0.0), (4, 0.9, 0.8), link=link, read_ahead_bytes=4 * MIB)
+    link = Link(6 * MIB, 1e15)
+    facts = at((8, 0.0, 0.95), (4, 0.1, 0.0), (4, 0.2, 0.9), link=link, read_ahead_bytes=4 * MIB)
     found = simulate(facts, {0, 1, 2}, ())
-    writes = [(each.number, each.start_s) for each in found.transfers if each.kind == "write"]
-    assert [number for number, _ in writes] == [0, 1, 2][: len(writes)]
-    assert 2 not in dict(writes) or dict(writes)[2] >= 1.0
+    writes = [(each.number, each.start_s, each.end_s) for each in found.transfers if each.kind == "write"]
+    first, last = pytest.approx(8 / 6), pytest.approx(12 / 6)
+    assert writes == [(0, 0.0, first), (2, first, last)]  # the second is asked for before its write begins
     assert found.moments[-1].nbytes == 0
 
 
