@@ -79,12 +79,12 @@ class Arm:
                 self._offload.close()
             self._offload = None
 
-    def parameter_writes(self) -> list[str]:
-        """Name the written tensors that have the shape of a parameter, or of its transpose."""
+    def parameters_saved(self) -> list[str]:
+        """Name what was to move, written in time or not, and has the shape of a parameter or of its transpose."""
         shapes = {shape for shape in self.shapes if len(shape) > 1}
         shapes |= {tuple(reversed(shape)) for shape in shapes}
-        written = {event.label.partition(" #")[0] for event in self.events if event.kind == "write"}
-        return sorted(label for label in written if _shape(label) in shapes)
+        saved = {event.label.partition(" #")[0] for event in self.events if event.kind == "saved"}
+        return sorted(label for label in saved if _shape(label) in shapes)
 
 
 def _shape(label: str) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def _compare(arm: Arm, alone: Arm) -> dict[str, Any]:
         "errors": stats.errors if stats is not None else -1,
         "kept": dict(stats.kept_by_reason) if stats is not None else {},
         "recomputed": arm.recomputed,
-        "parameter_writes": arm.parameter_writes(),
+        "parameters_saved": arm.parameters_saved(),
     }
 
 

@@ -151,7 +151,7 @@ def test_it_trains_as_the_framework_does_alone(
             assert result["weights_equal"]
         assert result["offloaded_bytes"] > 0
         assert result["errors"] == 0
-        assert bool(result["parameter_writes"]) == (row in WEIGHT_COPIES), result["parameter_writes"]
+        assert bool(result["parameters_saved"]) == (row in WEIGHT_COPIES), result["parameters_saved"]
         assert result["alive"] == []
     assert len(ranks) == ROWS[row], printed
     apart = max(found[arm]["loss_apart"] for found in ranks)
