@@ -171,12 +171,12 @@ def out(
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device, memory: BufferPool) -> tuple[Tensor, Arrival | None]:
+def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
 
-    Bytes that a store has put into device memory are there already.
+    `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
     """
-    if host.is_cuda:
+    if memory is None or host.is_cuda:
         return host, None
     consumer = torch.cuda.current_stream(device)
     side = _side_stream(device, "in")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from io_backends import Buffer, Store
+from io_backends import Buffer, BufferPool, Store
 
 from .._memory import streams
 from .._memory.host_pools import HostMemory
@@ -36,6 +36,7 @@ class Buffers:
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
+        self._host: BufferPool | None = None  # that for a CPU's tensors, once made: asking again would cost each read
 
     def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, Wait | None]:
         """Find what to write, and what to call before that is touched. Raises RuntimeError, MemoryError, StoreFull."""
@@ -59,20 +60,22 @@ class Buffers:
         if record.stream is not None and store.takes_device_memory and nbytes >= store.threshold_bytes:
             view, ready, buffer, before = streams.borrow(nbytes, record.device)
             return view, buffer, ready, before
-        memory = self._memory.of(record.device, store.alignment)
+        memory = self._host if record.stream is None else None
+        if memory is None:
+            memory = self._memory.of(record.device, store.alignment)
+            if record.stream is None:
+                self._host = memory
         skew = ticket.location.skew if host is None else host.address % memory.alignment
         leased, buffer = memory.lease(nbytes, skew)
         return leased, buffer, None, None
 
     def restore(self, record: Record, host: Tensor) -> None:
         """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
-        if record.stream is None:
-            record.restore(host, None)
-            return
+        memory = None if record.stream is None else self._memory.of(record.device)
         try:
-            restored, arrival = streams.into(host, record.device, self._memory.of(record.device))
+            restored, arrival = streams.into(host, record.device, memory)
         except BaseException:
             if record.state is READING:
                 record.read_failed()
             raise
-        record.restore(restored.data, arrival)  # `.data` does not count the copy
+        record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy

@@ -130,6 +130,9 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_waits() -> None:
     assert before is None
     assert (buffer.address, buffer.nbytes) == (tensor.data_ptr() + 8, 16)
     assert buffer.owner is tensor
-    streams.use(tensor, None)
+    whole, ready = streams.into(tensor, torch.device("cpu"), None)
+    assert ready is None
+    assert whole is tensor
+    streams.use(tensor, ready)
     kept, buffer = BufferPool(512).lease(100, 48)
     assert streams.host_bytes(kept).data_ptr() == buffer.address
