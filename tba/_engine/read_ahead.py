@@ -156,8 +156,9 @@ class ReadAhead:
 
     def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
         need = self.nbytes + wanted.nbytes - budget_bytes
-        if need <= 0 or not self._members:
+        if need <= 0:
             return True
+        alone = not self._write_behind.limited  # then what is larger than the budget may be read ahead on its own
         for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
             for number in list(members):
                 reference = self.records.get(number)
@@ -167,7 +168,7 @@ class ReadAhead:
                 need -= self._evict(record)
                 if need <= 0:
                     return True
-        return not self.nbytes
+        return alone and not self.nbytes
 
     def _evict(self, record: Record) -> int:
         """Evict a record; returns the bytes this frees (soon, where they are still to be written)."""

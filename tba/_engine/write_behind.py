@@ -42,7 +42,7 @@ class WriteBehind:
         self._model = model
         self.members: dict[int, tuple[weakref.ref[Record], int]] = {}  # by number, oldest first: bytes of each
         self._adapts = config.tier == "auto"
-        self._limited = self._adapts and config.memory_budget is not None
+        self.limited = self._adapts and config.memory_budget is not None
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
         self._largest_bytes = 0  # of all that was ever held
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
@@ -69,7 +69,7 @@ class WriteBehind:
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self.look_at_room()
         self.note(self.brought_bytes)
-        limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self._limited else 0
+        limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self.limited else 0
         over_bytes = self.nbytes + out_bytes - limit_bytes
         if record.goes or over_bytes > 0:
             self._make_room(record, limit_bytes, over_bytes)
@@ -142,7 +142,7 @@ class WriteBehind:
 
     def _wait_below_limit(self) -> None:
         """Let forward wait while what is held and what is on its way out exceed a budget that was set."""
-        if self._limited:
+        if self.limited:
             staging = self._mover.staging
             begun_s = time.perf_counter()
             staging.wait_for_room(0, max(0, self._limit_bytes - self.nbytes))
@@ -159,14 +159,14 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        return max(0, self._room_bytes - self._largest_bytes) if self._limited else self._room_bytes
+        return max(0, self._room_bytes - self._largest_bytes) if self.limited else self._room_bytes
 
     @property
     def read_bytes(self) -> int:
         """Bytes that may be read ahead now."""
         if not self._adapts:
             return self._mover.window_bytes - self.nbytes
-        if not self._limited:
+        if not self.limited:
             return self._mover.read_ahead_bytes  # the reserve has room for it
         return self._limit_bytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
 

@@ -311,7 +311,7 @@ def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) 
                 break
             step.back -= facts.saved[number].nbytes
             used.remove(number)
-        return not step.back or step.back + nbytes <= budget_bytes
+        return step.back + nbytes <= budget_bytes
 
     def read_ahead(now_s: float) -> None:
         """Read what is wanted next, while the last of `used` is in use."""

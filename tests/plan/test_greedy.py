@@ -98,7 +98,7 @@ def test_the_plan_tells_what_it_does() -> None:
     text = str(decide(layers(12, 8), 60 * MIB))
     assert "a step saves" in text
     assert "recomputed, 0 of 12 blocks" in text
-    assert "in backward, block 11" in text  # as read-ahead begins, with all that is kept still there
+    assert "at the end of forward" in text
 
 
 @given(st.lists(st.integers(0, 1 << 24), max_size=40), st.floats(0, 1))
