@@ -356,9 +356,11 @@ def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) 
             waiting_inputs[block] -= 1
             if not waiting_inputs[block]:
                 step.kept -= facts.blocks[block].input_bytes
-        elif facts.is_late(index):
-            step.back, arrives[index] = step.back + each.nbytes, now_s
+        elif facts.is_late(index):  # held from now on, and waits for room as what forward saves
+            step.kept += each.nbytes
             step.note(now_s)
+            while step.way.writes and step.kept + step.out > step.limit_bytes:
+                now_s = step.wait_for_a_write(now_s)
         elif index in moved:
             if index not in arrives:
                 bring(now_s)  # the first that is still to be read is the first that is asked for

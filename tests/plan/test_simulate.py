@@ -167,10 +167,12 @@ def test_what_its_graph_keeps_makes_room_for_what_is_read_ahead() -> None:
     assert found.peak.nbytes <= 16 * MIB
 
 
-def test_what_backward_asks_for_as_its_operator_ends_counts_with_what_is_read_ahead() -> None:
-    facts = at((4, 0.0, 0.9), (4, 0.5, 0.5), (1, 1.0, 0.0), read_ahead_bytes=4 * MIB)
-    found = simulate(facts, {0, 2}, ())
-    assert found.moved_bytes == 4 * MIB
+def test_what_backward_asks_for_as_its_operator_ends_is_held_and_waits_for_room() -> None:
+    facts = at((8, 0.5, 0.9), (4, 1.0, 0.0), link=Link(10 * MIB, 1e15))
+    found = simulate(facts, {0, 1}, (), budget_bytes=18 * MIB)  # 10 beside the largest
+    assert found.moved_bytes == 8 * MIB
+    held = [(moment.kept_bytes // MIB, moment.out_bytes // MIB) for moment in found.moments]
+    assert (4, 8) in held
+    assert found.waited_s == pytest.approx(0.3)  # the first has gone at 1.3
+    assert found.peak.nbytes == 12 * MIB
     assert found.moments[-1].nbytes == 0
-    (read,) = (each for each in found.transfers if each.kind == "read")
-    assert (read.number, read.start_s) == (0, pytest.approx(1.5))  # not beside it, as both are more than 4 MiB
