@@ -22,7 +22,7 @@ from tba import BudgetError, Offloader, offload_context
 
 STEPS = 6
 # As slow as makes a block's second run faster than its transfers.
-SLOW = {"max_write_rate": "4MB", "max_read_rate": "4MB"}
+SLOW = {"max_write_rate": "1MB", "max_read_rate": "1MB"}  # recomputing wins however slow the machine is
 
 
 def _held_bytes(train: Callable[[Any], Any], settings: dict[str, Any]) -> int:
