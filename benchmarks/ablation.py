@@ -115,7 +115,7 @@ _NOTE = (
     "Greedy: the library. LP: fluid, time-indexed, solved by HiGHS, rounded, repaired in the simulator. Uniform: just "
     "enough moves, evenly, and nothing recomputes; recompute: the other way round; move all, recompute all: fixed; "
     "tba: the paper's rule. Only plans that fit the budget have a gap. The bound does not count the memory that a "
-    "block takes as it comes back: where few large blocks meet a small budget it is far below what plans can do."
+    "block takes as it comes back, and so may be below what any plan can do where few large blocks meet a small budget."
 )
 
 
