@@ -29,6 +29,7 @@ class Watch:
         begun_s: when it began, by the clock.
         saved: place, bytes and time of each storage, by record number; the time is when its operator had finished.
         held: bytes that a codec has left of it, by record number; 0 where others give it again.
+        prompt: numbers of records whose operators had finished when backward began.
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
         visits: of blocks: the module, when its forward began, bytes of its input.
@@ -50,6 +51,7 @@ class Watch:
     begun_s: float
     saved: dict[int, tuple[Place, int, float]] = field(default_factory=dict)
     held: dict[int, int] = field(default_factory=dict)
+    prompt: set[int] = field(default_factory=set)
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
     visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
@@ -75,8 +77,9 @@ class Watch:
 
     def ready(self, number: int, at_s: float) -> None:
         """Note that the operator which saved the record `number` has finished."""
-        if (saved := self.saved.get(number)) is not None:
+        if not self.turned and (saved := self.saved.get(number)) is not None:
             self.saved[number] = *saved[:2], at_s
+            self.prompt.add(number)
 
     def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int] | None:
         """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, if any."""
@@ -127,7 +130,7 @@ class Watch:
             Saved(
                 elsewhere.get(place, place),
                 self.held.get(number, nbytes),
-                min(saved_s, turn_s),
+                min(saved_s, turn_s - _APART_S) if number in self.prompt else turn_s,
                 asked.get(number, last_s) - turn_s,
                 nbytes,
                 ends_s[self.freed.get(number, -1)],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -191,6 +192,12 @@ class Facts:
     def is_late(self, index: int) -> bool:
         """Whether a storage's operator has finished only where backward asks for it: until then it is not held."""
         return self.saved[index].saved_s >= self.forward_s
+
+    def at_best(self) -> Facts:
+        """Return the facts of a step whose operators finish at once, and let go of what they have used at once."""
+        last_s = math.nextafter(self.forward_s, 0.0)
+        saved = (replace(each, saved_s=min(each.saved_s, last_s), freed_s=None) for each in self.saved)
+        return replace(self, saved=tuple(saved))
 
     def block_bytes(self, block: int) -> int:
         """Bytes that a block saves."""

@@ -91,12 +91,12 @@ class Timeline:
 
 @dataclass(slots=True)
 class _Write:
-    """A write that has not ended; `stays`: backward has asked for its storage meanwhile."""
+    """A write that has not ended; `in_vain`: backward has asked for its storage meanwhile."""
 
     number: int
     start_s: float
     end_s: float
-    stays: bool = False
+    in_vain: bool = False
 
 
 class _Way:
@@ -136,7 +136,7 @@ class _Way:
             return False
         found = self.writes[place]
         if found.start_s <= now_s:
-            found.stays = True
+            found.in_vain = True
             return True
         later = [self.writes.pop() for _ in range(len(self.writes) - place)]
         self._free_s = later.pop().start_s
@@ -206,7 +206,7 @@ class _Step:
         """Free what has been written by now."""
         while self.way.writes and self.way.writes[0].end_s <= now_s:
             ended = self.way.end()
-            if not ended.stays:
+            if not ended.in_vain:
                 self.out -= self.facts.saved[ended.number].nbytes
                 self.note(ended.end_s)
 

@@ -274,7 +274,9 @@ READ = {
     ("offloader", "counters.offloaded_bytes"),
     ("readings", "self._counters.written_bytes"),
     ("steps", "self._counters.written_bytes"),
+    *(("steps", f"counters.{name}") for name in ("saved_bytes", "offloaded_bytes", "written_bytes", "read_bytes")),
     ("write_behind", "self._counters.held_bytes"),
+    ("write_behind", "self._counters.micro_batches"),  # whether it is still the first, of which a user is told
     ("write_behind", "self._counters.peak_bytes"),
 }
 

@@ -336,7 +336,15 @@ class Planner:
         self._set(kind, plan)
 
     def _decide(self, facts: Facts, budget_bytes: int) -> Plan:
-        return prefix(facts, budget_bytes) if self._by_rule else decide(facts, budget_bytes)
+        if self._by_rule:
+            return prefix(facts, budget_bytes)
+        plan = decide(facts, budget_bytes)
+        if plan.fits:
+            return plan
+        # Compiled code asks for all of a graph at once, and holds it to the end, so that no plan fits. It is carried
+        # out as if it did not: the rule beneath holds what the engine itself has in memory.
+        at_best = decide(facts.at_best(), budget_bytes)
+        return at_best if at_best.fits else plan
 
     def _set(self, kind: _Kind, plan: Plan) -> None:
         if kind.plan is None or not plan.decides_as(kind.plan):
