@@ -66,8 +66,11 @@ def test_a_plan_is_simulated_at_the_paces_of_a_step(forward: float, backward: fl
 
 @pytest.mark.slow
 def test_a_real_step_is_replayed(tmp_path: Path) -> None:
-    found = run_benchmark("replay", "--threads", "1", scratch=tmp_path)
-    [kinds] = found["arms"].values()
+    for _ in range(4):  # while others load the disk, its plan may recompute instead
+        found = run_benchmark("replay", "--threads", "1", scratch=tmp_path)
+        [kinds] = found["arms"].values()
+        if kinds["write"]["compared"]:
+            break
     assert kinds["write"]["compared"] > 0
     assert kinds["read"]["compared"] > 0
     assert len(found["bars"]) == 2
