@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .. import ConfigError
+from .. import ConfigError, OffloadConfig
 
 
 def framework(name: str, *, extra: str) -> Any:
@@ -25,6 +25,11 @@ def framework(name: str, *, extra: str) -> Any:
             f"pip install 'tba-offload[{extra}]'",
             name=name,
         ) from error
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Check settings where the user writes them, before a training begins. Raises ConfigError."""
+    OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})
 
 
 def refuse(found: Iterable[tuple[str, str]]) -> None:

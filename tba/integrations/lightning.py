@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .. import OffloadConfig, Offloader, offload_context
+from .. import Offloader, offload_context
 from ._figures import figures
-from ._framework import framework, of_deepspeed, refuse
+from ._framework import check_settings, framework, of_deepspeed, refuse
 
 _Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
 
@@ -34,7 +34,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **settings: Any) -> None:
-        OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
+        check_settings(settings)
         self.offload: Offloader | None = None
         self._settings = settings
         self._inside = False

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import ConfigError, OffloadConfig, Offloader, offload_context
+from .. import ConfigError, Offloader, offload_context
 from ._figures import figures
-from ._framework import framework, refuse
+from ._framework import check_settings, framework, refuse
 
 __all__ = ["OffloadedForwardStep", "figures"]
 
@@ -42,7 +42,7 @@ class OffloadedForwardStep:
     """
 
     def __init__(self, forward_step_func: Callable[..., Any], **settings: Any) -> None:
-        OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
+        check_settings(settings)
         functools.update_wrapper(self, forward_step_func)
         self._forward_step, self._settings = forward_step_func, settings
         self._made: weakref.WeakKeyDictionary[nn.Module, Offloader] = weakref.WeakKeyDictionary()

@@ -15,9 +15,9 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from .. import ConfigError, OffloadConfig, Offloader, attach
+from .. import ConfigError, Offloader, attach
 from ._figures import figures
-from ._framework import framework, refuse
+from ._framework import check_settings, framework, refuse
 from .checkpoint import create_selective_checkpoint_contexts
 
 _override = framework("torchtitan.config.override", extra="torchtitan")
@@ -41,7 +41,7 @@ def offload(config: Any, **settings: Any) -> Any:
         ConfigError: a setting is unknown or malformed. As the Trainer is made: torchtitan offloads activations itself,
             or runs the model where no hook sees it.
     """
-    OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
+    check_settings(settings)
     kind = _offloading(type(config)._owner)
     return _override.derive(config, kind.Config, tba=settings)
 

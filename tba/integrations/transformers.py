@@ -12,9 +12,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import ConfigError, OffloadConfig, Offloader, attach, offload_context
+from .. import ConfigError, Offloader, attach, offload_context
 from ._figures import figures
-from ._framework import framework, of_deepspeed, refuse
+from ._framework import check_settings, framework, of_deepspeed, refuse
 
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback
@@ -41,7 +41,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
     """
 
     def __init__(self, **settings: Any) -> None:
-        OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})  # a mistake is told now
+        check_settings(settings)
         self.offload: Offloader | None = None
         self._settings = settings
         self._trainer: Any = None
