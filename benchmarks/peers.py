@@ -16,7 +16,7 @@ from typing import Any
 from ._peers.cases import CASES
 from ._peers.registry import OURS, PEERS
 from ._peers.trial import Outcome, run_case
-from ._pictures.curves import Point, draw_curves
+from ._pictures.curves import Panel, Point, draw_curves
 from ._processes.arms import Spec
 from ._processes.child import ChildError
 from ._processes.device import CPU, Device
@@ -92,7 +92,7 @@ def run_peers(
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "peers.png"
     places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
-    draw_curves({title: {1.0: places}}, picture, units={title: model.unit})
+    draw_curves({title: Panel(places, "peak over idle, MiB", f"{model.unit} per second")}, picture)
     data = {
         "family": family,
         "arms": {name: vars(arm) for name, arm in arms.items()},

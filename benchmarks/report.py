@@ -16,8 +16,11 @@ from typing import Any
 
 from markdown_it import MarkdownIt
 
+from ._pictures.curves import TITLE, Panel, draw_curves
+from ._processes.device import CPU
 from ._report.ratios import doubt, ratios
 from ._report.results import RESULTS, Grid, Result
+from .rok import own_arms, shares_panel, shares_table
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
@@ -71,11 +74,25 @@ def run_report(out: Path, folder: Path = RESULTS) -> Result:
     filed = read_filed(folder)
     tables = [answers(filed), missed(filed), not_claimed(filed)]
     out.mkdir(parents=True, exist_ok=True)
-    page, text = out / "report.html", out / "report.md"
-    page.write_text(to_html(filed, tables))
+    page, text, picture = out / "report.html", out / "report.md", out / "curves.png"
+    files = [page, text]
+    if panels := curves(filed):
+        draw_curves(panels, picture, title=f"{TITLE}, of models at their own batch on 2 CPU cores")
+        tables.insert(0, shares_table(panels))
+        files.append(picture)
+    page.write_text(to_html(filed, tables, picture if panels else None))
     text.write_text(to_markdown(filed, tables))
     data = {table.title: [list(row) for row in table.rows] for table in tables}
-    return Result(theme="report", tables=tables, data=data, files=[page, text])
+    return Result(theme="report", tables=tables, data=data, files=files)
+
+
+def curves(filed: Sequence[Filed]) -> dict[str, Panel]:
+    """Give each family of the results of `rok` on a CPU a panel; what is filed later stands for what was before."""
+    found: dict[str, dict[str, Any]] = {}
+    for one in filed:
+        if one.theme.split("-")[0] == "rok" and "families" in one.document and "gpu" not in one.environment:
+            found |= own_arms(one.document, CPU.size)
+    return {name: shares_panel(arms) for name, arms in found.items()}
 
 
 def answers(filed: Sequence[Filed]) -> Grid:
@@ -178,17 +195,22 @@ def to_markdown(filed: Sequence[Filed], tables: Sequence[Grid]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def to_html(filed: Sequence[Filed], tables: Sequence[Grid]) -> str:
-    """Write the report as one HTML page that needs no other file."""
+def to_html(filed: Sequence[Filed], tables: Sequence[Grid], picture: Path | None = None) -> str:
+    """Write the report as one HTML page that needs no other file, with a picture at its head."""
     render = MarkdownIt("commonmark", {"html": False}).enable("table").render
-    parts = ["<h1>What is measured</h1>", *(render(table.markdown()) for table in tables), "<h2>Results</h2>"]
+    head = "<h1>What is measured</h1>" + (_image(picture, TITLE) if picture is not None else "")
+    parts = [head, *(render(table.markdown()) for table in tables), "<h2>Results</h2>"]
     for one in filed:
         date = one.environment.get("date", "")
         title = html.escape(f"{one.theme} on {one.machine} {date}")
         parts.append(f"<details><summary>{title}</summary>")
         if one.picture is not None:
-            raw = base64.b64encode(one.picture.read_bytes()).decode()
-            parts.append(f'<img alt="{title}" src="data:image/png;base64,{raw}">')
+            parts.append(_image(one.picture, title))
         parts.append(render(one.markdown) + "</details>")
-    head = f"<meta charset=utf-8><title>What is measured</title><style>{_STYLE}</style>"
-    return f"<!doctype html><html lang=en><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    meta = f"<meta charset=utf-8><title>What is measured</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en><head>{meta}</head><body>{''.join(parts)}</body></html>\n"
+
+
+def _image(path: Path, title: str) -> str:
+    raw = base64.b64encode(path.read_bytes()).decode()
+    return f'<img alt="{title}" src="data:image/png;base64,{raw}">'

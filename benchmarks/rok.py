@@ -7,13 +7,13 @@ lossy presets are drawn and never counted. The paper's own figure stands beside:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from ._peers.registry import CHECKPOINT, HALF, PEERS, REMAT, SELECTIVE
-from ._pictures.curves import Point, draw_curves, draw_peaks
+from ._pictures.curves import Panel, Point, draw_curves, draw_peaks
 from ._processes.arms import Spec
 from ._processes.device import CPU, Device
 from ._processes.measure import count_saved_bytes, measure
@@ -79,13 +79,14 @@ def run_rok(
     data: dict[str, Any] = {}
     bars: list[Bar] = []
     allocators: dict[str, str] = {}
-    panels: dict[str, dict[float, list[Point]]] = {}
+    panels: dict[str, Panel] = {}
     turns = {"rounds": rounds, "warm_up": sizes.warm_up, "starts": starts, "apart": device.apart}
     own = max((scale for scale in sizes.scales if scale <= 1), default=min(sizes.scales))
     for family in families:
-        title = BY_SIZE[device.size][family].of(sizes.layers)
+        member = BY_SIZE[device.size][family]
+        title = member.of(sizes.layers)
         for scale in sizes.scales:
-            batch = max(1, round(scale * BY_SIZE[device.size][family].examples))
+            batch = max(1, round(scale * member.examples))
             options = {"family": family, "batch": batch, "layers": sizes.layers}
             saved_bytes = count_saved_bytes({**options, "settings": sizes.settings}, threads, device)
             presets = sizes.presets if scale == own else ()
@@ -103,7 +104,7 @@ def run_rok(
                 "gradients_bit_equal": equal,
             }
             allocators |= {name: arm.allocator for name, arm in arms.items()}
-            panels.setdefault(title, {})[scale] = points(arms)
+            panels[f"{title}, batch {batch}"] = Panel(points(arms), "peak over idle, MiB", f"{member.unit} per second")
     figure = {family: _paper_arms(family, sizes, rounds, threads, device) for family in paper}
     paper_bars = make_paper_bars(figure)
     tables = [*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables]
@@ -111,8 +112,7 @@ def run_rok(
         tables += [_paper_table(figure, sizes), bar_table(paper_bars, "Bars of the paper's figure")]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "rok.png"
-    members = [BY_SIZE[device.size][name] for name in families]
-    draw_curves(panels, picture, units={one.of(sizes.layers): one.unit for one in members})
+    draw_curves(panels, picture)
     files = [picture]
     if figure:
         files.append(out / "rok_paper.png")
@@ -176,6 +176,39 @@ def points(arms: Mapping[str, Measured]) -> list[Point]:
         return "peer" if name in peers else "ours" if name in ours else "lossy"
 
     return [Point(name, kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
+
+
+def own_arms(document: Mapping[str, Any], size: str) -> dict[str, dict[str, Measured]]:
+    """Take from a filed result the arms of each family at its own batch."""
+    known, found = {each.name for each in fields(Measured)}, {}
+    for family, batches in document["families"].items():
+        member = BY_SIZE[size][family]
+        if (body := batches.get(str(member.examples))) is not None:
+            arms = {n: Measured(**{k: v for k, v in arm.items() if k in known}) for n, arm in body["arms"].items()}
+            found[f"{member.of(None)}, batch {member.examples}"] = arms
+    return found
+
+
+def shares_panel(arms: Mapping[str, Measured]) -> Panel:
+    """Place every arm that is exact by what it is of plain, so that models can be compared."""
+    plain = arms[PLAIN]
+    placed = [
+        point._replace(peak=point.peak * MIB / plain.peak_bytes, rate=point.rate / per_second(plain))
+        for point in points(arms)
+        if point.kind != "lossy"
+    ]
+    return Panel(placed, "peak / plain's", "throughput / plain's")
+
+
+def shares_table(panels: Mapping[str, Panel]) -> Grid:
+    """Make the table of those places: an arm a row, a model a column."""
+    names = dict.fromkeys(point.name for panel in panels.values() for point in panel.points)
+    places = [{point.name: point for point in panel.points} for panel in panels.values()]
+    rows = [
+        (name, *(f"{at[name].peak:.2f}, {at[name].rate:.2f}" if name in at else "-" for at in places)) for name in names
+    ]
+    note = "Peak over idle and throughput, each as a share of plain's: the first should be small, the second large."
+    return Grid("Recompute, offload, keep", ("arm", *panels), rows, note)
 
 
 def make_paper_bars(figure: Mapping[str, Mapping[str, Measured]]) -> list[Bar]:

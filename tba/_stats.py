@@ -49,6 +49,11 @@ class Recorder:
         self._own: list[TraceEvent] | None = self.trace
         self._ended = 0
 
+    @property
+    def asked(self) -> bool:
+        """Whether a region is under way that somebody asked for."""
+        return self.trace is not None and self.trace is not self._own
+
     def note(self, kind: str, start_s: float, end_s: float, nbytes: int, label: str) -> None:
         """Record an event, if anything is recorded."""
         trace = self.trace  # read once: on another thread a region may end

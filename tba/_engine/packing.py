@@ -240,17 +240,19 @@ class Packing:
         parts = tuple(self.activation(each, each._base, each.is_cpu, within) for each in inner)
         moved = [type(part[0]) in (Record, Shell) for part in parts]
         if not any(moved):
-            return self._as_it_is(tensor)
+            return as_it_is(tensor)
         shell.bound = not all(moved)
         return shell, parts
 
     def keep(self, tensor: Tensor, nbytes: int, reason: str) -> Packed:
         """Let a tensor stay in memory, for `reason`."""
         self._counters.kept_by_reason[reason] += nbytes
-        return self._as_it_is(tensor)
+        return as_it_is(tensor)
 
-    def _as_it_is(self, tensor: Tensor) -> Packed:
-        if tensor.is_leaf:
-            return tensor, tensor._version
-        # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
-        return Detached((tensor.detach(), tensor._version))
+
+def as_it_is(tensor: Tensor) -> Packed:
+    """Pack a tensor that stays."""
+    if tensor.is_leaf:
+        return tensor, tensor._version
+    # Detached: an operator's saved output, held by the node that made it, would be a cycle nobody collects.
+    return Detached((tensor.detach(), tensor._version))

@@ -33,6 +33,7 @@ from .._derive.derivations import Derivations
 from .._derive.worth import Worth
 from .._errors import edited_in_place
 from .._memory import streams
+from .._plan.policy import FITS
 from .._record.plain import Shell
 from .._record.record import Record
 from .._record.restore import restore_in_child
@@ -43,9 +44,10 @@ from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
+from .auto.light import Light
 from .auto.planner import Planner
 from .auto.rest import Rest
-from .packing import Packed, Packing
+from .packing import Packed, Packing, as_it_is
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
@@ -78,6 +80,7 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
+        self.light = Light(self.rest.possible and self.rest.counts, int(config.min_tensor_bytes), self._reserve)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -95,6 +98,8 @@ class Saver(ForkAware):
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
+        if self.light.on and (passed := self._pass(tensor)) is not None:
+            return passed
         frame = sys._getframe().f_back  # None on a thread of autograd's own
         if frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
             self._caches.look(frame)
@@ -102,6 +107,22 @@ class Saver(ForkAware):
             with quiet():
                 return self._pack(tensor)
         return self._pack(tensor)
+
+    def _pass(self, tensor: Tensor) -> Packed | None:
+        """Let a tensor pass that only has to be counted; None if it takes the full hooks."""
+        steps, light = self.steps, self.light
+        with self.lock:
+            if steps.backward_seen and current_graph_task_id() == -1:
+                self.end_step()  # something is saved ahead of the model's next forward
+                return None
+            if dispatch_mode_count() or function_mode_count():
+                light.turn()  # they must not see what we ask
+                return None
+            if not steps.open:
+                steps.begin()
+            if not (steps.backward_seen or light.passes(tensor)):
+                return None
+        return as_it_is(tensor)
 
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
@@ -117,6 +138,8 @@ class Saver(ForkAware):
                     self.end_step()
                 self.mark_weights()
                 steps.begin()
+            if self.light.learns and not (steps.backward_seen or self.light.turned):
+                self.light.count(tensor)
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
             if kind is nn.Parameter or (base is not None and is_parameter(base)):
@@ -199,10 +222,14 @@ class Saver(ForkAware):
             if self.steps.over:
                 self.end_step()
             key = self.rest.key(args, kwargs) if self.watches else None
-            rests = self.rest.begins(key)
-            if self.planner is not None and not rests:
+            rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
+            if rests and self.rest.counts:
+                self.light.begin()
+            else:
+                self.light.turn()
+            if self.planner is not None and not (rests or self.light.on):
                 self.planner.begin_forward(key)
-        return rests
+        return rests and not self.rest.counts
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""
@@ -300,20 +327,30 @@ class Saver(ForkAware):
         self.read_ahead.end_walks()
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
+        light = self.light
+        planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
-            self.planner.end_step()
-        self.rest.end_step(
-            kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
-            moved_bytes=moved_bytes,
-            failures=mover.failures.in_step,
-            room_bytes=self.write_behind.room_bytes,
-        )
+            self.planner.end_step(whole=not (light.on or light.turned))
+        if not light.on:
+            self.rest.end_step(
+                planned=planned,
+                kept_bytes=max(0, self._packing.step_bytes + self.write_behind.passed_bytes - moved_bytes),
+                moved_bytes=moved_bytes,
+                failures=mover.failures.in_step,
+                room_bytes=self.write_behind.room_bytes,
+            )
+        self.counters.kept_by_reason[FITS] += light.passed_bytes
+        light.end_step(fitted=self.rest.resting)
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
         self._marked = False
         mover.end_step()
         self._readings.take()
         self.steps.end(mover.file_bytes())
+
+    def _reserve(self, nbytes: int) -> None:
+        """Leave room for what was let pass in this step."""
+        self.write_behind.passed_bytes = nbytes
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew, once a step, as they may have been replaced."""
@@ -324,5 +361,6 @@ class Saver(ForkAware):
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
+        self.light.on = False
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

@@ -55,6 +55,7 @@ class WriteBehind:
         self.plan_bytes = 0  # of a step that go by plan
         self._planned_bytes = 0  # of them, that have been saved in this step
         self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
+        self.passed_bytes = 0  # of the step under way that have no record (`Light`), of a budget that was set
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -109,6 +110,7 @@ class WriteBehind:
         """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
         self._going, self._going_bytes, self._planned_bytes, self._by_plan = [], 0, 0, False
+        self.passed_bytes = 0
 
     def bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
@@ -159,7 +161,8 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        return max(0, self._room_bytes - self._largest_bytes) if self.limited else self._room_bytes
+        left_bytes = self._room_bytes - self._largest_bytes - self.passed_bytes
+        return max(0, left_bytes) if self.limited else self._room_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -172,7 +175,7 @@ class WriteBehind:
 
     def note(self, read_bytes: int) -> None:
         """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""
-        nbytes = self.nbytes + self._mover.staging.bytes + read_bytes
+        nbytes = self.passed_bytes + self.nbytes + self._mover.staging.bytes + read_bytes
         if nbytes > self._counters.peak_bytes:
             self._counters.peak_bytes = nbytes
         if self._mover.recorder.trace is not None:
@@ -185,7 +188,8 @@ class WriteBehind:
         """Whether somebody wants to know what `note` would, with `read_bytes` or fewer."""
         if self.told is not None or self._mover.recorder.trace is not None:
             return True
-        return self.nbytes + self._mover.staging.bytes + read_bytes > self._counters.peak_bytes
+        nbytes = self.passed_bytes + self.nbytes + self._mover.staging.bytes + read_bytes
+        return nbytes > self._counters.peak_bytes
 
     @property
     def room_bytes(self) -> int:

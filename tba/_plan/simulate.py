@@ -243,7 +243,7 @@ def simulate(
     step.land(now_s)
     step.found.turn_s = now_s
     step.note(now_s)
-    _backward(step, moved, recomputed)
+    _Backward(step, moved, recomputed).run()
     found = step.found
     found.step_s = facts.step_s + step.late_s
     while step.way.writes:
@@ -285,89 +285,107 @@ def _forward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -
         step.found.over_bytes = max(step.found.over_bytes, step.nbytes - step.limit_bytes)
 
 
-def _backward(step: _Step, moved: Collection[int], recomputed: Collection[int]) -> None:
-    facts, turn_late_s = step.facts, step.facts.forward_s
-    order = facts.order_wanted
-    to_read = deque(index for index in order if index in moved)
-    arrives: dict[int, float] = {}  # by what has been brought; at once what was still on its way out
-    used: list[int] = []  # asked for, and not freed
-    replayed: set[int] = set()
-    limit_bytes = step.limit_bytes - facts.replay_bytes(recomputed)  # of all but what a block has recomputed
-    waiting_inputs: dict[int, int] = {b: len(facts.by_block.get(b, ())) for b in recomputed}
+class _Backward:
+    """The backward of a simulated step."""
 
-    def bring(now_s: float) -> None:
-        number = to_read.popleft()
-        if step.way.keep(number, now_s):
-            nbytes = facts.saved[number].nbytes
-            step.out, step.back, arrives[number] = step.out - nbytes, step.back + nbytes, now_s
-        else:
-            arrives[number] = step.read(number, now_s)
-            step.found.read_bytes += facts.saved[number].nbytes
+    def __init__(self, step: _Step, moved: Collection[int], recomputed: Collection[int]) -> None:
+        facts = step.facts
+        self._step, self._facts = step, facts
+        self._moved, self._recomputed = moved, recomputed
+        self._to_read = deque(index for index in facts.order_wanted if index in moved)
+        self._arrives: dict[int, float] = {}  # by what has been brought; at once what was still on its way out
+        self._used: list[int] = []  # asked for, and not freed
+        self._replayed: set[int] = set()
+        self._limit_bytes = step.limit_bytes - facts.replay_bytes(recomputed)  # of all but what a block has recomputed
+        self._waiting: dict[int, int] = {block: len(facts.by_block.get(block, ())) for block in recomputed}
 
-    def make_room(nbytes: int, budget_bytes: int) -> bool:
-        """Let go of what backward has used and its graph still owns, which can be read again."""
-        for number in [number for number in used[:-1] if number in arrives]:
-            if step.back + nbytes <= budget_bytes:
-                break
-            step.back -= facts.saved[number].nbytes
-            used.remove(number)
-        return step.back + nbytes <= budget_bytes
+    def run(self) -> None:
+        """Ask for all that was saved."""
+        step, facts = self._step, self._facts
+        for index in facts.order_wanted:
+            each = facts.saved[index]
+            now_s = facts.forward_s + each.wanted_s + step.late_s
+            step.land(now_s)
+            for number in self._used.copy():
+                if not facts.saved[number].outlasts(each.wanted_s):
+                    self._used.remove(number)
+                    self._free(number)
+            step.note(now_s)
+            self._used.append(index)
+            if each.place.block != OUTSIDE and each.place.block in self._recomputed:
+                self._replay(each.place.block, now_s)
+            elif facts.is_late(index):  # held from now on, and waits for room as what forward saves
+                step.kept += each.nbytes
+                step.note(now_s)
+                while step.way.writes and step.kept + step.out > step.limit_bytes:
+                    now_s = step.wait_for_a_write(now_s)
+            elif index in self._moved:
+                now_s = self._await(index, now_s)
+            self._read_ahead(now_s)
+        for number in self._used:
+            self._free(number)
 
-    def read_ahead(now_s: float) -> None:
-        """Read what is wanted next, while the last of `used` is in use."""
-        if not to_read:
+    def _replay(self, block: int, now_s: float) -> None:
+        """Run a block again where backward asks for the first of it; free its input with the last."""
+        step, facts = self._step, self._facts
+        if block not in self._replayed:
+            self._replayed.add(block)
+            replay_s = facts.blocks[block].replay_s or 0.0
+            step.late_s += replay_s
+            step.found.replayed_s += replay_s
+            step.replayed += facts.replayed_bytes(block)
+            step.note(now_s)
+        self._waiting[block] -= 1
+        if not self._waiting[block]:
+            step.kept -= facts.blocks[block].input_bytes
+
+    def _await(self, index: int, now_s: float) -> float:
+        """Stand still until a storage that has gone is back; returns the time after it."""
+        if index not in self._arrives:
+            self._bring(now_s)  # the first that is still to be read is the first that is asked for
+            self._step.note(now_s)
+        if self._arrives[index] > now_s:
+            self._read_ahead(now_s)
+            now_s = self._step.wait_until(self._arrives[index], now_s)
+        return now_s
+
+    def _read_ahead(self, now_s: float) -> None:
+        """Read what is wanted next, while what was asked for last is in use."""
+        if not self._to_read:
             return
-        budget_bytes = min(limit_bytes - step.out - step.kept, facts.read_ahead_bytes)
+        step, facts = self._step, self._facts
+        budget_bytes = min(self._limit_bytes - step.out - step.kept, facts.read_ahead_bytes)
         full = step.back and step.back + read_burst_bytes(budget_bytes) > budget_bytes
-        if full and not any(number in arrives for number in used[:-1]):
+        if full and not any(number in self._arrives for number in self._used[:-1]):
             return
-        while to_read and make_room(facts.saved[to_read[0]].nbytes, budget_bytes):
-            bring(now_s)
+        while self._to_read and self._make_room(facts.saved[self._to_read[0]].nbytes, budget_bytes):
+            self._bring(now_s)
         step.note(now_s)
 
-    def free(number: int) -> None:
-        each = facts.saved[number]
-        if each.place.block in recomputed:
+    def _bring(self, now_s: float) -> None:
+        step, number = self._step, self._to_read.popleft()
+        nbytes = self._facts.saved[number].nbytes
+        if step.way.keep(number, now_s):
+            step.out, step.back, self._arrives[number] = step.out - nbytes, step.back + nbytes, now_s
+        else:
+            self._arrives[number] = step.read(number, now_s)
+            step.found.read_bytes += nbytes
+
+    def _make_room(self, nbytes: int, budget_bytes: int) -> bool:
+        """Let go of what backward has used and its graph still owns, which can be read again."""
+        step = self._step
+        for number in [number for number in self._used[:-1] if number in self._arrives]:
+            if step.back + nbytes <= budget_bytes:
+                break
+            step.back -= self._facts.saved[number].nbytes
+            self._used.remove(number)
+        return step.back + nbytes <= budget_bytes
+
+    def _free(self, number: int) -> None:
+        each, step = self._facts.saved[number], self._step
+        if each.place.block in self._recomputed:
             step.replayed -= each.replayed_bytes
-        elif number in arrives:
+        elif number in self._arrives:
             step.back -= each.nbytes
         else:
             step.kept -= each.nbytes
-
-    for index in order:
-        each = facts.saved[index]
-        block = each.place.block
-        now_s = turn_late_s + each.wanted_s + step.late_s
-        step.land(now_s)
-        for number in used.copy():
-            if not facts.saved[number].outlasts(each.wanted_s):
-                used.remove(number)
-                free(number)
-        step.note(now_s)
-        used.append(index)
-        if block != OUTSIDE and block in recomputed:
-            if block not in replayed:
-                replayed.add(block)
-                replay_s = facts.blocks[block].replay_s or 0.0
-                step.late_s += replay_s
-                step.found.replayed_s += replay_s
-                step.replayed += facts.replayed_bytes(block)
-                step.note(now_s)
-            waiting_inputs[block] -= 1
-            if not waiting_inputs[block]:
-                step.kept -= facts.blocks[block].input_bytes
-        elif facts.is_late(index):  # held from now on, and waits for room as what forward saves
-            step.kept += each.nbytes
-            step.note(now_s)
-            while step.way.writes and step.kept + step.out > step.limit_bytes:
-                now_s = step.wait_for_a_write(now_s)
-        elif index in moved:
-            if index not in arrives:
-                bring(now_s)  # the first that is still to be read is the first that is asked for
-                step.note(now_s)
-            if arrives[index] > now_s:
-                read_ahead(now_s)
-                now_s = step.wait_until(arrives[index], now_s)
-        read_ahead(now_s)
-    for number in used:
-        free(number)

@@ -239,8 +239,11 @@ def test_report_answers_from_what_is_filed(tmp_path: Path) -> None:
     rest = dict(map(tuple, reversed(found.data["Measured and not claimed, and not measured"])))
     assert rest["rok"].startswith("1 values are shown")
     assert "a processor" in rest["all"] or "GPU" in rest["all"]
-    page, text = (path.read_text() for path in found.files)
+    assert found.data["Recompute, offload, keep"] == [["plain", "1.00, 1.00"], ["nvme", "0.30, 0.91"]]
+    page, text = (path.read_text() for path in found.files[:2])
+    assert found.files[2].read_bytes().startswith(b"\x89PNG")
     assert page.count("<details>") == 2
+    assert page.count("<img") == 2
     assert "data:image/png;base64,YSBwaWN0dXJl" in page
     for part in ("<td", "&lt;1&gt;", "Without figures"):
         assert part in page

@@ -266,6 +266,13 @@ def test_an_argument_that_tells_no_size_is_never_rested_with(argument: Any) -> N
     assert not rest.resting
 
 
+def test_a_step_that_fits_because_of_its_plan_is_no_step_that_fits() -> None:
+    rest, model = Rest(True, lambda: model, lambda: 9), nn.Linear(2, 2)
+    rest.begins(rest.key((torch.ones(3),), {}))
+    rest.end_step(kept_bytes=1, moved_bytes=0, failures=0, room_bytes=9, planned=True)
+    assert not rest.resting
+
+
 def test_a_forward_that_failed_says_nothing() -> None:
     rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
     rest.begins(rest.key((torch.ones(3),), {}))

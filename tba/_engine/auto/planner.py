@@ -137,6 +137,12 @@ class Planner:
         """Make one where there is something to decide: under tier "auto". Raises ConfigError."""
         return cls(model, mover, config, write_behind, lossy, *hooks) if config.tier == "auto" else None
 
+    @property
+    def acts(self) -> bool:
+        """Whether a plan moves or recomputes anything of the step under way, which may fit for that reason alone."""
+        plan = self._kind.plan
+        return plan is not None and bool(plan.sends or plan.recomputed)
+
     # -- around the model's forward --------------------------------------------------------------------------------
 
     def begin_forward(self, key: Hashable) -> None:
@@ -268,11 +274,11 @@ class Planner:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def end_step(self) -> None:
-        """End a step: learn from it, and plan the next of its kind."""
+    def end_step(self, *, whole: bool) -> None:
+        """End a step. If all of it was seen, learn from it, and plan the next of its kind."""
         seen, self._now = self._now, None
         self.put_aside.clear()
-        if seen is not None and seen.turned:
+        if whole and seen is not None and seen.turned:
             self._learn(self._kind, seen)
         self._write_behind.replay_bytes = 0
         self._begin(self._kinds.setdefault(None, _Kind()))  # until a forward tells of which kind the next is

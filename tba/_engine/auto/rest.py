@@ -1,4 +1,4 @@
-"""Rest: tier `auto` leaves its hooks off where a run has been seen to fit, until it may not fit any more.
+"""Rest: tier `auto` does next to nothing where a run has been seen to fit, until it may not fit any more.
 
 A step that fitted with room to spare fits again while nothing changes. What may change is looked at where each forward
 of the model begins:
@@ -8,8 +8,8 @@ of the model begins:
 - what cannot be seen (a switch of checkpointing, a depth that is an attribute): every so often a step runs with the
   hooks on.
 
-Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing. Where bytes are
-limited by a setting the hooks stay on, as nothing else can hold it.
+Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing, as its hooks are off.
+Where bytes are limited by a setting they stay on, as nothing else can hold it, but only count (`Light`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from ..._text import size
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
 
-# How many times what a step kept there has to be room for: several forwards before a backward, another mode.
+# How many times what a step kept there has to be room for: several forwards before a backward, another mode. Hooks that
+# count see either as it comes.
 _TIMES = 3
 _MOST_KEYS = 16
 _MOST_ITEMS = 1000  # of arguments
@@ -39,19 +40,24 @@ _LEARN_EVERY = 256  # forwards
 
 
 class Rest:
-    """Decision whether the hooks may stay off.
+    """Decision whether the hooks may rest.
 
     Args:
         possible: whether they ever may.
+        counts: whether they stay on then, and count.
         model: gives the model, or None once it has died.
         room: gives the bytes that saved tensors may take now.
     """
 
-    def __init__(self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> None:
+    def __init__(
+        self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int], *, counts: bool = False
+    ) -> None:
         self.possible = possible
+        self.counts = counts
         self.resting = False
         self._model = model
         self._room = room
+        self._times = 1 if counts else _TIMES
         self._kept_bytes = 0
         self._fitted: list[Key] = []
         self._met: list[Key] = []  # in this step, with the hooks on
@@ -64,17 +70,21 @@ class Rest:
 
     @classmethod
     def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
-        """Make what the settings allow: no rest where a codec, limit or rule has to see tensors, or without a model."""
-        decides = config.compress is None and config.memory_budget is None and config.policy == "budget"
-        possible = config.tier == "auto" and decides
-        rest = cls(possible and model() is not None, model, room)
+        """Make what the settings allow: no rest where a codec or rule has to see tensors, or without a model."""
+        possible = config.tier == "auto" and config.compress is None and config.policy == "budget"
+        rest = cls(possible and model() is not None, model, room, counts=config.memory_budget is not None)
         rest._tells = config.tier == "auto"
         return rest
 
-    def end_step(self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int) -> None:
-        """Decide after a micro-batch whose tensors were seen, where memory had room for `room_bytes`."""
+    def end_step(
+        self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int, planned: bool = False
+    ) -> None:
+        """Decide after a micro-batch whose tensors were seen, where memory had room for `room_bytes`.
+
+        One that was `planned` may fit only because some of it was not saved.
+        """
         met, self._met = self._met, []
-        fitted = not moved_bytes and not failures and kept_bytes * _TIMES <= room_bytes
+        fitted = not (moved_bytes or failures or planned) and kept_bytes * self._times <= room_bytes
         self.resting = bool(self.possible and met) and fitted
         self._tell(kept_bytes, moved_bytes, room_bytes)
         if self.resting:
@@ -86,7 +96,7 @@ class Rest:
     def enter(self) -> bool:
         """Enter the context; whether the hooks stay off."""
         self._asked = False
-        return self.resting
+        return self.resting and not self.counts
 
     def leave(self, *, failed: bool) -> None:
         """Leave the context. A step that failed tells nothing, nor does one without a forward."""
@@ -95,15 +105,18 @@ class Rest:
         if not self._asked:
             self.resting = False
 
-    def begins(self, key: Key | None) -> bool:
-        """Begin a forward of the model that is called as `key` describes; whether the hooks are to be off."""
+    def begins(self, key: Key | None, *, watched: bool = False) -> bool:
+        """Begin a forward of the model that is called as `key` describes; whether the hooks are to rest.
+
+        Not if it is `watched`, as somebody wants to know what it saves.
+        """
         self._asked = True
         if not self.possible:
             return False
         if key is None:
             self.resting = self.possible = False
             return False
-        if self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
+        if not watched and self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
             return True
         self.resting = False
         if key not in self._met:
@@ -117,11 +130,11 @@ class Rest:
         if self._forwards_left >= 0 and self._learn_in:
             return True
         room_bytes = self._room() if self._kept_bytes else 0
-        if room_bytes < self._kept_bytes * _TIMES or self._count_trained() != self._trained:
+        if room_bytes < self._kept_bytes * self._times or self._count_trained() != self._trained:
             self._fitted.clear()
             self._kept_bytes = 0
             return False
-        forwards = room_bytes // (2 * _TIMES * self._kept_bytes) if self._kept_bytes else _MOST_FORWARDS
+        forwards = room_bytes // (2 * self._times * self._kept_bytes) if self._kept_bytes else _MOST_FORWARDS
         self._forwards_left = max(1, min(forwards, _MOST_FORWARDS)) - 1
         return self._learn_in > 0
 
@@ -151,19 +164,19 @@ class Rest:
     def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
         """Say once what was decided, and why."""
         if not self._told and self._tells and os.environ.get("RANK", "0") == "0":
-            logging.getLogger("tba").warning(decision(kept_bytes, moved_bytes, room_bytes, rests=self.resting))
+            logging.getLogger("tba").warning(self._decision(kept_bytes, moved_bytes, room_bytes))
         self._told = True
 
-
-def decision(kept_bytes: int, moved_bytes: int, room_bytes: int, *, rests: bool) -> str:
-    """Tell in one line what tier `auto` has decided in the first step."""
-    found = f'tier "auto": the first step saved {size(kept_bytes + moved_bytes)}'
-    if room_bytes:  # else it was not worth a look
-        found += f", memory has room for {size(room_bytes)} of it"
-    if moved_bytes:
-        return f"{found}: {size(moved_bytes)} went out of memory"
-    then = "the hooks are off until shapes, memory or the model change" if rests else "the hooks stay on"
-    return f"{found}: nothing moves, {then}"
+    def _decision(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> str:
+        """Tell in one line what tier `auto` has decided in the first step."""
+        found = f'tier "auto": the first step saved {size(kept_bytes + moved_bytes)}'
+        if room_bytes:  # else it was not worth a look
+            found += f", memory has room for {size(room_bytes)} of it"
+        if moved_bytes:
+            return f"{found}: {size(moved_bytes)} went out of memory"
+        rest = "the hooks only count" if self.counts else "the hooks are off"
+        then = f"{rest} until shapes, memory or the model change" if self.resting else "the hooks stay on"
+        return f"{found}: nothing moves, {then}"
 
 
 def covers(known: Key, new: Key) -> bool:

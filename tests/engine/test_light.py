@@ -1,0 +1,324 @@
+"""Light hooks: under a budget that holds, steps are only counted, and one that saves more still stays within it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from support.exactness import assert_bit_equal
+from tba import Offloader, attach, offload_context
+from tba._engine.auto.light import Light
+
+ROWS, WIDTH = 64, 32
+LAYER_BYTES = ROWS * WIDTH * 4
+
+
+class Model(nn.Module):
+    """As many passes over its layers as its attribute says, which no argument shows."""
+
+    def __init__(self, passes: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.passes = passes
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.passes):
+            x = self.dropout(self.layers(x))
+        return x.square().sum()
+
+
+@contextmanager
+def _used(how: str, model: nn.Module, scratch: Path, **settings: Any) -> Iterator[Offloader]:
+    settings = {"storage_paths": scratch, "min_tensor_bytes": 0, "memory_budget": 64 * LAYER_BYTES} | settings
+    offload = (attach if how == "attach" else offload_context)(model, "auto", **settings)
+    yield offload
+    offload.close()
+
+
+def _step(how: str, offload: Any, model: nn.Module, rows: int = ROWS) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(rows)
+    x = torch.randn(rows, WIDTH)
+    if how == "around the step":
+        with offload:
+            model(x).backward()
+    elif how == "around the forward":
+        with offload:
+            loss = model(x)
+        loss.backward()
+    else:
+        model(x).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _records(offload: Offloader) -> int:
+    return offload._saver._packing.numbers
+
+
+WAYS = pytest.mark.parametrize("how", ["attach", "around the step", "around the forward"])
+
+
+@WAYS
+def test_steps_that_fit_a_budget_make_no_records(how: str, scratch: Path) -> None:
+    model = Model()
+    expected = _step("attach", None, model)
+    with _used(how, model, scratch) as offload:
+        assert_bit_equal(_step(how, offload, model), expected)
+        made = _records(offload)
+        assert made
+        kept_bytes = offload.stats().kept_bytes
+        saved = [offload.stats().saved_bytes]
+        for _ in range(5):
+            assert_bit_equal(_step(how, offload, model), expected)
+            saved.append(offload.stats().saved_bytes)
+        assert _records(offload) == made
+        assert [after - before for before, after in pairwise(saved)] == [kept_bytes] * 5
+        assert offload.stats().micro_batches == 6
+        assert offload.stats().offloaded_bytes == 0
+
+
+@WAYS
+def test_a_step_that_saves_more_unseen_stays_within_the_budget(how: str, scratch: Path) -> None:
+    model = Model()
+    with _used(how, model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
+        for _ in range(3):
+            _step(how, offload, model)
+        made = _records(offload)
+        assert offload._saver.light.fitted_bytes > 10 * LAYER_BYTES
+        model.passes = 16
+        grown = _step(how, offload, model)
+        offload.stats()
+        assert _records(offload) > made
+        assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
+        assert 10 * LAYER_BYTES < offload.stats().peak_bytes <= 20 * LAYER_BYTES
+        offload.close()
+        assert_bit_equal(grown, _step("attach", None, model))
+
+
+def test_after_a_step_that_was_too_large_those_that_fit_are_light_again(scratch: Path) -> None:
+    model = Model()
+    with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
+        for passes in (4, 4, 16, 4, 4):
+            model.passes = passes
+            _step("attach", offload, model)
+        made = _records(offload)
+        for _ in range(3):
+            _step("attach", offload, model)
+        assert _records(offload) == made
+
+
+def test_several_forwards_before_a_backward_are_counted_together(scratch: Path) -> None:
+    model = Model()
+    with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
+        for _ in range(3):
+            _step("attach", offload, model)
+        x = torch.randn(ROWS, WIDTH)
+        (model(x) + model(x) + model(x)).backward()
+        assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
+        assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
+
+
+def test_what_is_saved_ahead_of_the_forward_keeps_its_records(scratch: Path) -> None:
+    model, first = Model(), nn.Linear(WIDTH, WIDTH)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        first.zero_grad()
+        torch.manual_seed(0)
+        model(first(torch.randn(ROWS, WIDTH)).sigmoid()).backward()
+        return [p.grad.clone() for p in (*first.parameters(), *model.parameters()) if p.grad is not None]
+
+    expected = step()
+    with _used("", model, scratch) as offload, offload:
+        made = []
+        for _ in range(5):
+            assert_bit_equal(step(), expected)
+            made.append(_records(offload))
+        each = [after - before for before, after in pairwise(made)]
+        assert each[1:] == [each[1]] * 3  # those ahead of the forward only
+        assert 0 < each[1] < made[0]
+
+
+def test_an_edit_in_place_is_found(scratch: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with _used("attach", model, scratch) as offload:
+        x = torch.randn(ROWS, WIDTH)
+        for _ in range(3):
+            model(x).sum().backward()
+        assert offload._saver.rest.resting
+        loss = model(x).exp()
+        loss.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.sum().backward()
+
+
+def test_own_code_gets_memory_of_its_own(scratch: Path) -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out = x * 2
+            ctx.save_for_backward(x, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            x, out = ctx.saved_tensors
+            x.mul_(0)  # its own, as a copy
+            return out.mul_(gradient)
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return (Doubled.apply(y) + y.sin()).sum()  # type: ignore[no-untyped-call, no-any-return]
+
+    model = Custom()
+    with _used("attach", model, scratch) as offload:
+        steps = [_step("attach", offload, model) for _ in range(4)]
+        assert offload._saver.rest.resting
+    for step in steps[1:]:
+        assert_bit_equal(step, steps[0])
+
+
+def test_a_second_backward_and_gradients_of_gradients(scratch: Path) -> None:
+    model = Model()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        loss = model(x)
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        second = torch.autograd.grad(first.square().sum(), list(model.parameters()), retain_graph=True)
+        return [first.detach(), *second, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    expected = step()
+    with _used("attach", model, scratch) as offload:
+        for _ in range(4):
+            assert_bit_equal(step(), expected)
+        assert offload._saver.rest.resting
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_inside(reentrant: bool, scratch: Path) -> None:
+    class Checkpointed(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.requires_grad_(True)
+            for _ in range(self.passes):
+                x = checkpoint(self.layers, x, use_reentrant=reentrant)
+            return x.square().sum()
+
+    model = Checkpointed()
+    expected = _step("attach", None, model)
+    with _used("attach", model, scratch) as offload:
+        for _ in range(4):
+            assert_bit_equal(_step("attach", offload, model), expected)
+        assert offload._saver.light.on
+
+
+def test_a_mode_in_the_middle_brings_the_hooks_back(scratch: Path) -> None:
+    model = Model()
+    expected = _step("attach", None, model)
+    with _used("attach", model, scratch) as offload:
+        for _ in range(3):
+            _step("attach", offload, model)
+        made = _records(offload)
+        with FlopCounterMode(display=False):
+            assert_bit_equal(_step("attach", offload, model), expected)
+        assert _records(offload) > made
+
+
+def test_a_step_that_is_traced_has_its_records(scratch: Path) -> None:
+    model = Model()
+    with _used("attach", model, scratch) as offload:
+        for _ in range(5):
+            _step("attach", offload, model)
+        made = _records(offload)
+        with offload.trace() as events:
+            _step("attach", offload, model)
+        assert _records(offload) > made
+        assert {event.kind for event in events} >= {"saved", "held"}
+
+
+def test_other_shapes_are_seen_first(scratch: Path) -> None:
+    model = Model()
+    with _used("attach", model, scratch) as offload:
+        for rows, new in ((64, True), (64, False), (32, False), (128, True), (128, False), (64, False)):
+            made = _records(offload)
+            _step("attach", offload, model, rows)
+            assert (_records(offload) > made) == new
+
+
+def test_no_graph_outlives_its_step(scratch: Path) -> None:
+    model = Model()
+    with _used("attach", model, scratch) as offload:
+        for _ in range(3):
+            _step("attach", offload, model)
+        x = torch.randn(ROWS, WIDTH)
+        y = model.layers[0](x).exp()  # an output that its own node saves
+        gone = weakref.ref(y)
+        gc.disable()
+        try:
+            loss = model(y)
+            del y
+            loss.backward()
+            del loss
+            assert gone() is None
+        finally:
+            gc.enable()
+
+
+# -- by itself -----------------------------------------------------------------------------------------------------
+
+
+def test_memory_is_counted_once_and_weights_never() -> None:
+    light = Light(True, 64, lambda nbytes: None)
+    weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8)
+    for tensor in (weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)):
+        assert light.count(tensor)
+    assert light.nbytes == x.nbytes
+    assert light.count(x[4:])  # other memory, by its address
+    assert light.nbytes == x.nbytes + x[4:].nbytes
+
+
+class Own(Tensor):
+    """A subclass."""
+
+
+@pytest.mark.parametrize("odd", [torch.eye(8).to_sparse(), torch.ones(8).as_subclass(Own)])
+def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
+    light = Light(True, 0, lambda nbytes: None)
+    assert not light.count(odd)
+    light.begin()
+    assert not light.on
+
+
+def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
+    reserved: list[int] = []
+    light = Light(True, 0, reserved.append)
+    kept = [torch.ones(64) for _ in range(4)]
+    for tensor in kept[:3]:
+        light.count(tensor)
+    light.end_step(fitted=True)
+    light.begin()
+    assert [light.passes(tensor) for tensor in kept] == [True, True, True, False]
+    assert reserved == [3 * 256]
+    light.begin()
+    assert not light.on  # for the rest of the step
+    light.end_step(fitted=False)
+    light.begin()
+    assert not light.passes(kept[0])  # nothing is known to fit any more
