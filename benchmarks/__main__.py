@@ -242,8 +242,8 @@ def codec(
 
 @command(app)
 def fidelity(
-    task: Annotated[list[str] | None, typer.Option(help="text, topics (default: both).")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of text (default: 2000); of topics 0.3 as many.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="text, digits (default: both).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Of text (default: 2000); of digits 0.3 as many.")] = None,
     seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds; only from two on they show a doubt.")] = 3,
     rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: three a task).")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, one thread each.")] = 2,

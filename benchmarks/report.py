@@ -81,7 +81,7 @@ def run_report(out: Path, folder: Path = RESULTS) -> Result:
         tables.insert(0, shares_table(panels))
         files.append(picture)
     page.write_text(to_html(filed, tables, picture if panels else None))
-    text.write_text(to_markdown(filed, tables))
+    text.write_text(to_markdown(filed, tables, picture if panels else None))
     data = {table.title: [list(row) for row in table.rows] for table in tables}
     return Result(theme="report", tables=tables, data=data, files=files)
 
@@ -184,15 +184,20 @@ def _bars(value: Any) -> Iterator[Mapping[str, Any]]:
             yield from _bars(each)
 
 
-def to_markdown(filed: Sequence[Filed], tables: Sequence[Grid]) -> str:
-    """Write the report as Markdown: its tables, and a line for each result."""
+def to_markdown(filed: Sequence[Filed], tables: Sequence[Grid], picture: Path | None = None) -> str:
+    """Write the report as Markdown: a picture beside it, its tables, and a line for each result."""
     lines = [
         f"- `{one.theme}` on {one.machine}, {one.environment.get('date', 'no date')}: "
         f"`{one.command or 'no command filed'}`"
         for one in filed
     ]
-    parts = ["# What is measured", *(table.markdown() for table in tables), "### Results", "\n".join(lines)]
+    shown = [f"![{TITLE}]({picture.name})"] if picture is not None else []
+    parts = ["# What is measured", *shown, *(_below(table) for table in tables), "## Results", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
+
+
+def _below(table: Grid) -> str:
+    return table.markdown().replace("### ", "## ", 1)
 
 
 def to_html(filed: Sequence[Filed], tables: Sequence[Grid], picture: Path | None = None) -> str:

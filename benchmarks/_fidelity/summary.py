@@ -144,7 +144,7 @@ def make_bars(task: str, found: Mapping[str, Found]) -> list[Bar]:
 def title(base: FidelityOptions) -> str:
     """Name a task and its size."""
     return (
-        f"{base.task}: GPT {base.name}, {base.steps:,} steps of {base.batch} x {base.sequence} bytes"
+        f"{base.task}: GPT {base.name}, {base.steps:,} steps of {base.batch} x {base.sequence} tokens"
         f"{'' if base.start is None else ', fine-tuned'}"
     )
 
@@ -172,7 +172,7 @@ def loss_table(base: FidelityOptions, found: Mapping[str, Found], rates: Sequenc
     columns = ("arm", "peak MiB", "/ plain", "step ms", "/ plain", "stored / plain", "rate", "loss, nats", "gap")
     held_out = base.validation_batches * base.batch * base.sequence
     note = (
-        f"Learned: {TASKS[base.task].describe}. Loss and accuracy on {held_out:,} held-out bytes, means over "
+        f"Learned: {TASKS[base.task].describe}. Loss and accuracy on {held_out:,} held-out tokens, means over "
         f"{len(found[PLAIN].losses)} seeds; gaps to plain within a seed, with 95% confidence by Student's t. Spread of "
         f"plain's seeds: {spread(found):.4f} nats. exact trains once, as a check. Rate: the best of "
         f"{', '.join(f'{rate:g}' for rate in rates)} for the first seed (edge: the best lies at an end of the grid). "

@@ -18,8 +18,8 @@ from torch.nn import functional
 from .._workload.gpt import GPT, GPTConfig
 from .._workload.sizes import Model
 from .._workload.text import split_library
+from .digits import CLASSES, split_digits
 from .places import PlacedHooks
-from .topics import TOPICS, split_topics
 
 # AdamW and CompActAdamW alike: warm-up over the first twentieth of the steps, then half a cosine to a tenth.
 _BETAS, _WARM_UP, _LAST = (0.9, 0.95), 0.05, 0.1
@@ -39,8 +39,9 @@ class FidelityOptions(Model):
         seed: seed of the weights, the order of the data, projections and noise.
         convert: arguments of `compact.convert`, for `CompActAdamW`; or None.
         principal, adaptive: arguments of `PrincipalHooks` and `AdaptiveHooks`; or None.
-        validation_batches: number of batches of the held-out text.
-        start: fields of the run whose weights this one begins with, all but those of the head; or None.
+        validation_batches: number of batches of what is held out.
+        start: fields of the run whose weights this one begins with, all but those of the head; or None. Its sequence is
+            no shorter.
     """
 
     task: str = "text"
@@ -64,7 +65,7 @@ class FidelityOptions(Model):
 
 
 class Data(Protocol):
-    """A text to draw batches from."""
+    """A text, or images, to draw batches from."""
 
     @property
     def sha256(self) -> str: ...
@@ -73,11 +74,11 @@ class Data(Protocol):
 
 
 class Classifier(GPT):
-    """A GPT that reads a text and says its topic: tokens [B, S] and topics [B] -> loss, or logits [B, topics]."""
+    """A GPT that reads a sequence and says its class: tokens [B, S] and classes [B] -> loss, or logits [B, classes]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config)
-        self.head = nn.Linear(config.width, len(TOPICS))
+        self.head = nn.Linear(config.width, CLASSES)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         logits: Tensor = self.head(self.hidden(tokens).mean(1))
@@ -101,7 +102,7 @@ class Task:
 
 TASKS: Mapping[str, Task] = {
     "text": Task("the next byte of Python's standard library", split_library, GPT),
-    "topics": Task(f"which of {len(TOPICS)} packages of PyTorch some source is from", split_topics, Classifier),
+    "digits": Task("which digit was written, from its 8 x 8 pixels in their order", split_digits, Classifier),
 }
 
 
@@ -176,6 +177,7 @@ def make_model(options: FidelityOptions, start: Path | None = None) -> nn.Module
     model = TASKS[options.task].make(options)
     if start is not None:
         weights = torch.load(start, weights_only=True)
+        weights["positions.weight"] = weights["positions.weight"][: options.sequence]
         model.load_state_dict({name: w for name, w in weights.items() if not name.startswith("head.")}, strict=False)
     if options.convert is not None:
         from compact import convert

@@ -15,21 +15,22 @@ import torch
 
 from benchmarks._fidelity import arms as arms_module
 from benchmarks._fidelity.arms import KEPT, best_rate, train_arm
+from benchmarks._fidelity.digits import PIXELS, Digits, split_digits
 from benchmarks._fidelity.run_store import RunStore
 from benchmarks._fidelity.summary import interval, make_bars, paper_tables, spread, summarise
-from benchmarks._fidelity.topics import TOPICS, Topics, split_topics
 from benchmarks._fidelity.training import FidelityOptions, definition, scheduled_rate, train, validate
 from benchmarks._pictures.pareto import frontier, labelled_below
 from benchmarks._report.results import CannotMeasure
 from benchmarks._report.steps import Measured
 from benchmarks._workload.gpt import GPT
 from benchmarks._workload.text import Text, is_held_out, sources, split_library
-from benchmarks.fidelity import PLAN, TEXT_ARMS, TINY_PLAN, TOPIC_ARMS, run_fidelity
+from benchmarks.fidelity import DIGIT_ARMS, PLAN, TEXT_ARMS, TINY_PLAN, run_fidelity
 from support.benchmarks import arms_in_this_process
 
 TINY = FidelityOptions(
     layers=1, width=16, heads=2, sequence=16, batch=4, steps=6, learning_rate=1e-2, validation_batches=2
 )
+SCRAWLS = Digits(torch.arange(30 * PIXELS).view(30, PIXELS) % 17, torch.arange(30) % 10)
 LETTERS = Text(torch.randint(97, 123, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)))
 
 
@@ -45,7 +46,7 @@ def test_every_arm_is_trained_on_every_seed_and_measured_and_drawn(tmp_path: Pat
         body = found["tasks"][task]
         plain = body["arms"]["plain"]
         assert list(body["arms"]) == list(study.arms)
-        assert body["trained_bytes"] == study.base.steps * 4 * 32
+        assert body["trained_bytes"] == study.base.steps * 4 * 64
         assert body["seed_spread"] == abs(plain["losses"]["0"] - plain["losses"]["1"])
         for name, arm in body["arms"].items():
             assert list(arm["losses"]) == (["0"] if name == "exact" else ["0", "1"])
@@ -80,14 +81,14 @@ def test_finished_runs_are_not_overwritten_unasked(tmp_path: Path) -> None:
 
 
 def test_the_plan_is_as_large_as_it_says() -> None:
-    text, topics = (PLAN.studies[task].base for task in ("text", "topics"))
+    text, digits = (PLAN.studies[task].base for task in ("text", "digits"))
     assert (text.layers, text.width, text.steps, text.trained_bytes) == (4, 256, 2000, 1_024_000)
-    assert topics.start == asdict(replace(text, learning_rate=1e-3))
+    assert digits.start == asdict(replace(text, learning_rate=1e-3))
     assert set(TINY_PLAN.studies["text"].arms) <= set(TEXT_ARMS)
-    changed = PLAN.changed(steps=100, rates=[0.5], tasks=["topics"])
-    assert list(changed.studies) == ["topics"]
-    base = changed.studies["topics"].base
-    assert (base.steps, changed.studies["topics"].rates) == (30, [0.5])
+    changed = PLAN.changed(steps=100, rates=[0.5], tasks=["digits"])
+    assert list(changed.studies) == ["digits"]
+    base = changed.studies["digits"].base
+    assert (base.steps, changed.studies["digits"].rates) == (30, [0.5])
     assert base.start is not None
     assert base.start["steps"] == 100
 
@@ -98,9 +99,8 @@ def test_the_plan_is_as_large_as_it_says() -> None:
 @pytest.fixture
 def small_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(arms_module.TASKS["text"], read=lambda: (LETTERS, LETTERS))
-    topics = Topics((LETTERS,) * len(TOPICS))
-    other = replace(arms_module.TASKS["topics"], read=lambda: (topics, topics))
-    monkeypatch.setattr(arms_module, "TASKS", {"text": task, "topics": other})
+    other = replace(arms_module.TASKS["digits"], read=lambda: (SCRAWLS, SCRAWLS))
+    monkeypatch.setattr(arms_module, "TASKS", {"text": task, "digits": other})
 
 
 def _arm(folder: Path, **changes: Any) -> tuple[dict[str, Any], list[str]]:
@@ -161,8 +161,9 @@ def test_a_run_is_known_by_all_that_it_depends_on(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small_texts")
 def test_fine_tuning_begins_with_the_weights_of_a_plain_run(tmp_path: Path) -> None:
-    _arm(tmp_path, rates=[1e-2], seeds=[0])
-    run = asdict(replace(TINY, task="topics", start=asdict(TINY), steps=1))
+    start = asdict(replace(TINY, sequence=2 * PIXELS, steps=1))
+    _arm(tmp_path, run=start, rates=[1e-2], seeds=[0])
+    run = asdict(replace(TINY, task="digits", sequence=PIXELS, start=start, steps=1))
     store = RunStore(tmp_path)
     before = len(store)
     started, _ = _arm(tmp_path, run=run, rates=[1e-9], seeds=[0])
@@ -220,30 +221,29 @@ def test_a_library_with_nothing_to_validate_on_is_an_error(tmp_path: Path) -> No
         split_library(tmp_path)
 
 
-def test_no_file_is_trained_on_and_validated_on(tmp_path: Path) -> None:
-    for topic in TOPICS:
-        (tmp_path / topic).mkdir()
-        for number in range(40):
-            (tmp_path / topic / f"m{number}.py").write_text(f"{topic}.{number};")
-    training, validation = split_topics(tmp_path)
-    for topic, seen, unseen in zip(TOPICS, training.texts, validation.texts, strict=True):
-        one, other = (set(bytes(text.data.tolist()).decode().split(";")) - {""} for text in (seen, unseen))
-        assert one | other == {f"{topic}.{number}" for number in range(40)}
-        assert one & other == set()
-        assert 0 < len(other) < 20
-    (tmp_path / "fx").rename(tmp_path / "gx")
-    with pytest.raises(FileNotFoundError, match="no Python source to train on below 'fx' of PyTorch"):
-        split_topics(tmp_path)
+def test_no_image_is_trained_on_and_validated_on() -> None:
+    training, validation = split_digits()
+    assert (len(training.labels), len(validation.labels)) == (1437, 360)
+    seen, unseen = ({tuple(image) for image in each.images.tolist()} for each in (training, validation))
+    assert seen & unseen == set()
+    assert training.sha256 != validation.sha256
+    assert validation.labels.bincount(minlength=10).min() > 25
+    assert 0 <= training.images.min() < training.images.max() == 16
 
 
-def test_a_text_has_the_topic_of_its_batch() -> None:
-    texts = tuple(Text(torch.full((50 + number,), number, dtype=torch.uint8)) for number in range(3))
-    tokens, topics = Topics(texts).batch(size=64, sequence=8, seed=1, index=2)
-    assert tokens.shape == (64, 8)
-    assert torch.equal(tokens, topics[:, None].expand(64, 8))
-    assert topics.bincount(minlength=3).min() > 8
-    again, _ = Topics(texts).batch(size=64, sequence=8, seed=1, index=2)
-    assert torch.equal(again, tokens)
+def test_each_image_comes_once_in_an_epoch_with_its_label() -> None:
+    drawn = [SCRAWLS.batch(size=4, sequence=PIXELS, seed=1, index=index) for index in range(15)]
+    for epoch in (torch.cat([tokens for tokens, _ in drawn])[:30], torch.cat([tokens for tokens, _ in drawn])[30:]):
+        assert {tuple(image) for image in epoch.tolist()} == {tuple(image) for image in SCRAWLS.images.tolist()}
+    for tokens, labels in drawn:
+        for image, label in zip(tokens, labels, strict=True):
+            assert label in SCRAWLS.labels[(SCRAWLS.images == image).all(1)]
+    again, _ = SCRAWLS.batch(size=4, sequence=PIXELS, seed=1, index=14)
+    assert torch.equal(again, drawn[14][0])
+    other, _ = SCRAWLS.batch(size=4, sequence=PIXELS, seed=2, index=14)
+    assert not torch.equal(other, again)
+    with pytest.raises(ValueError, match="an image is a sequence of 64 pixels, not of 128"):
+        SCRAWLS.batch(size=4, sequence=128, seed=1, index=0)
 
 
 # -- training --------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def test_exact_trains_to_the_very_weights_of_plain_and_lossy_arms_do_not() -> No
     assert weights(settings={"compress": "exact"}) == plain
     assert plain == weights()
     others = [weights(**TEXT_ARMS[name]) for name in TEXT_ARMS if name not in ("plain", "exact")]
-    others += [weights(**TOPIC_ARMS[name]) for name in ("CompAct r=4", "CompAct r=8")]
+    others += [weights(**DIGIT_ARMS[name]) for name in ("CompAct r=4", "CompAct r=8")]
     assert len({plain, *others}) == 1 + len(others)
     assert weights(seed=1) != plain
 
@@ -339,7 +339,7 @@ def test_gaps_are_within_a_seed_and_at_the_arms_own_rate() -> None:
     # ln(19.26 / 18.80), and 37.94 GB of 39.97.
     assert beside.rows[0][0] == "CompAct n/2"
     assert (beside.rows[0][3], beside.rows[0][5]) == ("+0.024", "0.95")
-    assert paper_tables("topics", found) == []
+    assert paper_tables("digits", found) == []
 
 
 def test_the_interval_is_students() -> None:
