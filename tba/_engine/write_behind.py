@@ -55,6 +55,7 @@ class WriteBehind:
         self.plan_bytes = 0  # of a step that go by plan
         self._planned_bytes = 0  # of them, that have been saved in this step
         self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
+        self.trial_bytes = 0  # that a block may save once more while it is tried, of a budget that was set
         self.passed_bytes = 0  # of the step under way that have no record (`Light`), of a budget that was set
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
@@ -161,7 +162,7 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        left_bytes = self._room_bytes - self._largest_bytes - self.passed_bytes
+        left_bytes = self._room_bytes - self._largest_bytes - self.passed_bytes - self.trial_bytes
         return max(0, left_bytes) if self.limited else self._room_bytes
 
     @property

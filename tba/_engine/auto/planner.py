@@ -66,6 +66,7 @@ class _Kind:
     Attributes:
         modules: to stand around in its next step.
         blocks: whether those are its blocks, and not only what may be.
+        block_bytes: the most that one of them saves.
         watched: a step of it has been seen.
         departures: steps that were not what the ones before it had been.
         visits: the module of each block, in order of forward.
@@ -74,6 +75,7 @@ class _Kind:
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
     blocks: bool = False
+    block_bytes: int = 0
     watched: bool = False
     departures: int = 0
     visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -166,6 +168,7 @@ class Planner:
         """Take the step under way for one of this kind, from here on."""
         self._kind, plan = kind, kind.plan
         self._write_behind.plan_bytes = sum(kind.sends.values())
+        self._write_behind.trial_bytes = kind.block_bytes if plan is None and not self._lossy else 0
         if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
             replay_bytes = plan.facts.replay_bytes(plan.recomputed)
             self._write_behind.replay_bytes = max(self._write_behind.replay_bytes, replay_bytes)
@@ -307,6 +310,7 @@ class Planner:
         elif surveyed:  # none is seen inside compiled code: then there are no blocks
             chosen = seen.inside if self._named else find.blocks(seen.inside)
             kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
+            kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
 
     def _candidates(self, kind: _Kind) -> bool:
         model = self._model()
