@@ -91,7 +91,7 @@ class Packing:
         self._planner = planner
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
         self._min_tensor_bytes = int(config.min_tensor_bytes)
-        self._min_slice_bytes = self._min_tensor_bytes // _SLICES
+        self._min_slice_bytes = least_bytes(config)
 
     def end_step(self, *, moves: bool) -> None:
         """Forget the step that has ended; `moves`: whether any of what it saved moves."""
@@ -248,6 +248,11 @@ class Packing:
         """Let a tensor stay in memory, for `reason`."""
         self._counters.kept_by_reason[reason] += nbytes
         return as_it_is(tensor)
+
+
+def least_bytes(config: OffloadConfig) -> int:
+    """Return the bytes of the smallest slice that may be worth a record."""
+    return int(config.min_tensor_bytes) // _SLICES
 
 
 def as_it_is(tensor: Tensor) -> Packed:

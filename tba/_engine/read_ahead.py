@@ -69,7 +69,7 @@ class ReadAhead:
             return False
         return True
 
-    def advance(self, task: int, current: Record) -> None:
+    def advance(self, task: int, current: Record | None) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
         if self._arriving:
             self._start_second_legs()
@@ -78,7 +78,8 @@ class ReadAhead:
             return
         budget_bytes = self._budget_bytes()
         full = self._members and self.nbytes + read_burst_bytes(budget_bytes) > budget_bytes
-        if full and len(self._used_up) == (current.number in self._used_up):  # nobody else could make room
+        # Nobody else could make room.
+        if full and len(self._used_up) == (current is not None and current.number in self._used_up):
             return
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:
@@ -94,6 +95,16 @@ class ReadAhead:
                 self._bring(record)
             except RuntimeError:  # OffloadError, or no memory on the device: the unpack that asks for it will say so
                 return
+
+    def go_on(self, task: int) -> None:
+        """Go on reading, as backward (graph task `task`) asks for something that has no record."""
+        if task not in self._walks and self.records:
+            number, reference = next(reversed(self.records.items()))
+            record = reference()
+            if record is None or len(self._walks) >= _MAX_WALKS:
+                return
+            self._walks[task] = self._orders.begin(number, (record.label, record.nbytes))
+        self.advance(task, None)
 
     def answered(self, record: Record) -> None:
         """Note that backward got a record once more."""
@@ -154,7 +165,7 @@ class ReadAhead:
         """Bytes that may be resident here now; what write-behind holds comes first, as it was saved last."""
         return min(self._write_behind.read_bytes, self._mover.read_ahead_bytes)
 
-    def _make_room(self, wanted: Record, current: Record, budget_bytes: int, *, evict_unused: bool) -> bool:
+    def _make_room(self, wanted: Record, current: Record | None, budget_bytes: int, *, evict_unused: bool) -> bool:
         need = self.nbytes + wanted.nbytes - budget_bytes
         if need <= 0:
             return True

@@ -45,9 +45,10 @@ from .._torch.private import current_graph_task_id, dispatch_mode_count, functio
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
 from .auto.light import Light
+from .auto.passing import Passing
 from .auto.planner import Planner
 from .auto.rest import Rest
-from .packing import Packed, Packing, as_it_is
+from .packing import Packed, Packing, as_it_is, least_bytes
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
@@ -80,7 +81,7 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
-        self.light = Light(self.rest.possible and self.rest.counts, int(config.min_tensor_bytes), self._reserve)
+        self.light = Light(self.rest.possible and self.rest.counts, least_bytes(config), self._turned)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -93,6 +94,7 @@ class Saver(ForkAware):
             self.mover, self.pending, self.read_ahead, steps, readings, self.settle, self._remains, self.planner
         )
         self._tensor: Callable[..., Tensor] = unpacking.tensor
+        self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -109,20 +111,25 @@ class Saver(ForkAware):
         return self._pack(tensor)
 
     def _pass(self, tensor: Tensor) -> Packed | None:
-        """Let a tensor pass that only has to be counted; None if it takes the full hooks."""
+        """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
         steps, light = self.steps, self.light
         with self.lock:
-            if steps.backward_seen and current_graph_task_id() == -1:
+            if steps.backward_seen:
+                if current_graph_task_id() != -1:
+                    return as_it_is(tensor) if light.course is None else None
                 self.end_step()  # something is saved ahead of the model's next forward
                 return None
-            if dispatch_mode_count() or function_mode_count():
-                light.turn()  # they must not see what we ask
+            if dispatch_mode_count() or function_mode_count() or streams.capturing(tensor):
+                light.turn()  # a mode must not see what we ask, nor may a graph that is captured wait for room
                 return None
             if not steps.open:
+                if light.course is not None:
+                    self.mark_weights()
                 steps.begin()
-            if not (steps.backward_seen or light.passes(tensor)):
-                return None
-        return as_it_is(tensor)
+            packed = self._passing.tensor(tensor)
+        if packed is not None:
+            self._after_pack()
+        return packed
 
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
@@ -138,19 +145,22 @@ class Saver(ForkAware):
                     self.end_step()
                 self.mark_weights()
                 steps.begin()
-            if self.light.learns and not (steps.backward_seen or self.light.turned):
-                self.light.count(tensor)
             kind = type(tensor)
             base = tensor._base if kind is Tensor else None
             if kind is nn.Parameter or (base is not None and is_parameter(base)):
                 packed = self._packing.weight(tensor)
             else:
                 packed = self._packing.activation(tensor, base, on_cpu)
+            if not steps.backward_seen:
+                self.light.packed(tensor, packed)
+        self._after_pack()
+        return packed
+
+    def _after_pack(self) -> None:
         if self.mover.ended:
             self.mover.catch_up()
         if interrupts.pending:
             interrupts.deliver()
-        return packed
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -170,6 +180,8 @@ class Saver(ForkAware):
                 return first.around(second, self.unpack, asker)
             if not self.steps.backward_seen and current_graph_task_id() != -1:
                 self.steps.backward_seen = True
+            if self.light.course is not None:
+                self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
@@ -181,6 +193,15 @@ class Saver(ForkAware):
             with quiet():
                 return self._tensor(first, second, task, to_code)
         return self._tensor(first, second, task, to_code)
+
+    def _ask_passed(self, task: int) -> None:
+        if task != -1 and not self.closed:
+            with self.lock:
+                if self._remains or self.mover.ended:
+                    self.settle()
+                self._passing.asked(task)
+            if self.mover.ended:
+                self.mover.catch_up()
 
     # -- around the hooks ----------------------------------------------------------------------------------------
 
@@ -224,11 +245,14 @@ class Saver(ForkAware):
             key = self.rest.key(args, kwargs) if self.watches else None
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
             if rests and self.rest.counts:
-                self.light.begin()
-            else:
-                self.light.turn()
-            if self.planner is not None and not (rests or self.light.on):
+                self.light.count_on()
+            if self.planner is not None and not (rests and (self.light.on or not self.rest.counts)):
                 self.planner.begin_forward(key)
+                if self.planner.repeats and not self.recorder.asked:
+                    self.light.follow(self.planner.kind, self.planner.kind.course)
+                else:
+                    self.light.turn()
+                self.planner.follows = self.light.on
         return rests and not self.rest.counts
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
@@ -244,6 +268,7 @@ class Saver(ForkAware):
         if not self.dead:
             with self.locked(), quiet():
                 self.pending.pass_on(None)
+                self._passing.pass_on(None)
                 if step_over and self.steps.over:
                     self.end_step()
 
@@ -328,18 +353,21 @@ class Saver(ForkAware):
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
         light = self.light
+        self._packing.step_bytes += light.passed_bytes
+        self.counters.kept_by_reason[FITS] += light.passed_bytes
+        counted = light.on and light.course is None
         planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
-            self.planner.end_step(whole=not (light.on or light.turned))
-        if not light.on:
+            entries = light.written_down if moved_bytes <= self.write_behind.plan_bytes else None
+            self.planner.end_step(whole=not counted and (light.course is not None or not light.turned), course=entries)
+        if not counted:
             self.rest.end_step(
                 planned=planned,
-                kept_bytes=max(0, self._packing.step_bytes + self.write_behind.passed_bytes - moved_bytes),
+                kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
                 moved_bytes=moved_bytes,
                 failures=mover.failures.in_step,
                 room_bytes=self.write_behind.room_bytes,
             )
-        self.counters.kept_by_reason[FITS] += light.passed_bytes
         light.end_step(fitted=self.rest.resting)
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
@@ -348,9 +376,11 @@ class Saver(ForkAware):
         self._readings.take()
         self.steps.end(mover.file_bytes())
 
-    def _reserve(self, nbytes: int) -> None:
-        """Leave room for what was let pass in this step."""
-        self.write_behind.passed_bytes = nbytes
+    def _turned(self, nbytes: int) -> None:
+        """Leave room for what was let pass and only counted; a step that was followed has departed from its plan."""
+        self.write_behind.passed.reserve(nbytes)
+        if self.light.course is not None and self.planner is not None:
+            self.planner.depart()
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew, once a step, as they may have been replaced."""
@@ -361,6 +391,6 @@ class Saver(ForkAware):
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
-        self.light.on = False
+        self.light.on, self.light.course = False, None
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here

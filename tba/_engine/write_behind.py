@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +24,10 @@ from .._memory import limits as _limits
 from .._memory.pressure import LOOK_EVERY_BYTES
 from .._plan import policy
 from .._record.record import Record, Remains
+from .._record.user_code import Detached
 from .._stats import Counters
 from .._transfer.mover import Mover
+from .auto.passed import Passed
 from .steps import Progress
 
 
@@ -56,7 +59,7 @@ class WriteBehind:
         self._planned_bytes = 0  # of them, that have been saved in this step
         self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
         self.trial_bytes = 0  # that a block may save once more while it is tried, of a budget that was set
-        self.passed_bytes = 0  # of the step under way that have no record (`Light`), of a budget that was set
+        self.passed = Passed()
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -71,27 +74,43 @@ class WriteBehind:
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self.look_at_room()
         self.note(self.brought_bytes)
-        limit_bytes, out_bytes = self._limit_bytes, self._mover.staging.bytes if self.limited else 0
-        over_bytes = self.nbytes + out_bytes - limit_bytes
-        if record.goes or over_bytes > 0:
-            self._make_room(record, limit_bytes, over_bytes)
+        if record.goes:
+            self._by_plan = True
+            self._going.append(record.number)
+            self._going_bytes += record.nbytes
+            self._planned_bytes += record.nbytes
+        self._make_room(record.goes)
         if self.nbytes > self._counters.held_bytes:
             self._counters.held_bytes = self.nbytes
         self.tell_progress()
+
+    def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
+        """Count bytes that stay without a record, as long as their graph has them; wait where they are too much."""
+        if type(packed) is Detached:
+            self.passed.add(packed[0], nbytes)
+        else:  # a leaf, which the program has too
+            self.passed.reserve(nbytes)
+        self._unseen_bytes += nbytes
+        if self._unseen_bytes >= LOOK_EVERY_BYTES:
+            self.look_at_room()
+        self.note(self.brought_bytes)
+        self._make_room(False)
 
     def tell_progress(self) -> None:
         """Say how far a long first micro-batch has come. Call it for each record that is saved or asked for."""
         if not self._counters.micro_batches:
             self._progress.look()
 
-    def _make_room(self, record: Record, limit_bytes: int, over_bytes: int) -> None:
-        """Send what is to go by plan, some of it at a time, and where that is too little the oldest."""
+    def _make_room(self, goes: bool) -> None:
+        """Send what is to go by plan, some of it at a time, and where that is too little the oldest.
+
+        `goes`: there is more of it than before.
+        """
+        limit_bytes, beside_bytes = self._limit_bytes, self._beside_bytes
+        over_bytes = self.nbytes + beside_bytes + (self._mover.staging.bytes if self.limited else 0) - limit_bytes
+        if not (goes or over_bytes > 0):
+            return
         staging_bytes = self._mover.limits.staging_bytes
-        if record.goes:
-            self._by_plan = True
-            self._going.append(record.number)
-            self._going_bytes += record.nbytes
-            self._planned_bytes += record.nbytes
         if self._going:
             least_bytes = policy.planned_burst_bytes(limit_bytes, self.plan_bytes, staging_bytes)
             enough = self._going_bytes >= least_bytes or self._planned_bytes >= self.plan_bytes
@@ -99,7 +118,7 @@ class WriteBehind:
                 self._send_going()
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
-                self._send(limit_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
+                self._send(limit_bytes - beside_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
             self._wait_below_limit()
 
     def send_all(self) -> None:
@@ -111,7 +130,7 @@ class WriteBehind:
         """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
         self._going, self._going_bytes, self._planned_bytes, self._by_plan = [], 0, 0, False
-        self.passed_bytes = 0
+        self.passed.end_step()
 
     def bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
@@ -148,7 +167,7 @@ class WriteBehind:
         if self.limited:
             staging = self._mover.staging
             begun_s = time.perf_counter()
-            staging.wait_for_room(0, max(0, self._limit_bytes - self.nbytes))
+            staging.wait_for_room(0, max(0, self._limit_bytes - self._beside_bytes - self.nbytes))
             ended_s = time.perf_counter()
             self._mover.cost.waited_s += ended_s - begun_s
             self._counters.backpressure_s += ended_s - begun_s
@@ -162,8 +181,13 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        left_bytes = self._room_bytes - self._largest_bytes - self.passed_bytes - self.trial_bytes
+        left_bytes = self._room_bytes - self._largest_bytes - self.trial_bytes
         return max(0, left_bytes) if self.limited else self._room_bytes
+
+    @property
+    def _beside_bytes(self) -> int:
+        """Bytes that a budget that was set has been used for beside records. Free memory is without them anyway."""
+        return self.passed.nbytes if self.limited else 0
 
     @property
     def read_bytes(self) -> int:
@@ -172,11 +196,11 @@ class WriteBehind:
             return self._mover.window_bytes - self.nbytes
         if not self.limited:
             return self._mover.read_ahead_bytes  # the reserve has room for it
-        return self._limit_bytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
+        return self._limit_bytes - self._beside_bytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
 
     def note(self, read_bytes: int) -> None:
         """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""
-        nbytes = self.passed_bytes + self.nbytes + self._mover.staging.bytes + read_bytes
+        nbytes = self.passed.nbytes + self.nbytes + self._mover.staging.bytes + read_bytes
         if nbytes > self._counters.peak_bytes:
             self._counters.peak_bytes = nbytes
         if self._mover.recorder.trace is not None:
@@ -189,7 +213,7 @@ class WriteBehind:
         """Whether somebody wants to know what `note` would, with `read_bytes` or fewer."""
         if self.told is not None or self._mover.recorder.trace is not None:
             return True
-        nbytes = self.passed_bytes + self.nbytes + self._mover.staging.bytes + read_bytes
+        nbytes = self.passed.nbytes + self.nbytes + self._mover.staging.bytes + read_bytes
         return nbytes > self._counters.peak_bytes
 
     @property

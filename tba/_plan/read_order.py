@@ -26,7 +26,7 @@ class Walk:
         self._expected = expected
         self._places = {distance: place for place, distance in enumerate(expected)} if expected else {}
         self._next_place = 0  # in `expected`: the first neither asked for, nor passed, nor taken
-        self._next_down = first - 1  # the same where reverse pack order is all there is to go by
+        self._next_down = first  # the same where reverse pack order is all there is to go by
         self._asked: set[int] = set()
 
     def ask(self, number: int) -> bool:

@@ -227,7 +227,7 @@ def test_checkpoints_inside(reentrant: bool, scratch: Path) -> None:
     with _used("attach", model, scratch) as offload:
         for _ in range(4):
             assert_bit_equal(_step("attach", offload, model), expected)
-        assert offload._saver.light.on
+        assert offload._saver.rest.resting
 
 
 def test_a_mode_in_the_middle_brings_the_hooks_back(scratch: Path) -> None:
@@ -285,14 +285,19 @@ def test_no_graph_outlives_its_step(scratch: Path) -> None:
 # -- by itself -----------------------------------------------------------------------------------------------------
 
 
+def _full_step(light: Light, tensors: list[Tensor], *, fitted: bool = True) -> None:
+    for tensor in tensors:
+        light.packed(tensor, (tensor, 0))
+    light.end_step(fitted=fitted)
+
+
 def test_memory_is_counted_once_and_weights_never() -> None:
     light = Light(True, 64, lambda nbytes: None)
     weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8)
-    for tensor in (weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)):
-        assert light.count(tensor)
-    assert light.nbytes == x.nbytes
-    assert light.count(x[4:])  # other memory, by its address
-    assert light.nbytes == x.nbytes + x[4:].nbytes
+    _full_step(light, [weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)])
+    assert light.fitted_bytes == x.nbytes
+    _full_step(light, [x, x[4:]])  # other memory, by its address
+    assert light.fitted_bytes == x.nbytes + x[4:].nbytes
 
 
 class Own(Tensor):
@@ -302,23 +307,21 @@ class Own(Tensor):
 @pytest.mark.parametrize("odd", [torch.eye(8).to_sparse(), torch.ones(8).as_subclass(Own)])
 def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
     light = Light(True, 0, lambda nbytes: None)
-    assert not light.count(odd)
-    light.begin()
+    light.packed(odd, (odd, 0))
+    light.count_on()
     assert not light.on
 
 
 def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
-    reserved: list[int] = []
-    light = Light(True, 0, reserved.append)
+    turned: list[int] = []
+    light = Light(True, 0, turned.append)
     kept = [torch.ones(64) for _ in range(4)]
-    for tensor in kept[:3]:
-        light.count(tensor)
-    light.end_step(fitted=True)
-    light.begin()
-    assert [light.passes(tensor) for tensor in kept] == [True, True, True, False]
-    assert reserved == [3 * 256]
-    light.begin()
+    _full_step(light, kept[:3])
+    light.count_on()
+    assert [light.passes(tensor) is not None for tensor in kept] == [True, True, True, False]
+    assert turned == [3 * 256]
+    light.count_on()
     assert not light.on  # for the rest of the step
     light.end_step(fitted=False)
-    light.begin()
-    assert not light.passes(kept[0])  # nothing is known to fit any more
+    light.count_on()
+    assert light.passes(kept[0]) is None  # nothing is known to fit any more

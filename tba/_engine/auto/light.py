@@ -1,18 +1,21 @@
-"""Light hooks: where a budget was set and a step has fitted it, those that follow are only counted.
+"""Light hooks: tensors that stay in memory for sure are let pass without a record.
 
-A record costs some 60 microseconds, a count some 3. Under a budget the hooks must stay on, as nothing else can hold it;
-but while forwards are called as one was that fitted (`Rest`), nothing is to move, and so nothing needs a record.
+A record costs some 60 to 150 microseconds of a step, a look at where a tensor's memory is some 5. There are two kinds
+of steps in which it is known beforehand what stays:
+
+- Under a budget that a step has fitted, nothing is to move in those that are called alike (`Rest`). They are counted:
+  memory by its address, which an operator's views share and parameters have elsewhere. That is no exact measure of what
+  stays (buffers and overlapping slices count), but one that grows with it; a step is compared with another by one and
+  the other's count.
+- Where a plan stands, each step does what the one before did (`Course`).
 
 Guarantees:
 
-1. A step that saves more than the one that fitted is found in its middle, at the tensor that is too many. From there on
-   the full hooks take over, with so much less room as has been let pass: the budget holds.
+1. A step that saves more than the one that fitted, or other than the one that was planned, is found in its middle, at
+   the first tensor that tells. From there on the full hooks take over, with so much less room as has been let pass:
+   the budget holds.
 2. What is let pass is the tensor that autograd saves, or an alias that shares its version counter: an edit in place is
    found as it always is.
-
-What is counted is memory by its address, which an operator's views share and parameters have elsewhere. That is no
-exact measure of what stays (buffers and overlapping slices count), but one that grows with it; a step is compared with
-another by one and the other's count.
 
 Wants the engine's lock held.
 """
@@ -20,83 +23,128 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..._torch.weights import is_parameter
+from .course import Course, Entry, Notes, UnknownMemoryError, memory_of
 
 
 class Light:
-    """Count of what a step saves, and the decision whether that is all its hooks need to do.
+    """Decision, for each tensor of a step, whether it may pass.
 
     Args:
-        learns: whether there may be steps that only count, so that full ones are counted as well.
-        min_tensor_bytes: what is smaller is no part of any budget.
-        reserve: gets the bytes that were let pass in this step when the full hooks take over.
+        counts: whether there may be steps that only count, so that full ones are counted as well.
+        least_bytes: of a tensor that may be worth a record.
+        turned: called when the full hooks take over; gets the bytes that were let pass and only counted.
 
     Attributes:
-        on: the step under way only counts.
-        turned: it did, and does no more.
-        nbytes: counted in this step.
-        passed_bytes: of them, let pass.
+        on: tensors of the step under way may pass.
+        turned: they might, and may no more.
+        course: what the step under way follows; None where it only counts.
+        passed_bytes: let pass in this step.
         fitted_bytes: counted in the largest step that has fitted.
     """
 
-    def __init__(self, learns: bool, min_tensor_bytes: int, reserve: Callable[[int], None]) -> None:
-        self.learns = learns
+    def __init__(self, counts: bool, least_bytes: int, turned: Callable[[int], None]) -> None:
         self.on = False
         self.turned = False
-        self.nbytes = self.passed_bytes = 0
+        self.course: Course | None = None
+        self.passed_bytes = 0
         self.fitted_bytes = 0
-        self._min_tensor_bytes = min_tensor_bytes
-        self._reserve = reserve
+        self._counts = counts
+        self._least_bytes = least_bytes
+        self._tell_turned = turned
         self._by_address: dict[int, int] = {}
+        self._counted_bytes = 0
+        self._notes: Notes | None = None
+        self._kind: object = None  # of step, that is followed or written down
 
-    def begin(self) -> None:
+    def count_on(self) -> None:
         """Only count from here on."""
-        self.on = self.learns and not self.turned
+        if self.course is not None:
+            self.turn()
+        self.on = self._counts and not self.turned
+
+    def follow(self, kind: object, entries: list[Entry] | None) -> None:
+        """Follow a step of this kind that was written down, from here on; if there is none, write this one down.
+
+        A further forward of the step under way goes on with what the first has begun, if that is of its kind.
+        """
+        if self._kind is not None or self.on or self.turned:
+            if self._kind is not kind:
+                self.turn()
+            return
+        self._kind = kind
+        if entries is None:
+            self._notes = Notes(self._least_bytes)
+        else:
+            self.course, self.on = Course(entries), True
 
     def turn(self) -> None:
-        """Have the full hooks take over, for the rest of the step."""
+        """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up."""
+        self._notes = None
         if self.on:
             self.on, self.turned = False, True
-            self._reserve(self.passed_bytes)
+            self._tell_turned(0 if self.course is not None else self.passed_bytes)
 
-    def passes(self, tensor: Tensor) -> bool:
-        """Count a tensor, and tell whether it may pass. If not, the full hooks have taken over."""
-        before_bytes = self.nbytes
-        if not self.count(tensor) or self.nbytes > self.fitted_bytes:
-            self.turn()
-            return False
-        self.passed_bytes += self.nbytes - before_bytes
-        return True
+    def passes(self, tensor: Tensor) -> Entry | None:
+        """Find what becomes of a tensor that is saved: how many of its bytes are let pass, or that its record moves.
 
-    def count(self, tensor: Tensor) -> bool:
-        """Count a tensor that is saved; False if it cannot be: after it no step only counts any more."""
-        kind = type(tensor)
-        if kind is nn.Parameter:
-            return True
-        if kind is not Tensor:
-            self.learns = False
-            return False
-        base = tensor._base
-        if base is not None and is_parameter(base):
-            return True
+        None if the full hooks have taken over.
+        """
         try:
-            nbytes, address = tensor.nbytes, tensor.data_ptr()
-        except RuntimeError:  # sparse, functorch wrappers: no memory of their own
-            self.learns = False
-            return False
-        if nbytes >= self._min_tensor_bytes:
-            known_bytes = self._by_address.get(address, 0)
-            if nbytes > known_bytes:
-                self._by_address[address] = nbytes
-                self.nbytes += nbytes - known_bytes
-        return True
+            found = memory_of(tensor, self._least_bytes)
+        except UnknownMemoryError:
+            self._counts = False
+            self.turn()
+            return None
+        if found is None:
+            return _NOTHING
+        entry = self.course.next(*found) if self.course is not None else self._counted(*found)
+        if entry is None:
+            self.turn()
+        else:
+            self.passed_bytes += entry.kept_bytes
+        return entry
+
+    def packed(self, tensor: Tensor, packed: Any) -> None:
+        """Note what the full hooks have made of a tensor, where a later step may need no more of them."""
+        if self._notes is not None:
+            self._notes.note(tensor, packed)
+        if self._counts and self.course is None and not self.turned:
+            try:
+                found = memory_of(tensor, self._least_bytes)
+            except UnknownMemoryError:
+                self._counts = False
+                return
+            if found is not None:
+                self._count(*found)
 
     def end_step(self, *, fitted: bool) -> None:
         """End a step; `fitted`: it is one of those that fit."""
-        self.fitted_bytes = max(self.fitted_bytes, self.nbytes) if fitted else 0
+        self.fitted_bytes = max(self.fitted_bytes, self._counted_bytes) if fitted else 0
         self.on = self.turned = False
-        self.nbytes = self.passed_bytes = 0
+        self.course = self._notes = self._kind = None
+        self.passed_bytes = self._counted_bytes = 0
         self._by_address.clear()
+
+    @property
+    def written_down(self) -> list[Entry] | None:
+        """What the step under way was, if that has been written down to its end."""
+        return self._notes.entries if self._notes is not None else None
+
+    def _counted(self, nbytes: int, address: int) -> Entry | None:
+        more_bytes = self._count(nbytes, address)
+        return Entry(nbytes, False, more_bytes, 0, 0) if self._counted_bytes <= self.fitted_bytes else None
+
+    def _count(self, nbytes: int, address: int) -> int:
+        """Count memory; returns by how much there is more of it now."""
+        more_bytes = max(0, nbytes - self._by_address.get(address, 0))
+        if more_bytes:
+            self._by_address[address] = nbytes
+            self._counted_bytes += more_bytes
+        return more_bytes
+
+
+_NOTHING = Entry(0, False, 0, 0, 0)

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
 from ..._memory.pressure import release
-from ..._plan.facts import OUTSIDE, Cap, Facts, Link, Place
+from ..._plan.facts import OUTSIDE, Cap, Facts, Link
 from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
 from ..._plan.prefix import prefix
@@ -42,6 +42,8 @@ from ..._record.record import DERIVED, Record
 from ..._torch.private import transforming
 from ..._transfer.mover import Mover
 from ..write_behind import WriteBehind
+from .course import Entry
+from .kind import Kind
 from .pace import Pace
 from .write_cap import write_cap
 
@@ -59,36 +61,13 @@ _OTHER_PACE = 0.1  # share by which the computation is slower or faster than it 
 _FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
 
 
-@dataclass
-class _Kind:
-    """What is known of one kind of step.
-
-    Attributes:
-        modules: to stand around in its next step.
-        blocks: whether those are its blocks, and not only what may be.
-        block_bytes: the most that one of them saves.
-        watched: a step of it has been seen.
-        departures: steps that were not what the ones before it had been.
-        visits: the module of each block, in order of forward.
-        places: where it saves what, by its plan.
-    """
-
-    modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    blocks: bool = False
-    block_bytes: int = 0
-    watched: bool = False
-    departures: int = 0
-    visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    plan: Plan | None = None
-    sends: dict[Place, int] = field(default_factory=dict)
-    places: Places = field(default_factory=Places)
-
-
 class Planner:
     """Observes, plans, and answers for each record whether it goes.
 
     Attributes:
         plan: the last that was made.
+        kind: of the step under way.
+        follows: the step under way does what one before did, and only what is to go has records.
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
 
     Args:
@@ -119,8 +98,9 @@ class Planner:
         named = find.named(model(), config.blocks) if config.blocks is not None else ()
         self._named = [weakref.ref(module) for module in named]  # by the user, who hears of a wrong name now
         self._forwards = Forwards()
-        self._kinds: dict[Hashable, _Kind] = {}
-        self._kind = self._kinds.setdefault(None, _Kind())  # of steps whose forward is not seen
+        self._kinds: dict[Hashable, Kind] = {}
+        self.kind = self._kinds.setdefault(None, Kind())  # of steps whose forward is not seen
+        self.follows = False
         self._now: Watch | None = None
         self._block = OUTSIDE
         self._aside = False
@@ -142,14 +122,22 @@ class Planner:
     @property
     def acts(self) -> bool:
         """Whether a plan moves or recomputes anything of the step under way, which may fit for that reason alone."""
-        plan = self._kind.plan
-        return plan is not None and bool(plan.sends or plan.recomputed)
+        return self.kind.plan is not None and not self.kind.plan.idle
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the step under way is to do what others of its kind do, so that one can be written down for all."""
+        return self.kind.plan is not None and not self._compresses
+
+    def depart(self) -> None:
+        """Note that the step under way is not what was expected."""
+        self.follows, self._seen().departed = False, True
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
     def begin_forward(self, key: Hashable) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
-        kind = self._kinds.setdefault(key, _Kind())
+        kind = self._kinds.setdefault(key, Kind())
         if self._now is not None and max(len(self._now.saved), len(self._now.visits)) > _MOST_WATCHED:
             self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
@@ -164,9 +152,9 @@ class Planner:
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
 
-    def _begin(self, kind: _Kind) -> None:
+    def _begin(self, kind: Kind) -> None:
         """Take the step under way for one of this kind, from here on."""
-        self._kind, plan = kind, kind.plan
+        self.kind, plan = kind, kind.plan
         self._write_behind.plan_bytes = sum(kind.sends.values())
         self._write_behind.trial_bytes = kind.block_bytes if plan is None and not self._lossy else 0
         if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
@@ -203,7 +191,7 @@ class Planner:
             self._block, seen.near = OUTSIDE, by_storage(out)
 
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        seen, kind = self._seen(), self._kind
+        seen, kind = self._seen(), self.kind
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
                 return recompute(module, forward, args, kwargs)
@@ -218,11 +206,13 @@ class Planner:
 
     def saved(self, record: Record) -> bool:
         """Note a new record, or one that a trial was the first to save; whether it is to go by plan."""
-        seen, kind = self._seen(), self._kind
+        seen, kind = self._seen(), self.kind
         if self._aside:
             self.put_aside.add(record.number)
         if self._aside or seen.turned:
             return False
+        if self.follows:
+            return True  # it has a record because it is to go
         self.put_aside.discard(record.number)
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
@@ -244,7 +234,7 @@ class Planner:
         if record.number in self.put_aside:
             if self.saved(record):
                 record.go()
-        elif self._kind.plan is None and self._now is not None and not self._aside and not self._now.turned:
+        elif self.kind.plan is None and self._now is not None and not self._aside and not self._now.turned:
             self._now.again(self._block, record.number, record.root())
 
     def packed(self, record: Record) -> None:
@@ -252,22 +242,22 @@ class Planner:
         if (seen := self._now) is not None:
             if self._compresses:
                 seen.held[record.number] = 0 if record.state is DERIVED else record.nbytes
-            if self._kind.plan is None:
+            if self.kind.plan is None:
                 seen.ready(record.number, self._pace.at(seen))
 
-    def asked(self, record: Record) -> None:
-        """Note that backward asks for a record."""
+    def asked(self, record: Record | None) -> None:
+        """Note that backward asks for a record, or for what was let pass without one."""
         seen = self._now
         if seen is None or self._aside:
             return
         seen.turned = True
         seen.step_s = time.perf_counter() - seen.begun_s
-        if self._kind.plan is None and record.number not in seen.asked:
+        if record is not None and self.kind.plan is None and record.number not in seen.asked:
             seen.asked[record.number] = self._pace.at(seen)
 
     def freed(self, number: int) -> None:
         """Note that a record has died."""
-        if self._now is not None and self._kind.plan is None:
+        if self._now is not None and self.kind.plan is None:
             self._now.freed[number] = len(self._now.asked)
 
     def holds(self, nbytes: int) -> None:
@@ -277,16 +267,24 @@ class Planner:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
-    def end_step(self, *, whole: bool) -> None:
-        """End a step. If all of it was seen, learn from it, and plan the next of its kind."""
-        seen, self._now = self._now, None
+    def end_step(self, *, whole: bool, course: list[Entry] | None) -> None:
+        """End a step. If all of it was seen, learn from it, and plan the next of its kind.
+
+        Args:
+            whole: all of it was seen.
+            course: what it was, if that was written down.
+        """
+        seen, self._now, self.follows = self._now, None, False
         self.put_aside.clear()
         if whole and seen is not None and seen.turned:
-            self._learn(self._kind, seen)
+            kind, plan = self.kind, self.kind.plan
+            self._learn(kind, seen)
+            if course is not None and plan is not None and kind.plan is not None and kind.plan.decides_as(plan):
+                kind.course = course
         self._write_behind.replay_bytes = 0
-        self._begin(self._kinds.setdefault(None, _Kind()))  # until a forward tells of which kind the next is
+        self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
 
-    def _learn(self, kind: _Kind, seen: Watch) -> None:
+    def _learn(self, kind: Kind, seen: Watch) -> None:
         budget_bytes = self._write_behind.look_at_room()
         link = self._pace.learn(planned=self.plan is not None)
         kind.watched = True
@@ -299,7 +297,7 @@ class Planner:
         else:
             kind.modules.clear()
 
-    def _advance(self, kind: _Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
+    def _advance(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
             facts = seen.facts(link, self._mover.read_ahead_bytes)
@@ -312,18 +310,18 @@ class Planner:
             kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
             kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
 
-    def _candidates(self, kind: _Kind) -> bool:
+    def _candidates(self, kind: Kind) -> bool:
         model = self._model()
         found: Iterable[nn.Module] = find.candidates(model) if model is not None else ()
         kind.modules = self._named.copy() or [weakref.ref(module) for module in found]
         return bool(kind.modules)
 
-    def _follow(self, kind: _Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
+    def _follow(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         """Compare a planned step with its plan, which is made anew where too much has changed."""
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.plan, kind.sends, kind.places = None, {}, Places()
+            kind.plan, kind.sends, kind.places, kind.course = None, {}, Places(), None
             kind.departures += 1
             return
         drift = link.times(plan.facts.link)
@@ -356,10 +354,11 @@ class Planner:
         at_best = decide(facts.at_best(), budget_bytes)
         return at_best if at_best.fits else plan
 
-    def _set(self, kind: _Kind, plan: Plan) -> None:
+    def _set(self, kind: Kind, plan: Plan) -> None:
         if kind.plan is None or not plan.decides_as(kind.plan):
             # The next step's blocks of memory lie otherwise: what this one has left free would stay beside them.
             release()
+            kind.course = None
         kind.plan = self.plan = plan
         kind.sends = plan.sends
         nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}

@@ -1,0 +1,118 @@
+"""Course: what a planned step saves, tensor by tensor, and which of it the full hooks have to see.
+
+A plan that stands decides alike in each step. So the first step by a plan is written down as it is packed, and those
+that follow it are compared with that: a tensor of as many bytes as the one in its place, which shares memory with those
+before it in the same way, does what that one did. What stayed is let pass; what moves goes through the full hooks.
+
+Assumption: where sizes and shared memory are those of the step that was written down, in its order, what was a weight,
+a duplicate or not worth moving there is so again. Where they are not, the step has departed from its plan.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..._record.plain import Shell
+from ..._record.record import Record
+from ..._torch.weights import is_parameter
+
+
+class Entry(NamedTuple):
+    """One saved tensor of a step.
+
+    Attributes:
+        nbytes: of the tensor.
+        moves: its record does.
+        kept_bytes: of its record, if that stays and is made for it; else 0.
+        first: number of the entry whose record it shares; its own if there is none before.
+        offset: its address less that entry's.
+    """
+
+    nbytes: int
+    moves: bool
+    kept_bytes: int
+    first: int
+    offset: int
+
+
+class UnknownMemoryError(Exception):
+    """A tensor that does not tell where its memory is: a subclass, sparse, inside a transformation."""
+
+
+def memory_of(tensor: Tensor, min_tensor_bytes: int) -> tuple[int, int] | None:
+    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is small.
+
+    Raises UnknownMemoryError.
+    """
+    kind = type(tensor)
+    if kind is nn.Parameter:
+        return None
+    if kind is not Tensor:
+        raise UnknownMemoryError
+    base = tensor._base
+    if base is not None and is_parameter(base):
+        return None
+    try:
+        nbytes = tensor.nbytes
+        return None if nbytes < min_tensor_bytes else (nbytes, tensor.data_ptr())
+    except RuntimeError:
+        raise UnknownMemoryError from None
+
+
+class Notes:
+    """A step that is written down."""
+
+    def __init__(self, min_tensor_bytes: int) -> None:
+        self.entries: list[Entry] | None = []  # None: it cannot be
+        self._min_tensor_bytes = min_tensor_bytes
+        self._addresses: list[int] = []
+        self._by_record: dict[int, int] = {}
+
+    def note(self, tensor: Tensor, packed: Any) -> None:
+        """Note what the full hooks have made of a tensor."""
+        if self.entries is None:
+            return
+        try:
+            found = memory_of(tensor, self._min_tensor_bytes)
+        except UnknownMemoryError:
+            self.entries = None
+            return
+        record = packed[0]
+        if type(record) is Shell:
+            self.entries = None
+        elif found is not None:
+            self._add(*found, record)
+        elif type(record) is Record:
+            self.entries = None  # smaller than what counts, and yet worth a record: a view that spans more
+
+    def _add(self, nbytes: int, address: int, record: Any) -> None:
+        assert self.entries is not None
+        number = len(self.entries)
+        self._addresses.append(address)
+        if type(record) is not Record:
+            self.entries.append(Entry(nbytes, False, 0, number, 0))
+            return
+        first = self._by_record.setdefault(record.number, number)
+        kept_bytes = record.nbytes if first == number and not record.goes else 0
+        self.entries.append(Entry(nbytes, record.goes, kept_bytes, first, address - self._addresses[first]))
+
+
+class Course:
+    """A step that follows entries."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+        self._addresses: list[int] = []
+
+    def next(self, nbytes: int, address: int) -> Entry | None:
+        """Return the entry of the next tensor; None if there is none for such a tensor."""
+        number, addresses = len(self._addresses), self._addresses
+        if number == len(self.entries):
+            return None
+        entry = self.entries[number]
+        addresses.append(address)
+        if entry.nbytes != nbytes or address - addresses[entry.first] != entry.offset:
+            return None
+        return entry

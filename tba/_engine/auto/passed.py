@@ -1,0 +1,47 @@
+"""Passed: bytes that graphs hold without a record, until they let go of them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from torch import Tensor
+
+
+class _Reference(weakref.ref[Tensor]):
+    """A weak reference to what was passed, which outlives it. As for `Remains`, its callback runs no Python code."""
+
+    __slots__ = ("nbytes",)
+    nbytes: int
+
+
+class Passed:
+    """Sum of what has been let pass and still lives. The engine's lock guards it."""
+
+    def __init__(self) -> None:
+        self._nbytes = 0
+        self._reserved_bytes = 0
+        self._alive: dict[int, _Reference] = {}  # by id; a weak reference that dies first tells nothing
+        self._gone: deque[weakref.ref[Tensor]] = deque()
+
+    def add(self, alias: Tensor, nbytes: int) -> None:
+        """Add bytes that live as long as a tensor object does."""
+        reference = _Reference(alias, self._gone.append)
+        reference.nbytes = nbytes
+        self._alive[id(reference)] = reference
+        self._nbytes += nbytes
+
+    def reserve(self, nbytes: int) -> None:
+        """Add bytes of which nothing tells when they die: they count to the end of the step."""
+        self._reserved_bytes += nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """The sum."""
+        while self._gone:
+            self._nbytes -= self._alive.pop(id(self._gone.popleft())).nbytes
+        return self._nbytes + self._reserved_bytes
+
+    def end_step(self) -> None:
+        """End a step. Graphs that live on count on."""
+        self._reserved_bytes = 0

@@ -1,0 +1,212 @@
+"""Course: once a plan stands, only what moves has records; what departs from the step written down is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support.exactness import assert_bit_equal
+from tba import Offloader
+from tba._engine.auto.course import Course, Entry, Notes
+from tba._engine.auto.passed import Passed
+
+ROWS, WIDTH, LAYERS = 64, 64, 8
+LAYER_BYTES = ROWS * WIDTH * 4
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.other(self.one(x).sigmoid()).tanh()
+
+
+class Model(nn.Module):
+    """Layers, and as many more sines in the middle of them as its attribute says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.sines = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)
+            for _ in range(self.sines if number == LAYERS // 2 else 0):
+                x = x.sin()
+        return x.square().mean()
+
+
+Auto = Callable[..., Offloader]
+
+
+def _step(model: nn.Module, offload: Offloader | None, seed: int = 0) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH)
+    if offload is None:
+        model(x).backward()
+    else:
+        with offload:
+            model(x).backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _records(offload: Offloader) -> int:
+    return offload._saver._packing.numbers
+
+
+def _course(offload: Offloader) -> list[Entry] | None:
+    assert offload._saver.planner is not None
+    return next((kind.course for kind in offload._saver.planner._kinds.values() if kind.plan is not None), None)
+
+
+@pytest.fixture
+def followed(auto: Auto) -> Callable[..., tuple[Model, Offloader]]:
+    """Gives a model and its offloader after a step has been written down."""
+
+    def make(**settings: Any) -> tuple[Model, Offloader]:
+        model = Model()
+        offload = auto(model, memory_budget=20 * LAYER_BYTES, blocks=Layer, **settings)
+        for seed in range(20):
+            _step(model, offload, seed)
+            if _course(offload) is not None:
+                return model, offload
+        raise AssertionError(str(offload.plan))
+
+    return make
+
+
+def test_only_what_moves_has_records(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    plain = Model()
+    for seed in range(6):
+        if (entries := _course(offload)) is None:  # the plan was changed
+            _step(model, offload, seed)
+            continue
+        plan, before, stats = offload.plan, _records(offload), offload.stats()
+        assert plan is not None
+        assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
+        made = _records(offload) - before
+        assert made == len({entry.first for entry in entries if entry.moves})
+        assert made >= len(plan.sends)
+        kept = sum(entry.kept_bytes for entry in entries)
+        assert offload.stats().kept_bytes - stats.kept_bytes >= kept > 0
+        assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
+        return
+    raise AssertionError("no plan stood for two steps")
+
+
+@pytest.mark.parametrize("sines", [1, 12])
+def test_a_step_that_departs_is_exact_and_within_the_budget(
+    sines: int, followed: Callable[..., tuple[Model, Offloader]]
+) -> None:
+    model, offload = followed()
+    plain = Model()
+    model.sines = plain.sines = sines
+    assert _course(offload) is not None
+    assert_bit_equal(_step(model, offload, 1), _step(plain, None, 1))
+    assert _course(offload) is None
+    for seed in range(8):
+        assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
+    assert offload.plan is not None
+    assert offload.plan.measured is not None
+    assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
+
+
+def test_an_edit_of_what_was_let_pass_is_found(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    kept: list[Tensor] = []
+    model.layers[-1].one.register_forward_hook(lambda module, args, out: kept.append(args[0]))
+    with offload:
+        loss = model(torch.randn(ROWS, WIDTH))
+        with torch.no_grad():
+            kept[0].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_graphs_that_are_kept_and_gradients_of_gradients(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    plain = Model()
+
+    def twice(model: Model, offload: Offloader | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        parameters = list(model.parameters())
+        if offload is not None:
+            offload.__enter__()
+        loss = model(x)
+        once = torch.autograd.grad(loss, parameters, retain_graph=True)
+        again = torch.autograd.grad(loss, parameters, create_graph=True)
+        beyond = torch.autograd.grad(sum(each.square().sum() for each in again), parameters)  # type: ignore[arg-type]
+        if offload is not None:
+            offload.__exit__(None, None, None)
+        return [*once, *(each.detach() for each in again), *beyond]
+
+    for _ in range(3):
+        assert_bit_equal(twice(model, offload), twice(plain, None))
+
+
+def test_a_traced_step_has_all_its_records(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    before = _records(offload)
+    with offload.trace() as events:
+        _step(model, offload)
+    saved = [event for event in events if event.kind == "saved"]
+    assert len(saved) == _records(offload) - before > len([e for e in _course(offload) or () if e.moves])
+
+
+def test_codecs_see_every_tensor(auto: Auto) -> None:
+    model = Model()
+    offload = auto(model, memory_budget=8 * LAYER_BYTES, compress="exact")
+    for seed in range(8):
+        _step(model, offload, seed)
+    assert offload.plan is not None
+    assert _course(offload) is None
+
+
+# -- by itself -----------------------------------------------------------------------------------------------------
+
+
+def test_a_course_is_followed_by_sizes_and_shared_memory() -> None:
+    entries = [Entry(256, False, 256, 0, 0), Entry(128, False, 0, 0, 64), Entry(256, True, 0, 2, 0)]
+    assert [Course(entries).next(256, 4096)] == entries[:1]
+    course = Course(entries)
+    assert [course.next(256, 4096), course.next(128, 4160), course.next(256, 8192)] == entries
+    assert course.next(256, 4096) is None  # one too many
+    course = Course(entries)
+    course.next(256, 4096)
+    assert course.next(128, 4096) is None  # other memory than it was
+    assert Course(entries).next(255, 4096) is None
+
+
+def test_what_tells_no_memory_is_not_written_down() -> None:
+    notes = Notes(0)
+    x = torch.ones(4)
+    notes.note(x, (x, 0))
+    assert notes.entries == [Entry(16, False, 0, 0, 0)]
+    notes.note(torch.eye(3).to_sparse(), (x, 0))
+    assert notes.entries is None
+
+
+def test_what_was_passed_counts_until_it_dies() -> None:
+    passed = Passed()
+    one, other = torch.ones(3), torch.ones(3)
+    passed.add(one, 10)
+    passed.add(other, 5)
+    passed.reserve(3)
+    assert passed.nbytes == 18
+    del one
+    assert passed.nbytes == 8
+    passed.end_step()
+    assert passed.nbytes == 5
+    del other
+    assert passed.nbytes == 0
