@@ -106,7 +106,8 @@ class OffloadStats:
     notebook.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
-    shows, or those of the range it spans where that is less (an expanded tensor).
+    shows, or those of the range it spans where that is less (an expanded tensor). Under tier "auto" what is known to
+    stay is let pass: it counts as kept, the weights and duplicates among it do not.
 
     Attributes:
         saved_bytes: all bytes that autograd saved.

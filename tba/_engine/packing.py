@@ -90,8 +90,7 @@ class Packing:
         self._settle = settle
         self._planner = planner
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
-        self._min_tensor_bytes = int(config.min_tensor_bytes)
-        self._min_slice_bytes = least_bytes(config)
+        self._min_slice_bytes, self._min_tensor_bytes = sizes(config)
 
     def end_step(self, *, moves: bool) -> None:
         """Forget the step that has ended; `moves`: whether any of what it saved moves."""
@@ -250,9 +249,9 @@ class Packing:
         return as_it_is(tensor)
 
 
-def least_bytes(config: OffloadConfig) -> int:
-    """Return the bytes of the smallest slice that may be worth a record."""
-    return int(config.min_tensor_bytes) // _SLICES
+def sizes(config: OffloadConfig) -> tuple[int, int]:
+    """Return the bytes of the smallest slice that may have a record, and of the smallest storage."""
+    return int(config.min_tensor_bytes) // _SLICES, int(config.min_tensor_bytes)
 
 
 def as_it_is(tensor: Tensor) -> Packed:

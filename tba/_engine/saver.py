@@ -48,7 +48,7 @@ from .auto.light import Light
 from .auto.passing import Passing
 from .auto.planner import Planner
 from .auto.rest import Rest
-from .packing import Packed, Packing, as_it_is, least_bytes
+from .packing import Packed, Packing, as_it_is, sizes
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
@@ -81,7 +81,7 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
-        self.light = Light(self.rest.possible and self.rest.counts, least_bytes(config), self._turned)
+        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), self._turned)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)

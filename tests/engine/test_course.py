@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
 from tba import Offloader
-from tba._engine.auto.course import Course, Entry, Notes
+from tba._engine.auto.course import SMALL, Course, Entry, Notes
 from tba._engine.auto.passed import Passed
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
@@ -104,6 +104,17 @@ def test_only_what_moves_has_records(followed: Callable[..., tuple[Model, Offloa
     raise AssertionError("no plan stood for two steps")
 
 
+def test_small_tensors_now_and_then_change_nothing(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    small = torch.ones(3, requires_grad=True)
+    for seed in range(6):
+        if seed % 2:
+            model.layers[0].one.register_forward_hook(lambda *_: None if small.sin().exp().requires_grad else 1)
+        _step(model, offload, seed)
+    offload.stats()
+    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("sines", [1, 12])
 def test_a_step_that_departs_is_exact_and_within_the_budget(
     sines: int, followed: Callable[..., tuple[Model, Offloader]]
@@ -178,20 +189,30 @@ def test_codecs_see_every_tensor(auto: Auto) -> None:
 
 def test_a_course_is_followed_by_sizes_and_shared_memory() -> None:
     entries = [Entry(256, False, 256, 0, 0), Entry(128, False, 0, 0, 64), Entry(256, True, 0, 2, 0)]
-    assert [Course(entries).next(256, 4096)] == entries[:1]
-    course = Course(entries)
+    course = Course(entries, 100)
     assert [course.next(256, 4096), course.next(128, 4160), course.next(256, 8192)] == entries
     assert course.next(256, 4096) is None  # one too many
-    course = Course(entries)
+    course = Course(entries, 100)
     course.next(256, 4096)
     assert course.next(128, 4096) is None  # other memory than it was
-    assert Course(entries).next(255, 4096) is None
+    assert Course(entries, 100).next(255, 4096) is None
+
+
+def test_small_tensors_come_and_go() -> None:
+    entries = [Entry(256, False, 256, 0, 0), Entry(64, False, 0, 0, 128)]
+    course = Course(entries, 100)
+    assert course.next(64, 1024) == SMALL
+    assert course.next(256, 4096) == entries[0]
+    assert course.next(64, 1024) == SMALL
+    assert course.next(64, 4096 + 128) == entries[1]  # a slice
+    assert course.next(64, 1024) == SMALL
 
 
 def test_what_tells_no_memory_is_not_written_down() -> None:
-    notes = Notes(0)
+    notes = Notes((8, 16))
     x = torch.ones(4)
     notes.note(x, (x, 0))
+    notes.note(x[2:], (x, 0))  # small
     assert notes.entries == [Entry(16, False, 0, 0, 0)]
     notes.note(torch.eye(3).to_sparse(), (x, 0))
     assert notes.entries is None

@@ -292,7 +292,7 @@ def _full_step(light: Light, tensors: list[Tensor], *, fitted: bool = True) -> N
 
 
 def test_memory_is_counted_once_and_weights_never() -> None:
-    light = Light(True, 64, lambda nbytes: None)
+    light = Light(True, (64, 64), lambda nbytes: None)
     weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8)
     _full_step(light, [weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)])
     assert light.fitted_bytes == x.nbytes
@@ -306,7 +306,7 @@ class Own(Tensor):
 
 @pytest.mark.parametrize("odd", [torch.eye(8).to_sparse(), torch.ones(8).as_subclass(Own)])
 def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
-    light = Light(True, 0, lambda nbytes: None)
+    light = Light(True, (0, 0), lambda nbytes: None)
     light.packed(odd, (odd, 0))
     light.count_on()
     assert not light.on
@@ -314,7 +314,7 @@ def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
 
 def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
     turned: list[int] = []
-    light = Light(True, 0, turned.append)
+    light = Light(True, (0, 0), turned.append)
     kept = [torch.ones(64) for _ in range(4)]
     _full_step(light, kept[:3])
     light.count_on()

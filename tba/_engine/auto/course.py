@@ -4,6 +4,8 @@ A plan that stands decides alike in each step. So the first step by a plan is wr
 that follow it are compared with that: a tensor of as many bytes as the one in its place, which shares memory with those
 before it in the same way, does what that one did. What stayed is let pass; what moves goes through the full hooks.
 
+What is smaller than a storage has to be to move, and no slice of one that is large enough, comes and goes unnoticed.
+
 Assumption: where sizes and shared memory are those of the step that was written down, in its order, what was a weight,
 a duplicate or not worth moving there is so again. Where they are not, the step has departed from its plan.
 """
@@ -41,8 +43,8 @@ class UnknownMemoryError(Exception):
     """A tensor that does not tell where its memory is: a subclass, sparse, inside a transformation."""
 
 
-def memory_of(tensor: Tensor, min_tensor_bytes: int) -> tuple[int, int] | None:
-    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is small.
+def memory_of(tensor: Tensor, least_bytes: int) -> tuple[int, int] | None:
+    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is smaller.
 
     Raises UnknownMemoryError.
     """
@@ -56,17 +58,21 @@ def memory_of(tensor: Tensor, min_tensor_bytes: int) -> tuple[int, int] | None:
         return None
     try:
         nbytes = tensor.nbytes
-        return None if nbytes < min_tensor_bytes else (nbytes, tensor.data_ptr())
+        return None if nbytes < least_bytes else (nbytes, tensor.data_ptr())
     except RuntimeError:
         raise UnknownMemoryError from None
 
 
 class Notes:
-    """A step that is written down."""
+    """A step that is written down.
 
-    def __init__(self, min_tensor_bytes: int) -> None:
+    Args:
+        sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
+    """
+
+    def __init__(self, sizes: tuple[int, int]) -> None:
         self.entries: list[Entry] | None = []  # None: it cannot be
-        self._min_tensor_bytes = min_tensor_bytes
+        self._least_bytes, self._min_tensor_bytes = sizes
         self._addresses: list[int] = []
         self._by_record: dict[int, int] = {}
 
@@ -75,7 +81,7 @@ class Notes:
         if self.entries is None:
             return
         try:
-            found = memory_of(tensor, self._min_tensor_bytes)
+            found = memory_of(tensor, self._least_bytes)
         except UnknownMemoryError:
             self.entries = None
             return
@@ -90,10 +96,12 @@ class Notes:
     def _add(self, nbytes: int, address: int, record: Any) -> None:
         assert self.entries is not None
         number = len(self.entries)
-        self._addresses.append(address)
         if type(record) is not Record:
-            self.entries.append(Entry(nbytes, False, 0, number, 0))
+            if nbytes >= self._min_tensor_bytes:
+                self._addresses.append(address)
+                self.entries.append(Entry(nbytes, False, 0, number, 0))
             return
+        self._addresses.append(address)
         first = self._by_record.setdefault(record.number, number)
         kept_bytes = record.nbytes if first == number and not record.goes else 0
         self.entries.append(Entry(nbytes, record.goes, kept_bytes, first, address - self._addresses[first]))
@@ -102,17 +110,22 @@ class Notes:
 class Course:
     """A step that follows entries."""
 
-    def __init__(self, entries: list[Entry]) -> None:
-        self.entries = entries
+    def __init__(self, entries: list[Entry], min_tensor_bytes: int) -> None:
+        self._entries = entries
+        self._min_tensor_bytes = min_tensor_bytes
         self._addresses: list[int] = []
 
     def next(self, nbytes: int, address: int) -> Entry | None:
         """Return the entry of the next tensor; None if there is none for such a tensor."""
         number, addresses = len(self._addresses), self._addresses
-        if number == len(self.entries):
-            return None
-        entry = self.entries[number]
-        addresses.append(address)
-        if entry.nbytes != nbytes or address - addresses[entry.first] != entry.offset:
-            return None
-        return entry
+        if number < len(self._entries):
+            entry = self._entries[number]
+            if entry.nbytes == nbytes:
+                addresses.append(address)
+                if address - addresses[entry.first] == entry.offset:
+                    return entry
+                addresses.pop()
+        return SMALL if nbytes < self._min_tensor_bytes else None
+
+
+SMALL = Entry(0, False, 0, 0, 0)  # of a tensor that was not written down

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .course import Course, Entry, Notes, UnknownMemoryError, memory_of
+from .course import SMALL, Course, Entry, Notes, UnknownMemoryError, memory_of
 
 
 class Light:
@@ -35,7 +35,7 @@ class Light:
 
     Args:
         counts: whether there may be steps that only count, so that full ones are counted as well.
-        least_bytes: of a tensor that may be worth a record.
+        sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
         turned: called when the full hooks take over; gets the bytes that were let pass and only counted.
 
     Attributes:
@@ -46,14 +46,14 @@ class Light:
         fitted_bytes: counted in the largest step that has fitted.
     """
 
-    def __init__(self, counts: bool, least_bytes: int, turned: Callable[[int], None]) -> None:
+    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[int], None]) -> None:
         self.on = False
         self.turned = False
         self.course: Course | None = None
         self.passed_bytes = 0
         self.fitted_bytes = 0
         self._counts = counts
-        self._least_bytes = least_bytes
+        self._sizes, self._least_bytes = sizes, sizes[0]
         self._tell_turned = turned
         self._by_address: dict[int, int] = {}
         self._counted_bytes = 0
@@ -77,9 +77,9 @@ class Light:
             return
         self._kind = kind
         if entries is None:
-            self._notes = Notes(self._least_bytes)
+            self._notes = Notes(self._sizes)
         else:
-            self.course, self.on = Course(entries), True
+            self.course, self.on = Course(entries, self._sizes[1]), True
 
     def turn(self) -> None:
         """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up."""
@@ -100,7 +100,7 @@ class Light:
             self.turn()
             return None
         if found is None:
-            return _NOTHING
+            return SMALL
         entry = self.course.next(*found) if self.course is not None else self._counted(*found)
         if entry is None:
             self.turn()
@@ -145,6 +145,3 @@ class Light:
             self._by_address[address] = nbytes
             self._counted_bytes += more_bytes
         return more_bytes
-
-
-_NOTHING = Entry(0, False, 0, 0, 0)
