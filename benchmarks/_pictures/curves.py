@@ -35,7 +35,7 @@ _LABELS = {
     "auto": "tba auto, a budget each",
     "lossy": "tba {} (lossy)",
 }
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
+_MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
 _SIZE = 6.0
 TITLE = "Throughput against peak memory: the upper left is better"
 
@@ -47,7 +47,7 @@ def draw_curves(panels: Mapping[str, Panel], path: Path, *, title: str = TITLE) 
     """
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
-    names = [point.name for panel in panels.values() for point in panel.points]
+    names = [p.name for panel in panels.values() for p in panel.points if p.kind not in ("auto", "plain")]
     markers = dict(zip(dict.fromkeys(names), cycle(_MARKERS), strict=False))
     with picture(path, rows, columns, figsize=(5.2 * columns + 0.6, 4.3 * rows + 0.8), squeeze=False) as (figure, grid):
         for axes in grid.flat[len(panels) :]:
@@ -83,7 +83,7 @@ def _draw(axes: Any, points: Sequence[Point], markers: Mapping[str, str]) -> Non
         axes.plot(
             [point.peak],
             [point.rate],
-            markers[point.name],
+            "o" if point.kind == "plain" else markers[point.name],
             color=_COLOURS[point.kind],
             markerfacecolor=filled,
             markersize=_SIZE,
