@@ -248,7 +248,8 @@ class Saver(ForkAware):
                 self.light.count_on()
             if self.planner is not None and not (rests and (self.light.on or not self.rest.counts)):
                 self.planner.begin_forward(key)
-                if self.planner.repeats and not self.recorder.asked:
+                # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
+                if self.planner.repeats and self.rest.counts and not self.recorder.asked:
                     self.light.follow(self.planner.kind, self.planner.kind.course)
                 else:
                     self.light.turn()

@@ -59,7 +59,7 @@ class WriteBehind:
         self._planned_bytes = 0  # of them, that have been saved in this step
         self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
         self.trial_bytes = 0  # that a block may save once more while it is tried, of a budget that was set
-        self.passed = Passed()
+        self.passed = Passed()  # of a budget that was set: free memory is without it anyway
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -90,9 +90,6 @@ class WriteBehind:
             self.passed.add(packed[0], nbytes)
         else:  # a leaf, which the program has too
             self.passed.reserve(nbytes)
-        self._unseen_bytes += nbytes
-        if self._unseen_bytes >= LOOK_EVERY_BYTES:
-            self.look_at_room()
         self.note(self.brought_bytes)
         self._make_room(False)
 
@@ -106,8 +103,8 @@ class WriteBehind:
 
         `goes`: there is more of it than before.
         """
-        limit_bytes, beside_bytes = self._limit_bytes, self._beside_bytes
-        over_bytes = self.nbytes + beside_bytes + (self._mover.staging.bytes if self.limited else 0) - limit_bytes
+        limit_bytes, passed_bytes = self._limit_bytes, self.passed.nbytes
+        over_bytes = self.nbytes + passed_bytes + (self._mover.staging.bytes if self.limited else 0) - limit_bytes
         if not (goes or over_bytes > 0):
             return
         staging_bytes = self._mover.limits.staging_bytes
@@ -118,7 +115,7 @@ class WriteBehind:
                 self._send_going()
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
-                self._send(limit_bytes - beside_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
+                self._send(limit_bytes - passed_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
             self._wait_below_limit()
 
     def send_all(self) -> None:
@@ -167,7 +164,7 @@ class WriteBehind:
         if self.limited:
             staging = self._mover.staging
             begun_s = time.perf_counter()
-            staging.wait_for_room(0, max(0, self._limit_bytes - self._beside_bytes - self.nbytes))
+            staging.wait_for_room(0, max(0, self._limit_bytes - self.passed.nbytes - self.nbytes))
             ended_s = time.perf_counter()
             self._mover.cost.waited_s += ended_s - begun_s
             self._counters.backpressure_s += ended_s - begun_s
@@ -185,18 +182,13 @@ class WriteBehind:
         return max(0, left_bytes) if self.limited else self._room_bytes
 
     @property
-    def _beside_bytes(self) -> int:
-        """Bytes that a budget that was set has been used for beside records. Free memory is without them anyway."""
-        return self.passed.nbytes if self.limited else 0
-
-    @property
     def read_bytes(self) -> int:
         """Bytes that may be read ahead now."""
         if not self._adapts:
             return self._mover.window_bytes - self.nbytes
         if not self.limited:
             return self._mover.read_ahead_bytes  # the reserve has room for it
-        return self._limit_bytes - self._beside_bytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
+        return self._limit_bytes - self.passed.nbytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
 
     def note(self, read_bytes: int) -> None:
         """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""

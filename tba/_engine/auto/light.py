@@ -7,7 +7,7 @@ of steps in which it is known beforehand what stays:
   memory by its address, which an operator's views share and parameters have elsewhere. That is no exact measure of what
   stays (buffers and overlapping slices count), but one that grows with it; a step is compared with another by one and
   the other's count.
-- Where a plan stands, each step does what the one before did (`Course`).
+- Where a plan stands for a budget that was set, each step does what the one before did (`Course`).
 
 Guarantees:
 
