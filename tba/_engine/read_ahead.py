@@ -29,11 +29,13 @@ class ReadAhead:
     Attributes:
         records: all live ones, by number, ascending.
         nbytes: what counts for the budget now.
+        step_number: of the first record of this step.
     """
 
     def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
         self.records: dict[int, weakref.ref[Record]] = {}
         self.nbytes = 0
+        self.step_number = 0
         self._mover = mover
         self._write_behind = write_behind
         self._finish_operator = finish_operator
@@ -101,7 +103,8 @@ class ReadAhead:
         if task not in self._walks and self.records:
             number, reference = next(reversed(self.records.items()))
             record = reference()
-            if record is None or len(self._walks) >= _MAX_WALKS:
+            # Of several graphs that live, nothing tells yet which one backward goes through.
+            if record is None or self._walks or next(iter(self.records)) < self.step_number:
                 return
             self._walks[task] = self._orders.begin(number, (record.label, record.nbytes))
         self.advance(task, None)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import EllipsisType, FrameType
 from typing import Any
 
@@ -41,7 +41,7 @@ from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
 from .auto.light import Light
@@ -81,7 +81,7 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
-        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), self._turned)
+        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), self._depart)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -90,11 +90,10 @@ class Saver(ForkAware):
         )
         self._remains = self._packing.remains
         steps, readings = self.steps, self._readings
-        unpacking = Unpacking(
-            self.mover, self.pending, self.read_ahead, steps, readings, self.settle, self._remains, self.planner
-        )
-        self._tensor: Callable[..., Tensor] = unpacking.tensor
         self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
+        parts = self.settle, self._remains, self.planner, self._passing
+        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, steps, readings, *parts)
+        self._tensor: Callable[..., Tensor] = self._unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
@@ -113,14 +112,18 @@ class Saver(ForkAware):
     def _pass(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
         steps, light = self.steps, self.light
-        with self.lock:
+        with self.lock, quiet() if dispatch_mode_count() or function_mode_count() else nullcontext():
             if steps.backward_seen:
                 if current_graph_task_id() != -1:
-                    return as_it_is(tensor) if light.course is None else None
+                    if light.course is None and not graph_is_kept():
+                        return as_it_is(tensor)
+                    if light.course is None:
+                        light.turn()  # another graph grows, of which nothing is known
+                    return None
                 self.end_step()  # something is saved ahead of the model's next forward
-                return None
-            if dispatch_mode_count() or function_mode_count() or streams.capturing(tensor):
-                light.turn()  # a mode must not see what we ask, nor may a graph that is captured wait for room
+            if streams.capturing(tensor):
+                light.turn(departs=False)  # what is captured may not wait for room
+            if not light.on:
                 return None
             if not steps.open:
                 if light.course is not None:
@@ -196,12 +199,8 @@ class Saver(ForkAware):
 
     def _ask_passed(self, task: int) -> None:
         if task != -1 and not self.closed:
-            with self.lock:
-                if self._remains or self.mover.ended:
-                    self.settle()
-                self._passing.asked(task)
-            if self.mover.ended:
-                self.mover.catch_up()
+            with quiet() if dispatch_mode_count() or function_mode_count() else nullcontext():
+                self._unpacking.passed(task)
 
     # -- around the hooks ----------------------------------------------------------------------------------------
 
@@ -240,21 +239,34 @@ class Saver(ForkAware):
         if self.dead:
             return False
         with self.locked():
-            if self.steps.over:
+            if self.steps.backward_seen:
                 self.end_step()
             key = self.rest.key(args, kwargs) if self.watches else None
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
-            if rests and self.rest.counts:
-                self.light.count_on()
-            if self.planner is not None and not (rests and (self.light.on or not self.rest.counts)):
+            light, has_room = self.light, self.write_behind.has_room
+            if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
+                light.count_on()
+            if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
                 self.planner.begin_forward(key)
-                # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
-                if self.planner.repeats and self.rest.counts and not self.recorder.asked:
-                    self.light.follow(self.planner.kind, self.planner.kind.course)
-                else:
-                    self.light.turn()
-                self.planner.follows = self.light.on
+                self._follow(self.planner)
         return rests and not self.rest.counts
+
+    def _follow(self, planner: Planner) -> None:
+        """Have the step under way follow a course where it can; else write it down for others."""
+        light, kind = self.light, planner.kind
+        if self._remains:
+            self.settle()
+        # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
+        if not (planner.repeats and self.rest.counts and not self.recorder.asked):
+            light.turn(departs=False)
+        elif light.on or kind.course is None or self.write_behind.has_room(sum(e.kept_bytes for e in kind.course)):
+            light.follow(kind, kind.course)
+            if light.on:
+                planner.follow()
+
+    def _depart(self, departs: bool) -> None:
+        if self.planner is not None:
+            self.planner.depart(departs=departs)
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""
@@ -354,6 +366,8 @@ class Saver(ForkAware):
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
         light = self.light
+        self._passing.pass_on(None)
+        self.read_ahead.step_number = self._packing.numbers
         self._packing.step_bytes += light.passed_bytes
         self.counters.kept_by_reason[FITS] += light.passed_bytes
         counted = light.on and light.course is None
@@ -376,12 +390,6 @@ class Saver(ForkAware):
         mover.end_step()
         self._readings.take()
         self.steps.end(mover.file_bytes())
-
-    def _turned(self, nbytes: int) -> None:
-        """Leave room for what was let pass and only counted; a step that was followed has departed from its plan."""
-        self.write_behind.passed.reserve(nbytes)
-        if self.light.course is not None and self.planner is not None:
-            self.planner.depart()
 
     def mark_weights(self) -> None:
         """Learn the model's storages anew, once a step, as they may have been replaced."""

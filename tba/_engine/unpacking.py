@@ -30,6 +30,7 @@ from .._record.user_code import look_for_code
 from .._record.view import View, is_edited
 from .._transfer.mover import Mover
 from . import backward
+from .auto.passing import Passing
 from .auto.planner import Planner
 from .pending import Pending
 from .read_ahead import ReadAhead
@@ -54,6 +55,7 @@ class Unpacking:
         settle: Callable[[], None],
         remains: deque[Remains],
         planner: Planner | None,
+        passing: Passing,
     ) -> None:
         self._lock = mover.lock
         self._mover = mover
@@ -67,6 +69,7 @@ class Unpacking:
         self._settle = settle
         self._remains = remains
         self._planner = planner
+        self._passing = passing
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         """Give the tensor that was saved as `view` of a record, to graph task `task` (-1: no backward asks).
@@ -114,6 +117,21 @@ class Unpacking:
         if interrupts.pending:
             interrupts.deliver()
         return tensor
+
+    def passed(self, task: int) -> None:
+        """Note that graph task `task` asks for what was let pass without a record, and read on."""
+        if task != backward.task:
+            backward.begins(task)
+            self._readings.look_at_caches()
+        mover = self._mover
+        with self._lock:
+            if self._remains or self._landing.unconfirmed or mover.ended:
+                self._settle()
+            self._passing.asked(task)
+        if mover.ended:
+            mover.catch_up()
+        if interrupts.pending:
+            interrupts.deliver()
 
     def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """Return the tensor if the record is in memory; else its read is under way, and None is returned."""

@@ -84,12 +84,21 @@ class WriteBehind:
             self._counters.held_bytes = self.nbytes
         self.tell_progress()
 
-    def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
-        """Count bytes that stay without a record, as long as their graph has them; wait where they are too much."""
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes may stay without a record, beside what graphs that are not freed hold."""
+        held_bytes = self.passed.nbytes + self.nbytes + self.brought_bytes
+        return not held_bytes or held_bytes + nbytes <= self._limit_bytes
+
+    def count(self, packed: tuple[Any, ...], nbytes: int) -> None:
+        """Count bytes that stay without a record, as long as their graph has them."""
         if type(packed) is Detached:
             self.passed.add(packed[0], nbytes)
         else:  # a leaf, which the program has too
             self.passed.reserve(nbytes)
+
+    def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
+        """Count them, and wait where they are too much."""
+        self.count(packed, nbytes)
         self.note(self.brought_bytes)
         self._make_room(False)
 

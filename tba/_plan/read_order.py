@@ -73,6 +73,8 @@ class Orders:
 
     def learn(self, walk: Walk) -> None:
         """Learn from a walk that has ended: the next of its kind is expected to be alike."""
+        if not walk.distances:
+            return
         self._learned.pop(walk.kind, None)
         self._learned[walk.kind] = walk.distances
         if len(self._learned) > _MAX_ORDERS:

@@ -175,6 +175,44 @@ def test_a_traced_step_has_all_its_records(followed: Callable[..., tuple[Model, 
     assert len(saved) == _records(offload) - before > len([e for e in _course(offload) or () if e.moves])
 
 
+def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
+    model, plain = Model(), Model()
+    offload = auto(model, memory_budget=20 * LAYER_BYTES, blocks=Layer)
+    with torch.device("cpu"):  # a mode of torch functions
+        for seed in range(10):
+            assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
+    assert offload.plan is not None
+    assert _course(offload) is not None
+    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+
+
+def test_beside_a_graph_that_lives_on_nothing_is_let_pass(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+    model, offload = followed()
+    before = _records(offload)
+    with offload:
+        first = model(torch.randn(ROWS, WIDTH))
+        first.backward(retain_graph=True)
+        between = _records(offload)
+        second = model(torch.randn(ROWS, WIDTH))
+        assert _records(offload) - between > between - before
+        second.backward()
+        first.backward()
+    assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
+
+
+def test_a_backward_after_the_context_does_not_shift_the_next_step(
+    followed: Callable[..., tuple[Model, Offloader]],
+) -> None:
+    model, offload = followed()
+    for _ in range(4):
+        with offload:
+            loss = model(torch.randn(ROWS, WIDTH))
+            loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+    assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
+
+
 def test_codecs_see_every_tensor(auto: Auto) -> None:
     model = Model()
     offload = auto(model, memory_budget=8 * LAYER_BYTES, compress="exact")
@@ -212,7 +250,7 @@ def test_what_tells_no_memory_is_not_written_down() -> None:
     notes = Notes((8, 16))
     x = torch.ones(4)
     notes.note(x, (x, 0))
-    notes.note(x[2:], (x, 0))  # small
+    notes.note(torch.ones(2), (x, 0))  # small
     assert notes.entries == [Entry(16, False, 0, 0, 0)]
     notes.note(torch.eye(3).to_sparse(), (x, 0))
     assert notes.entries is None

@@ -43,10 +43,15 @@ class UnknownMemoryError(Exception):
     """A tensor that does not tell where its memory is: a subclass, sparse, inside a transformation."""
 
 
-def memory_of(tensor: Tensor, least_bytes: int) -> tuple[int, int] | None:
-    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is smaller.
+def memory_of(tensor: Tensor, sizes: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is small.
 
-    Raises UnknownMemoryError.
+    Args:
+        tensor: of any kind.
+        sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
+
+    Raises:
+        UnknownMemoryError: it does not tell.
     """
     kind = type(tensor)
     if kind is nn.Parameter:
@@ -58,21 +63,19 @@ def memory_of(tensor: Tensor, least_bytes: int) -> tuple[int, int] | None:
         return None
     try:
         nbytes = tensor.nbytes
-        return None if nbytes < least_bytes else (nbytes, tensor.data_ptr())
+        if nbytes < sizes[0] or (nbytes < sizes[1] and tensor.untyped_storage().nbytes() < sizes[1]):
+            return None
+        return nbytes, tensor.data_ptr()
     except RuntimeError:
         raise UnknownMemoryError from None
 
 
 class Notes:
-    """A step that is written down.
-
-    Args:
-        sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
-    """
+    """A step that is written down; `sizes` as of `memory_of`."""
 
     def __init__(self, sizes: tuple[int, int]) -> None:
         self.entries: list[Entry] | None = []  # None: it cannot be
-        self._least_bytes, self._min_tensor_bytes = sizes
+        self._sizes = sizes
         self._addresses: list[int] = []
         self._by_record: dict[int, int] = {}
 
@@ -81,7 +84,7 @@ class Notes:
         if self.entries is None:
             return
         try:
-            found = memory_of(tensor, self._least_bytes)
+            found = memory_of(tensor, self._sizes)
         except UnknownMemoryError:
             self.entries = None
             return
@@ -97,7 +100,7 @@ class Notes:
         assert self.entries is not None
         number = len(self.entries)
         if type(record) is not Record:
-            if nbytes >= self._min_tensor_bytes:
+            if nbytes >= self._sizes[1]:
                 self._addresses.append(address)
                 self.entries.append(Entry(nbytes, False, 0, number, 0))
             return

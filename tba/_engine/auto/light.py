@@ -36,7 +36,7 @@ class Light:
     Args:
         counts: whether there may be steps that only count, so that full ones are counted as well.
         sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
-        turned: called when the full hooks take over; gets the bytes that were let pass and only counted.
+        turned: called when the full hooks take over from a course; gets whether the step has departed from its plan.
 
     Attributes:
         on: tensors of the step under way may pass.
@@ -46,14 +46,14 @@ class Light:
         fitted_bytes: counted in the largest step that has fitted.
     """
 
-    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[int], None]) -> None:
+    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[bool], None]) -> None:
         self.on = False
         self.turned = False
         self.course: Course | None = None
         self.passed_bytes = 0
         self.fitted_bytes = 0
         self._counts = counts
-        self._sizes, self._least_bytes = sizes, sizes[0]
+        self._sizes = sizes
         self._tell_turned = turned
         self._by_address: dict[int, int] = {}
         self._counted_bytes = 0
@@ -81,12 +81,16 @@ class Light:
         else:
             self.course, self.on = Course(entries, self._sizes[1]), True
 
-    def turn(self) -> None:
-        """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up."""
+    def turn(self, *, departs: bool = True) -> None:
+        """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up.
+
+        `departs`: it is another step than the one that was planned.
+        """
         self._notes = None
         if self.on:
             self.on, self.turned = False, True
-            self._tell_turned(0 if self.course is not None else self.passed_bytes)
+            if self.course is not None:
+                self._tell_turned(departs)
 
     def passes(self, tensor: Tensor) -> Entry | None:
         """Find what becomes of a tensor that is saved: how many of its bytes are let pass, or that its record moves.
@@ -94,7 +98,7 @@ class Light:
         None if the full hooks have taken over.
         """
         try:
-            found = memory_of(tensor, self._least_bytes)
+            found = memory_of(tensor, self._sizes)
         except UnknownMemoryError:
             self._counts = False
             self.turn()
@@ -114,7 +118,7 @@ class Light:
             self._notes.note(tensor, packed)
         if self._counts and self.course is None and not self.turned:
             try:
-                found = memory_of(tensor, self._least_bytes)
+                found = memory_of(tensor, self._sizes)
             except UnknownMemoryError:
                 self._counts = False
                 return

@@ -39,7 +39,8 @@ class Passed:
     def nbytes(self) -> int:
         """The sum."""
         while self._gone:
-            self._nbytes -= self._alive.pop(id(self._gone.popleft())).nbytes
+            reference = self._alive.pop(id(self._gone.popleft()))
+            self._nbytes -= reference.nbytes
         return self._nbytes + self._reserved_bytes
 
     def end_step(self) -> None:

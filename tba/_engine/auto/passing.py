@@ -45,11 +45,14 @@ class Passing:
         if entry is None or entry.moves:
             return None
         packed = as_it_is(tensor)
-        if followed:
+        if not followed:
             if entry.kept_bytes:
-                self._due.append((number, packed, entry.kept_bytes))
-            if self._pending.local.queue:
-                self._pending.pass_on(number)
+                self._write_behind.count(packed, entry.kept_bytes)
+            return packed
+        if entry.kept_bytes:
+            self._due.append((number, packed, entry.kept_bytes))
+        if self._pending.local.queue:
+            self._pending.pass_on(number)
         return packed
 
     def pass_on(self, number: int | None) -> None:

@@ -101,6 +101,7 @@ class Planner:
         self._kinds: dict[Hashable, Kind] = {}
         self.kind = self._kinds.setdefault(None, Kind())  # of steps whose forward is not seen
         self.follows = False
+        self._spoilt = False  # the step under way tells nothing
         self._now: Watch | None = None
         self._block = OUTSIDE
         self._aside = False
@@ -129,9 +130,15 @@ class Planner:
         """Whether the step under way is to do what others of its kind do, so that one can be written down for all."""
         return self.kind.plan is not None and not self._compresses
 
-    def depart(self) -> None:
-        """Note that the step under way is not what was expected."""
+    def follow(self) -> None:
+        """Have the step under way do what one before did."""
+        self.follows = True
+        self._seen()  # its time begins now
+
+    def depart(self, *, departs: bool) -> None:
+        """Note that the step under way cannot be followed any more; if it `departs`, that it is another one."""
         self.follows, self._seen().departed = False, True
+        self._spoilt = not departs
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
@@ -275,6 +282,7 @@ class Planner:
             course: what it was, if that was written down.
         """
         seen, self._now, self.follows = self._now, None, False
+        whole, self._spoilt = whole and not self._spoilt, False
         self.put_aside.clear()
         if whole and seen is not None and seen.turned:
             kind, plan = self.kind, self.kind.plan
