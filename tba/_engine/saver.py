@@ -81,7 +81,10 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
-        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), self._depart)
+        planner = self.planner
+        self.light = Light(
+            self.rest.possible and self.rest.counts, sizes(config), planner.depart if planner is not None else bool
+        )
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -248,25 +251,11 @@ class Saver(ForkAware):
                 light.count_on()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
                 self.planner.begin_forward(key)
-                self._follow(self.planner)
+                if self._remains:
+                    self.settle()
+                # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
+                self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)
         return rests and not self.rest.counts
-
-    def _follow(self, planner: Planner) -> None:
-        """Have the step under way follow a course where it can; else write it down for others."""
-        light, kind = self.light, planner.kind
-        if self._remains:
-            self.settle()
-        # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
-        if not (planner.repeats and self.rest.counts and not self.recorder.asked):
-            light.turn(departs=False)
-        elif light.on or kind.course is None or self.write_behind.has_room(sum(e.kept_bytes for e in kind.course)):
-            light.follow(kind, kind.course)
-            if light.on:
-                planner.follow()
-
-    def _depart(self, departs: bool) -> None:
-        if self.planner is not None:
-            self.planner.depart(departs=departs)
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""

@@ -108,7 +108,10 @@ def test_what_more_cards_share_leaves_more_room() -> None:
 
 @pytest.mark.slow
 def test_the_simulation_says_that_it_is_one_beside_a_real_step(tmp_path: Path) -> None:
-    found = run_benchmark("sim", "--threads", "1", "--out", str(tmp_path), scratch=tmp_path)
+    for _ in range(4):  # beside other tests a plan may recompute all, and then nothing moves
+        found = run_benchmark("sim", "--threads", "1", "--out", str(tmp_path), scratch=tmp_path)
+        if all(each["measured_bytes"] for each in found["check"]["arms"].values()):
+            break
     assert found["simulated"] is True
     assert "no drive" in found["environment"]["SIMULATION"]
     [card] = found["rows"]["cards"]

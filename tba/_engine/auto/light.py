@@ -46,7 +46,7 @@ class Light:
         fitted_bytes: counted in the largest step that has fitted.
     """
 
-    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[bool], None]) -> None:
+    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[bool], object]) -> None:
         self.on = False
         self.turned = False
         self.course: Course | None = None

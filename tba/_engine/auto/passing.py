@@ -34,6 +34,16 @@ class Passing:
         self._due: deque[tuple[int, tuple[Any, ...], int]] = deque()
         self._held_bytes = -1  # when reading went on last: where no memory has been freed since, it cannot again
 
+    def begin(self, planner: Planner, *, follows: bool) -> None:
+        """Have the step under way follow a course where it may and can; else write it down for others."""
+        light, kind = self._light, planner.kind
+        if not (planner.repeats and follows):
+            light.turn(departs=False)
+        elif light.on or kind.course is None or self._write_behind.has_room(sum(e.kept_bytes for e in kind.course)):
+            light.follow(kind, kind.course)
+            if light.on:
+                planner.follow()
+
     def tensor(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor that is saved outside of backward; None if the full hooks are to do it."""
         light = self._light

@@ -135,7 +135,7 @@ class Planner:
         self.follows = True
         self._seen()  # its time begins now
 
-    def depart(self, *, departs: bool) -> None:
+    def depart(self, departs: bool) -> None:
         """Note that the step under way cannot be followed any more; if it `departs`, that it is another one."""
         self.follows, self._seen().departed = False, True
         self._spoilt = not departs
