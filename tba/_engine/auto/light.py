@@ -1,7 +1,7 @@
 """Light hooks: tensors that stay in memory for sure are let pass without a record.
 
-A record costs some 60 to 150 microseconds of a step, a look at where a tensor's memory is some 5. There are two kinds
-of steps in which it is known beforehand what stays:
+A record costs a step many times what a look at where a tensor's memory is costs. There are two kinds of steps in which
+it is known beforehand what stays:
 
 - Under a budget that a step has fitted, nothing is to move in those that are called alike (`Rest`). They are counted:
   memory by its address, which an operator's views share and parameters have elsewhere. That is no exact measure of what
