@@ -130,10 +130,17 @@ class ReadAhead:
             self._mover.recorder.note("freed", now_s, now_s, 0, f"#{remains.number}")
 
     def end_walks(self) -> None:
-        """Learn from the walks of a step that has ended."""
+        """Learn from the walks of a step that has ended.
+
+        What is read back of graphs that live on makes room for the next step, where a budget was set for both.
+        """
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
+        if self._write_behind.limited:
+            for number in list(self._members):
+                if (record := self.records[number]()) is not None:
+                    self._evict(record)
 
     def _bring(self, record: Record) -> None:
         if record.state is STORED:

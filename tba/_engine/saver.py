@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import EllipsisType, FrameType
 from typing import Any
 
@@ -41,7 +41,7 @@ from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
+from .._torch.private import current_graph_task_id, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
 from .auto.light import Light
@@ -107,21 +107,20 @@ class Saver(ForkAware):
         frame = sys._getframe().f_back  # None on a thread of autograd's own
         if frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
             self._caches.look(frame)
-        if dispatch_mode_count() or function_mode_count():
-            with quiet():
-                return self._pack(tensor)
-        return self._pack(tensor)
+        with quiet():
+            return self._pack(tensor)
 
     def _pass(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
         steps, light = self.steps, self.light
-        with self.lock, quiet() if dispatch_mode_count() or function_mode_count() else nullcontext():
+        with self.lock, quiet():
             if steps.backward_seen:
                 if current_graph_task_id() != -1:
-                    if light.course is None and not graph_is_kept():
+                    if light.course is not None:
+                        return None
+                    if not graph_is_kept():
                         return as_it_is(tensor)
-                    if light.course is None:
-                        light.turn()  # another graph grows, of which nothing is known
+                    light.turn()  # another graph grows, of which nothing is known
                     return None
                 self.end_step()  # something is saved ahead of the model's next forward
             if streams.capturing(tensor):
@@ -157,7 +156,7 @@ class Saver(ForkAware):
                 packed = self._packing.weight(tensor)
             else:
                 packed = self._packing.activation(tensor, base, on_cpu)
-            if not steps.backward_seen:
+            if self.light.watches and not steps.backward_seen:
                 self.light.packed(tensor, packed)
         self._after_pack()
         return packed
@@ -195,14 +194,12 @@ class Saver(ForkAware):
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
         to_code = goes_to_code(task, asker)
-        if dispatch_mode_count() or function_mode_count():
-            with quiet():
-                return self._tensor(first, second, task, to_code)
-        return self._tensor(first, second, task, to_code)
+        with quiet():
+            return self._tensor(first, second, task, to_code)
 
     def _ask_passed(self, task: int) -> None:
         if task != -1 and not self.closed:
-            with quiet() if dispatch_mode_count() or function_mode_count() else nullcontext():
+            with quiet():
                 self._unpacking.passed(task)
 
     # -- around the hooks ----------------------------------------------------------------------------------------

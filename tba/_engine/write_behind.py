@@ -112,8 +112,8 @@ class WriteBehind:
 
         `goes`: there is more of it than before.
         """
-        limit_bytes, passed_bytes = self._limit_bytes, self.passed.nbytes
-        over_bytes = self.nbytes + passed_bytes + (self._mover.staging.bytes if self.limited else 0) - limit_bytes
+        limit_bytes, beside_bytes = self._limit_bytes, self._beside_bytes
+        over_bytes = self.nbytes + beside_bytes + (self._mover.staging.bytes if self.limited else 0) - limit_bytes
         if not (goes or over_bytes > 0):
             return
         staging_bytes = self._mover.limits.staging_bytes
@@ -124,7 +124,7 @@ class WriteBehind:
                 self._send_going()
         if over_bytes > 0:
             if over_bytes > self._mover.staging.bytes or not self._by_plan:
-                self._send(limit_bytes - passed_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
+                self._send(limit_bytes - beside_bytes - policy.write_burst_bytes(limit_bytes, staging_bytes))
             self._wait_below_limit()
 
     def send_all(self) -> None:
@@ -173,11 +173,16 @@ class WriteBehind:
         if self.limited:
             staging = self._mover.staging
             begun_s = time.perf_counter()
-            staging.wait_for_room(0, max(0, self._limit_bytes - self.passed.nbytes - self.nbytes))
+            staging.wait_for_room(0, max(0, self._limit_bytes - self._beside_bytes - self.nbytes))
             ended_s = time.perf_counter()
             self._mover.cost.waited_s += ended_s - begun_s
             self._counters.backpressure_s += ended_s - begun_s
             self._mover.recorder.note("room", begun_s, ended_s, 0, "")
+
+    @property
+    def _beside_bytes(self) -> int:
+        """Bytes of a budget that was set which cannot be sent: let pass, or read back for a graph that lives on."""
+        return self.passed.nbytes + self.brought_bytes if self.limited else 0
 
     @property
     def _limit_bytes(self) -> int:

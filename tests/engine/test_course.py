@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
 from tba import Offloader
-from tba._engine.auto.course import SMALL, Course, Entry, Notes
+from tba._engine.auto.course import SMALL, Course, Entry
+from tba._engine.auto.light import Light
 from tba._engine.auto.passed import Passed
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
@@ -72,9 +73,9 @@ def _course(offload: Offloader) -> list[Entry] | None:
 def followed(auto: Auto) -> Callable[..., tuple[Model, Offloader]]:
     """Gives a model and its offloader after a step has been written down."""
 
-    def make(**settings: Any) -> tuple[Model, Offloader]:
+    def make(layers: int = 20, **settings: Any) -> tuple[Model, Offloader]:
         model = Model()
-        offload = auto(model, memory_budget=20 * LAYER_BYTES, blocks=Layer, **settings)
+        offload = auto(model, memory_budget=layers * LAYER_BYTES, blocks=Layer, **settings)
         for seed in range(20):
             _step(model, offload, seed)
             if _course(offload) is not None:
@@ -186,8 +187,11 @@ def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
     assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
 
 
-def test_beside_a_graph_that_lives_on_nothing_is_let_pass(followed: Callable[..., tuple[Model, Offloader]]) -> None:
-    model, offload = followed()
+@pytest.mark.parametrize("layers", [20, 14, 10])
+def test_beside_a_graph_that_lives_on_nothing_is_let_pass(
+    followed: Callable[..., tuple[Model, Offloader]], layers: int
+) -> None:
+    model, offload = followed(layers)
     before = _records(offload)
     with offload:
         first = model(torch.randn(ROWS, WIDTH))
@@ -197,7 +201,7 @@ def test_beside_a_graph_that_lives_on_nothing_is_let_pass(followed: Callable[...
         assert _records(offload) - between > between - before
         second.backward()
         first.backward()
-    assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
+    assert offload.stats().peak_bytes <= layers * LAYER_BYTES  # what was read back for the first one counts
 
 
 def test_a_backward_after_the_context_does_not_shift_the_next_step(
@@ -247,13 +251,16 @@ def test_small_tensors_come_and_go() -> None:
 
 
 def test_what_tells_no_memory_is_not_written_down() -> None:
-    notes = Notes((8, 16))
-    x = torch.ones(4)
-    notes.note(x, (x, 0))
-    notes.note(torch.ones(2), (x, 0))  # small
-    assert notes.entries == [Entry(16, False, 0, 0, 0)]
-    notes.note(torch.eye(3).to_sparse(), (x, 0))
-    assert notes.entries is None
+    light = Light(False, (8, 16), lambda departs: None)
+    assert not light.watches
+    light.follow(object(), None)
+    assert light.watches
+    x, odd = torch.ones(4), torch.eye(3).to_sparse()
+    light.packed(x, (x, 0))
+    light.packed(torch.ones(2), (x, 0))  # small
+    assert light.written_down == [Entry(16, False, 0, 0, 0)]
+    light.packed(odd, (odd, 0))
+    assert light.written_down is None
 
 
 def test_what_was_passed_counts_until_it_dies() -> None:

@@ -71,24 +71,22 @@ def memory_of(tensor: Tensor, sizes: tuple[int, int]) -> tuple[int, int] | None:
 
 
 class Notes:
-    """A step that is written down; `sizes` as of `memory_of`."""
+    """A step that is written down; `sizes` as of `memory_of`.
+
+    Attributes:
+        entries: what it has saved so far; None once it has saved what a course cannot tell apart.
+    """
 
     def __init__(self, sizes: tuple[int, int]) -> None:
-        self.entries: list[Entry] | None = []  # None: it cannot be
+        self.entries: list[Entry] | None = []
         self._sizes = sizes
         self._addresses: list[int] = []
         self._by_record: dict[int, int] = {}
 
-    def note(self, tensor: Tensor, packed: Any) -> None:
-        """Note what the full hooks have made of a tensor."""
+    def note(self, found: tuple[int, int] | None, record: Any) -> None:
+        """Note the first part of what the full hooks have made of a tensor, of whose memory `found` tells."""
         if self.entries is None:
             return
-        try:
-            found = memory_of(tensor, self._sizes)
-        except UnknownMemoryError:
-            self.entries = None
-            return
-        record = packed[0]
         if type(record) is Shell:
             self.entries = None
         elif found is not None:

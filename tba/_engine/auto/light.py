@@ -112,18 +112,24 @@ class Light:
             self.passed_bytes += entry.kept_bytes
         return entry
 
+    @property
+    def watches(self) -> bool:
+        """Whether it matters what the full hooks make of a tensor: a later step may need no more of them."""
+        return self._notes is not None or self._counts_now
+
     def packed(self, tensor: Tensor, packed: Any) -> None:
-        """Note what the full hooks have made of a tensor, where a later step may need no more of them."""
+        """Note what the full hooks have made of a tensor. Call it while `watches`."""
+        try:
+            found = memory_of(tensor, self._sizes)
+        except UnknownMemoryError:
+            self._counts = False
+            if self._notes is not None:
+                self._notes.entries = None
+            return
         if self._notes is not None:
-            self._notes.note(tensor, packed)
-        if self._counts and self.course is None and not self.turned:
-            try:
-                found = memory_of(tensor, self._sizes)
-            except UnknownMemoryError:
-                self._counts = False
-                return
-            if found is not None:
-                self._count(*found)
+            self._notes.note(found, packed[0])
+        if self._counts_now and found is not None:
+            self._count(*found)
 
     def end_step(self, *, fitted: bool) -> None:
         """End a step; `fitted`: it is one of those that fit."""
@@ -137,6 +143,10 @@ class Light:
     def written_down(self) -> list[Entry] | None:
         """What the step under way was, if that has been written down to its end."""
         return self._notes.entries if self._notes is not None else None
+
+    @property
+    def _counts_now(self) -> bool:
+        return self._counts and self.course is None and not self.turned
 
     def _counted(self, nbytes: int, address: int) -> Entry | None:
         more_bytes = self._count(nbytes, address)
