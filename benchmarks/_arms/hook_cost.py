@@ -9,6 +9,7 @@ tensors, under both pairs, takes its place. Without it the arm would measure wai
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -32,7 +33,13 @@ _PAUSE_S = 0.004
 
 _RECORD_OF_CHAIN_BYTES = 1 << 20
 
-KINDS = ("weight", "below minimum size", "further view", "new record")
+# Of the steps by a plan, these move, and as they are larger than what is counted that stays.
+_MOVED_BYTES = 1 << 20
+_STEPS_UNTIL_LIGHT = 12
+
+COUNTED, FOLLOWED = "counted: all fits the budget", "let pass: stays by plan"
+LIGHT = (COUNTED, FOLLOWED)
+KINDS = ("weight", "below minimum size", "further view", "new record", *LIGHT)
 STORES = ("a store that ends at once", "the file")
 
 
@@ -89,6 +96,18 @@ class _Saves(torch.autograd.Function):
         return gradients[0], None
 
 
+class _Calls(nn.Module):
+    """A model that saves a weight of its own, and then what it is told to."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(_WIDTH, _WIDTH, device=device), requires_grad=False)
+        self.chain: Callable[[Tensor], Tensor] = lambda x: x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.chain(x * self.weight)
+
+
 class HookArm:
     """An arm that saves tensors of every kind, once under the empty pair and once under the engine per turn.
 
@@ -108,6 +127,19 @@ class HookArm:
         window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
         self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
         self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
+        # Of all that is saved there is room for twice as much, or for half of what is large.
+        kept_bytes = (self.count + 1) * _RECORD_BYTES
+        large_bytes = (_WINDOW_TENSORS + 1) * _MOVED_BYTES
+        budgets = {COUNTED: 2 * (kept_bytes + large_bytes), FOLLOWED: kept_bytes + large_bytes // 2}
+        self.models = {kind: _Calls(self.device) for kind in LIGHT}
+        self.light = {
+            kind: offload_context(self.models[kind], memory_budget=budgets[kind], min_tensor_bytes=_RECORD_BYTES)
+            for kind in LIGHT
+        }
+        for kind in LIGHT:
+            for _ in range(_STEPS_UNTIL_LIGHT):
+                self._measure(kind, "engine")
+        self.before = {kind: self.light[kind].stats() for kind in LIGHT}
         self.records: int = options["records"]
         nvme = OffloadConfig(tier="nvme")
         stores = (Offloader(config=nvme, store=InstantStore()), Offloader(config=nvme))
@@ -131,31 +163,39 @@ class HookArm:
     def close(self) -> dict[str, Any]:
         """Close both offloaders; return counters that show that each kind is what its name says."""
         counters = {}
-        for name, offload in (("moves", self.moves), ("passes", self.passes), *self.chains.items()):
-            stats = offload.stats()
-            fields = ("saved_bytes", "weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes", "read_bytes")
-            counters[name] = {field: getattr(stats, field) for field in fields}
+        fields = ("saved_bytes", "weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes", "read_bytes")
+        offloads = {"moves": self.moves, "passes": self.passes, **self.chains, **self.light}
+        for name, offload in offloads.items():
+            stats, before = offload.stats(), self.before.get(name)
+            counters[name] = {field: getattr(stats, field) - (getattr(before, field, 0)) for field in fields}
             offload.close()
         return counters
 
     def _measure(self, kind: str, pair: str) -> dict[str, float]:
         count = self.count
-        offload = self.passes if kind == "below minimum size" else self.moves
+        offload = self.light.get(kind, self.passes if kind == "below minimum size" else self.moves)
         under: Callable[[], AbstractContextManager[Any]]
         under = empty_hooks if pair == "empty" else lambda: offload
         held = self._tensors(kind)
-        out = torch.zeros(held[0].shape, requires_grad=True, device=self.device) * 1
-        clock, before_s = _Clock(), 0.0
+        out = torch.zeros(held[-1].shape, requires_grad=True, device=self.device) * 1
+        clock, before_s, waited_s, pack_s = _Clock(), 0.0, 0.0, 0.0
 
         def behind_the_last() -> None:
             nonlocal before_s
             before_s = offload.stats().wait_s
             clock.pause()
 
-        with under():
+        def ahead_of_the_first() -> None:
+            nonlocal waited_s
+            clock.stop()
+            waited_s = offload.stats().wait_s - before_s
+
+        def chain(out: Tensor) -> Tensor:
+            nonlocal pack_s
             for _ in range(_WINDOW_TENSORS + 1):  # of views, the first makes the record
-                out = out * held.pop()  # taken out: from here on the graph alone holds the tensor, as an activation
-            out = _Then.apply(out, clock.stop)  # in backward, when the turn comes to these
+                # Taken out: from here on the graph alone holds the tensor, as an activation.
+                out = _Saves.apply(out, held.pop(0))
+            out = _Then.apply(out, ahead_of_the_first)  # in backward, when the turn comes to these
             clock.pause()
             for number in range(count):
                 pausing = kind == "new record" and number % _PAUSE_EVERY == 0
@@ -167,13 +207,19 @@ class HookArm:
             clock.stop()
             pack_s = clock.cpu_s
             # The last one is unpacked first: it asks for a window full of reads, and the clock starts behind it.
-            out = _Then.apply(out, behind_the_last) * held.pop()
+            return _Then.apply(out, behind_the_last) * held.pop()
+
+        model = self.models.get(kind)
+        if model is not None:
+            model.chain = chain
+        with under():
+            out = model(out) if model is not None else chain(out)
             offload.flush()
             out.backward(torch.zeros_like(out))
         return {
             "cpu_us": 1e6 * clock.cpu_s / count,
             "pack_us": 1e6 * pack_s / count,
-            "wall_us": 1e6 * (clock.wall_s - (offload.stats().wait_s - before_s)) / count,
+            "wall_us": 1e6 * (clock.wall_s - waited_s) / count,
         }
 
     def _chain(self, under: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
@@ -191,6 +237,9 @@ class HookArm:
 
     def _tensors(self, kind: str) -> list[Tensor]:
         count = self.count + _WINDOW_TENSORS + 2
+        if kind in LIGHT:
+            sides = [_WIDTH] * (self.count + 1) + [math.isqrt(_MOVED_BYTES // 4)] * (_WINDOW_TENSORS + 1)
+            return [torch.zeros(side, side, device=self.device) for side in reversed(sides)]
         if kind == "weight":
             # A linear layer saves the transposed view of a parameter.
             return [self.model[number % len(self.model)].weight.t() for number in range(count)]
