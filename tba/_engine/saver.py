@@ -41,7 +41,7 @@ from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, graph_is_kept
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
 from .auto.light import Light
@@ -107,8 +107,10 @@ class Saver(ForkAware):
         frame = sys._getframe().f_back  # None on a thread of autograd's own
         if frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
             self._caches.look(frame)
-        with quiet():
-            return self._pack(tensor)
+        if dispatch_mode_count() or function_mode_count():  # asked here, as a context that does nothing costs as well
+            with quiet():
+                return self._pack(tensor)
+        return self._pack(tensor)
 
     def _pass(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
@@ -194,8 +196,10 @@ class Saver(ForkAware):
             return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
         task = current_graph_task_id()
         to_code = goes_to_code(task, asker)
-        with quiet():
-            return self._tensor(first, second, task, to_code)
+        if dispatch_mode_count() or function_mode_count():
+            with quiet():
+                return self._tensor(first, second, task, to_code)
+        return self._tensor(first, second, task, to_code)
 
     def _ask_passed(self, task: int) -> None:
         if task != -1 and not self.closed:
