@@ -251,7 +251,7 @@ def fidelity(
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (five hours)."""
+    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (three hours)."""
     from .fidelity import PLAN, TINY_PLAN, run_fidelity
 
     plan, seeds = (TINY_PLAN, min(seeds, 2)) if quick else (PLAN, seeds)

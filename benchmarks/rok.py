@@ -20,6 +20,7 @@ from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import curve_bars, curve_table, per_second
 from ._report.environment import environment_block
+from ._report.ratios import median_ratio
 from ._report.results import MIB, Grid, Result, mib
 from ._report.steps import Measured, memory_share, same_gradients
 from ._workload.families import BY_SIZE
@@ -193,7 +194,9 @@ def shares_panel(arms: Mapping[str, Measured]) -> Panel:
     """Place every arm that is exact by what it is of plain, so that models can be compared."""
     plain = arms[PLAIN]
     placed = [
-        point._replace(peak=point.peak * MIB / plain.peak_bytes, rate=point.rate / per_second(plain))
+        point._replace(
+            peak=point.peak * MIB / plain.peak_bytes, rate=median_ratio(plain.wall_s, arms[point.name].wall_s)
+        )
         for point in points(arms)
         if point.kind != "lossy"
     ]
@@ -239,7 +242,7 @@ def _paper_table(figure: Mapping[str, Mapping[str, Measured]], sizes: Sizes) -> 
                 mib(moved.peak_bytes),
                 f"{memory_share(moved, plain) - 1:+.0%}",
                 f"{median(moved.waited_share):.2%}",
-                f"{per_second(moved) / per_second(plain):.3f}",
+                f"{median_ratio(plain.wall_s, moved.wall_s):.3f}",
                 "yes" if same_gradients([plain, moved]) else "NO",
             )
         )

@@ -223,6 +223,11 @@ class OffloadConfig(BaseModel):
                 f"compress={self.compress!r}: it is a rule for tier 'auto' that knows no budget and no codec; leave "
                 "them unset, or use policy='budget'"
             )
+        if self.memory_budget is not None and self.tier != "auto":
+            raise ConfigError(
+                f"memory_budget={self.memory_budget} was given with tier={self.tier!r}, which moves or keeps tensors "
+                "whatever they take; use tier 'auto', or leave memory_budget unset"
+            )
         if self.blocks is not None and self.tier != "auto":
             raise ConfigError(
                 f"blocks={self.blocks!r} was given with tier={self.tier!r}, under which nothing recomputes; use tier "

@@ -27,6 +27,12 @@ def test_defaults() -> None:
     assert config.max_write_rate is config.max_read_rate is None
 
 
+@pytest.mark.parametrize("tier", ["nvme", "cpu", "keep"])
+def test_only_tier_auto_takes_a_budget(tier: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"memory_budget=1073741824 was given with tier='{tier}'.*use tier 'auto'"):
+        OffloadConfig(tier=tier, memory_budget="1GiB")
+
+
 def test_argument_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert OffloadConfig().tier == "auto"
     monkeypatch.setenv("TBA_TIER", "nvme")

@@ -56,10 +56,10 @@ def test_the_command_line_takes_it_and_every_setting() -> None:
     from torchtitan.config.override import apply_overrides
 
     start = ["--module", "llama3", "--config", "llama3_8b", "--training.disable_cuda_graphs"]
-    setting = '={"tier": "nvme", "memory_budget": "8GiB"}'
+    setting = '={"tier": "auto", "memory_budget": "8GiB"}'
     config: Any = ConfigManager().parse_args([*start, "--override.imports", OVERRIDE + setting])
     apply_overrides(config.override, config)
-    assert config.metrics.tba == {"tier": "nvme", "memory_budget": "8GiB"}
+    assert config.metrics.tba == {"tier": "auto", "memory_budget": "8GiB"}
     assert config.metrics.to_dict()["tba"] == config.metrics.tba
     assert config.training.disable_cuda_graphs
 
