@@ -148,7 +148,8 @@ class Offloader:
         if model is not None and forward is None and self._saver.watches and len(self._per_thread.pairs) == 1:
             with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
                 weak = weakref.ref(self)
-                pair.unwatch = tie(model, partial(_begin_forward, weak), partial(_end_forward, weak))
+                end = partial(_end_forward, weak)
+                pair.unwatch = tie(model, partial(_begin_forward, weak), end, end)
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
@@ -254,7 +255,8 @@ class Offloader:
         clear_dead()
         if self._untie is None:
             weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
-            self._untie = tie(model, partial(_enter, weak, forward), partial(_leave, weak))
+            first, last = partial(_enter, weak, forward), partial(_leave, weak)
+            self._untie = tie(model, first, last, partial(_end_forward, weak))
             self._saver.tie()
 
     @interrupts.whole

@@ -120,7 +120,7 @@ class OffloadStats:
         written_bytes, read_bytes: physically moved, padding included.
         forwarded_bytes: needed while still in memory, so that nothing was read.
         wait_s: seconds that backward waited for data.
-        backpressure_s: seconds that forward waited because writes in flight had reached their cap.
+        backpressure_s: seconds that forward waited: writes in flight were at their cap, or memory was at its budget.
         live_records: storages that graphs still own.
         resident_bytes: restored or read ahead and not yet freed.
         held_bytes: most bytes ever held back from writing at once, because backward needs them first (tier "auto":

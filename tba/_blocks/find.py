@@ -21,6 +21,8 @@ _NEARLY = 0.9
 
 def candidates(model: nn.Module) -> list[nn.Module]:
     """List modules that may be blocks: of classes with at least two of them, which have modules of their own."""
+    if _is_replicated(model):
+        return []
     traced = _in_compiled(model)
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
@@ -38,6 +40,8 @@ def named(model: nn.Module | None, names: tuple[str, ...]) -> list[nn.Module]:
     """
     if model is None:
         raise ConfigError(f"blocks={names!r} was given without a model to find them in: offload_context(model, ...)")
+    if _is_replicated(model):
+        raise ConfigError(f"blocks={names!r} was given with nn.DataParallel, under which nothing recomputes; use DDP")
     inside = {path: module for path, module in model.named_modules() if path}
     traced = _in_compiled(model)
     chosen: set[nn.Module] = set()
@@ -82,6 +86,11 @@ def _nothing_named(name: str, model: nn.Module, inside: Mapping[str, nn.Module])
 def wrappable(module: nn.Module) -> bool:
     """Whether its forward may be replaced: it is Python, and no compiled one takes its place."""
     return not isinstance(module, torch.jit.ScriptModule) and not _is_compiled(module) and "forward" not in vars(module)
+
+
+def _is_replicated(model: nn.Module) -> bool:
+    """Whether DataParallel copies modules with their attributes: a copy would call the original's forward."""
+    return any(isinstance(module, nn.DataParallel) and len(module.device_ids) > 1 for module in model.modules())
 
 
 def _in_compiled(model: nn.Module) -> set[nn.Module]:

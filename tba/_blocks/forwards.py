@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from io_backends import interrupts
+
 from .find import wrappable
 
 # Gets the module, its own forward, and the arguments of the call; returns what the call returns.
@@ -35,12 +37,13 @@ class Forwards:
 
     def remove(self) -> None:
         """Give each module its own forward again."""
-        for module in self._modules:
+        modules, self._modules = self._modules, []  # at once: another thread may put or remove
+        for module in modules:
             vars(module).pop("forward", None)
-        self._modules.clear()
 
 
 def _stand(around: Around, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    @interrupts.lets_through
     def stands(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # code around the module, which must be what it is without us
             return forward(*args, **kwargs)

@@ -9,12 +9,15 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from io_backends import interrupts
+
 # The switch of transformers: a layer's forward that finds it on drops caches from its arguments, which a second run
 # would write to again, and has itself called by the function beside it.
 _LAYER = "GradientCheckpointingLayer"
 _SWITCH, _CALLS = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 
+@interrupts.lets_through
 def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one."""
     if has_switch(module):
@@ -30,11 +33,16 @@ def again(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...],
 
 
 def has_switch(module: nn.Module) -> bool:
-    """Whether it is a layer of transformers, and the switch is off."""
-    is_layer = any(kind.__name__ == _LAYER for kind in type(module).__mro__)
+    """Whether it is a layer of transformers whose forward looks at the switch, and the switch is off.
+
+    In older versions `__call__` does, which a block's forward does not come through.
+    """
+    kinds = (kind for kind in type(module).__mro__ if kind.__name__ == _LAYER)
+    is_layer = any("__init_subclass__" in vars(kind) and "__call__" not in vars(kind) for kind in kinds)
     return is_layer and module.training and getattr(module, _SWITCH, None) is False
 
 
+@interrupts.lets_through
 def _switched(
     module: nn.Module, calls: Callable[..., Any], forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
 ) -> Any:

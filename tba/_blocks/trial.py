@@ -8,6 +8,8 @@ with those of a second run, at the point where a recomputation would run. The st
 
 from __future__ import annotations
 
+import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from io_backends import interrupts
 
 from .recompute import again, has_switch
 
@@ -61,6 +65,7 @@ class Trial:
         self._apart = apart
         self._report: Callable[[Verdict], None] | None = report
 
+    @interrupts.lets_through
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward for the first time, and have it tried when backward comes to what it returns."""
         state = _State()
@@ -68,6 +73,7 @@ class Trial:
         others = [*self._module.parameters(), *filter(_is_tensor, tree_leaves((args, kwargs)))]
         versions = _versions(others)
         saved: list[tuple[Any, ...]] = []
+        drawn = _drawn()
 
         def note(tensor: Tensor) -> Any:
             saved.append(_shape(tensor))
@@ -85,6 +91,8 @@ class Trial:
             self._tell(f"it is given a {odd}, which may remember its calls")
         elif buffers != _versions(self._module.buffers()):
             self._tell("it changes its buffers")
+        elif drawn != _drawn():
+            self._tell("it draws random numbers from Python's or NumPy's generator, which nobody restores")
         elif versions != _versions(others):
             self._tell("it edits its weights or what it is given")
         else:
@@ -121,11 +129,16 @@ class Trial:
         try:
             leaves = [self._unpack(packed) for packed in inputs]
             before = [self._unpack(packed) for packed in kept]
-            inputs.clear()
-            kept.clear()
+        except Exception:
+            self._tell("what it was given or returned was edited, or could not be read back")
+            return
+        inputs.clear()
+        kept.clear()
+        buffers: list[tuple[Tensor, int, Tensor]] = []
+        again_saved: list[tuple[Any, ...]] = []
+        try:
+            buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
             args, kwargs = tree_unflatten(leaves, form)
-            buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
-            again_saved: list[tuple[Any, ...]] = []
             with state.restored(lambda tensor: again_saved.append(_shape(tensor))):
                 begun_s = time.perf_counter()
                 out = again(self._module, self._forward, args, kwargs)
@@ -133,10 +146,11 @@ class Trial:
         except Exception as error:
             self._tell(f"its second run raises {type(error).__name__}")
             return
-        changed = [(buffer, copy) for buffer, version, copy in buffers if buffer._version != version]
-        for buffer, copy in changed:
-            with torch.no_grad():
-                buffer.copy_(copy)
+        finally:
+            changed = [(buffer, copy) for buffer, version, copy in buffers if buffer._version != version]
+            for buffer, copy in changed:
+                with torch.no_grad():
+                    buffer.copy_(copy)
         after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         if changed:
             self._tell("it changes its buffers")
@@ -176,6 +190,15 @@ class _State:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
+
+
+def _drawn() -> tuple[Any, ...]:
+    """Give the state of the generators that programs share and no recomputation restores."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate()
+    kind, keys, *others = numpy.random.get_state()
+    return random.getstate(), kind, keys.tobytes(), *others
 
 
 def _is_tensor(value: Any) -> bool:

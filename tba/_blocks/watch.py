@@ -36,9 +36,9 @@ class Watch:
         verdicts: what trials have found, by visit.
         counts: storages saved so far, by block.
         shared: numbers of records that are saved by a block and again elsewhere: they are none of that block's.
-        lent: those of them, by the whereabouts where they are saved again, if a block is given them or has made them.
-        found: places outside of all blocks, of what has been saved first where it is only saved again otherwise.
-        near: what the block under way is given, or what the last one has made: positions, by id of the storage.
+        lent: shared records that a block was given or has made, by where they are saved again.
+        found: places of shared storages that have been met in this step.
+        near: storages of the arguments of the block under way, or of the last one's results: positions, by id.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
         peak_bytes: most that saved tensors have held in memory.

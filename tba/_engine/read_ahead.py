@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
-from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, STORED, WRITING, Record, Remains
+from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, RESIDENT, STORED, WRITING, Record, Remains
 from .._transfer.mover import Mover
 from .write_behind import WriteBehind
 
@@ -58,7 +58,7 @@ class ReadAhead:
     def bring(self, record: Record, task: int) -> bool:
         """Bring a record that backward asks for into memory, or on its way there; True if it is there.
 
-        It comes at the cost of others where the budget is full, and in any case. If it is on its way, what is expected
+        Others are evicted first; it is brought even where that frees too little. If it is on its way, what is expected
         next follows it. Raises ClosedError, TransferError.
         """
         if record.state is PENDING:
@@ -132,18 +132,34 @@ class ReadAhead:
     def end_walks(self) -> None:
         """Learn from the walks of a step that has ended.
 
-        What is read back of graphs that live on makes room for the next step, where a budget was set for both.
+        Under a set budget, let go of what was read back for graphs that live on: the next step gets the room. None of
+        this waits.
         """
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
         if self._write_behind.limited:
             for number in list(self._members):
-                if (record := self.records[number]()) is not None:
-                    self._evict(record)
+                self._let_go(number)
+
+    def _let_go(self, number: int) -> None:
+        reference = self.records.get(number)
+        record = reference() if reference is not None else None
+        if record is None or record.state is READING:
+            return
+        self._leave(number)
+        record.want(False)
+        if record.state is RESIDENT and record.write is None:
+            self._write_behind.hold_again(record)
+        else:
+            record.drop()
 
     def _bring(self, record: Record) -> None:
-        if record.state is STORED:
+        if self._is_here(record):
+            return  # another thread has brought it, while this one waited for room
+        if record.state is RESIDENT and record.write is None:
+            record.want()  # the write that it was chosen for waits for room, or has failed
+        elif record.state is STORED:
             self._mover.fetch(record)
             if record.stream is not None and record.read is not None:
                 self._arriving.append(record.ref)
@@ -155,8 +171,8 @@ class ReadAhead:
         self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
         self._write_behind.brought_bytes = self.nbytes
-        if self._write_behind.may_peak(self.nbytes):
-            self._write_behind.note(self.nbytes - self._still_out_bytes())
+        if self._write_behind.may_peak():
+            self._write_behind.note(self._still_out_bytes())
 
     def _still_out_bytes(self) -> int:
         """Bytes of what counts here and is still on its way out, where it counts too."""

@@ -77,7 +77,8 @@ class Saver(ForkAware):
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = Planner.of(config, model, self.write_behind, self.mover, lossy, self.pack, self.unpack)
+        parts = model, self.mover, config, self.write_behind, lossy, self.pack, self.unpack
+        self.planner = Planner(*parts) if config.tier == "auto" else None
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
@@ -94,8 +95,8 @@ class Saver(ForkAware):
         self._remains = self._packing.remains
         steps, readings = self.steps, self._readings
         self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
-        parts = self.settle, self._remains, self.planner, self._passing
-        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, steps, readings, *parts)
+        given = self.settle, self._remains, self.planner, self._passing
+        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, steps, readings, *given)
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
@@ -134,6 +135,8 @@ class Saver(ForkAware):
                     self.mark_weights()
                 steps.begin()
             packed = self._passing.tensor(tensor)
+            if packed is None:
+                self.mark_weights()  # the full hooks are to know them
         if packed is not None:
             self._after_pack()
         return packed
@@ -193,7 +196,7 @@ class Saver(ForkAware):
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
-            return first  # type: ignore[no-any-return]  # the tensor _keep packed; a check would cost as much as the rest
+            return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot
         task = current_graph_task_id()
         to_code = goes_to_code(task, asker)
         if dispatch_mode_count() or function_mode_count():
@@ -249,7 +252,7 @@ class Saver(ForkAware):
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
             light, has_room = self.light, self.write_behind.has_room
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
-                light.count_on()
+                light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
                 self.planner.begin_forward(key)
                 if self._remains:
@@ -350,6 +353,7 @@ class Saver(ForkAware):
         """End a micro-batch."""
         if not self.steps.open:  # backward went on after its context had been left
             self.steps.backward_seen = False
+            self.read_ahead.end_walks()
             return
         self.settle()
         self.read_ahead.end_walks()
@@ -373,7 +377,7 @@ class Saver(ForkAware):
                 failures=mover.failures.in_step,
                 room_bytes=self.write_behind.room_bytes,
             )
-        light.end_step(fitted=self.rest.resting)
+        light.end_step(self.write_behind.room_bytes if self.rest.resting else None)
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
         self._marked = False

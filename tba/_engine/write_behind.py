@@ -48,6 +48,8 @@ class WriteBehind:
         self.limited = self._adapts and config.memory_budget is not None
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
         self._largest_bytes = 0  # of all that was ever held
+        self._step_largest_bytes = 0  # of what this step has saved
+        self.plan_largest_bytes = 0  # of what a step by plan saves; 0 where none is
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
         self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
         self.brought_bytes = 0  # of what read-ahead has in memory
@@ -58,8 +60,8 @@ class WriteBehind:
         self.plan_bytes = 0  # of a step that go by plan
         self._planned_bytes = 0  # of them, that have been saved in this step
         self.replay_bytes = 0  # that a block may have in memory again, which is not read ahead into
-        self.trial_bytes = 0  # that a block may save once more while it is tried, of a budget that was set
-        self.passed = Passed()  # of a budget that was set: free memory is without it anyway
+        self.trial_bytes = 0  # for the copies and the second run of a block that is tried, of a budget that was set
+        self.passed = Passed()  # only under a budget that was set; free memory leaves it out already
         self._by_plan = False  # of this step: what a plan lets stay is not sent while others are on the way
 
     def add(self, record: Record) -> None:
@@ -67,13 +69,13 @@ class WriteBehind:
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
         self.nbytes += record.nbytes
-        self._largest_bytes = max(self._largest_bytes, record.plain_bytes)
+        self._meet(record.plain_bytes)
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
             if self._unseen_bytes >= LOOK_EVERY_BYTES:
                 self.look_at_room()
-        self.note(self.brought_bytes)
+        self.note()
         if record.goes:
             self._by_plan = True
             self._going.append(record.number)
@@ -84,9 +86,19 @@ class WriteBehind:
             self._counters.held_bytes = self.nbytes
         self.tell_progress()
 
+    def hold_again(self, record: Record) -> None:
+        """Hold a record that backward has had and its graph still owns; it is the first to go."""
+        self.members = {record.number: (record.ref, record.nbytes), **self.members}
+        self.nbytes += record.nbytes
+
+    @property
+    def in_memory_bytes(self) -> int:
+        """Bytes that saved tensors hold in memory: let pass, held, on their way out, read back."""
+        return self.passed.nbytes + self.nbytes + self._mover.staging.bytes + self.brought_bytes
+
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes may stay without a record, beside what graphs that are not freed hold."""
-        held_bytes = self.passed.nbytes + self.nbytes + self.brought_bytes
+        held_bytes = self.in_memory_bytes
         return not held_bytes or held_bytes + nbytes <= self._limit_bytes
 
     def count(self, packed: tuple[Any, ...], nbytes: int) -> None:
@@ -95,12 +107,17 @@ class WriteBehind:
             self.passed.add(packed[0], nbytes)
         else:  # a leaf, which the program has too
             self.passed.reserve(nbytes)
+        self._meet(nbytes)
+        self.note()
 
     def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
         """Count them, and wait where they are too much."""
         self.count(packed, nbytes)
-        self.note(self.brought_bytes)
         self._make_room(False)
+
+    def _meet(self, nbytes: int) -> None:
+        self._step_largest_bytes = max(self._step_largest_bytes, nbytes)
+        self._largest_bytes = max(self._largest_bytes, nbytes)
 
     def tell_progress(self) -> None:
         """Say how far a long first micro-batch has come. Call it for each record that is saved or asked for."""
@@ -136,6 +153,7 @@ class WriteBehind:
         """Look at memory anew in the next step."""
         self._unseen_bytes = LOOK_EVERY_BYTES
         self._going, self._going_bytes, self._planned_bytes, self._by_plan = [], 0, 0, False
+        self._step_largest_bytes = 0
         self.passed.end_step()
 
     def bury(self, remains: Remains) -> None:
@@ -145,7 +163,7 @@ class WriteBehind:
         if self.freed is not None:
             self.freed(remains.number)
         if self._mover.recorder.trace is not None:
-            self.note(self.brought_bytes)
+            self.note()
 
     def _send(self, budget_bytes: int) -> None:
         while self.members and self.nbytes > budget_bytes:
@@ -170,8 +188,9 @@ class WriteBehind:
 
     def _wait_below_limit(self) -> None:
         """Let forward wait while what is held and what is on its way out exceed a budget that was set."""
-        if self.limited:
-            staging = self._mover.staging
+        staging = self._mover.staging
+        room_bytes = max(0, self._limit_bytes - self._beside_bytes - self.nbytes)
+        if self.limited and not staging.has_room(0, room_bytes):
             begun_s = time.perf_counter()
             staging.wait_for_room(0, max(0, self._limit_bytes - self._beside_bytes - self.nbytes))
             ended_s = time.perf_counter()
@@ -192,7 +211,8 @@ class WriteBehind:
         """
         if not self._adapts:
             return self._mover.window_bytes
-        left_bytes = self._room_bytes - self._largest_bytes - self.trial_bytes
+        by_plan_bytes = self.plan_largest_bytes and max(self.plan_largest_bytes, self._step_largest_bytes)
+        left_bytes = self._room_bytes - (by_plan_bytes or self._largest_bytes) - self.trial_bytes
         return max(0, left_bytes) if self.limited else self._room_bytes
 
     @property
@@ -204,9 +224,9 @@ class WriteBehind:
             return self._mover.read_ahead_bytes  # the reserve has room for it
         return self._limit_bytes - self.passed.nbytes - self.replay_bytes - self._mover.staging.bytes - self.nbytes
 
-    def note(self, read_bytes: int) -> None:
-        """Note the bytes that saved tensors hold in memory, `read_bytes` of them read back."""
-        nbytes = self.passed.nbytes + self.nbytes + self._mover.staging.bytes + read_bytes
+    def note(self, twice_bytes: int = 0) -> None:
+        """Note the bytes that saved tensors hold in memory; `twice_bytes` of the sum are counted twice."""
+        nbytes = self.in_memory_bytes - twice_bytes
         if nbytes > self._counters.peak_bytes:
             self._counters.peak_bytes = nbytes
         if self._mover.recorder.trace is not None:
@@ -215,12 +235,11 @@ class WriteBehind:
         if self.told is not None:
             self.told(nbytes)
 
-    def may_peak(self, read_bytes: int) -> bool:
-        """Whether somebody wants to know what `note` would, with `read_bytes` or fewer."""
+    def may_peak(self) -> bool:
+        """Whether `note` would have something to tell, or might."""
         if self.told is not None or self._mover.recorder.trace is not None:
             return True
-        nbytes = self.passed.nbytes + self.nbytes + self._mover.staging.bytes + read_bytes
-        return nbytes > self._counters.peak_bytes
+        return self.in_memory_bytes > self._counters.peak_bytes
 
     @property
     def room_bytes(self) -> int:

@@ -12,7 +12,7 @@ OUTSIDE = -1  # the block of what no block saves
 
 
 class Place(NamedTuple):
-    """Where in a step a storage is saved: the block's index in order of forward, or OUTSIDE, and the how manyth there.
+    """Where in a step a storage is saved: the block's index in order of forward, or OUTSIDE, and its number in there.
 
     It stays while other blocks recompute, as positions in the whole step would not.
     """

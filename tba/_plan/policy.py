@@ -14,8 +14,7 @@ _RANGE_ALIGNMENT = 512
 # Bytes written, or read, at once if memory has room for them.
 _WRITE_BURST_BYTES = 8 << 20
 _READ_BURST_BYTES = 4 << 20
-# Shares of what a plan moves, and of the memory it has, in which storages go: what waits for others to go along is late
-# on a slow link, and still in memory where the plan says that it has gone.
+# A plan's writes go in this many portions: larger ones start late on a slow link, and keep memory longer than planned.
 _PLAN_BURSTS = 16
 
 

@@ -1,4 +1,4 @@
-"""Prefetch: in which order backward asks, learned from the last time. Pure: numbers in, numbers out.
+"""Read order: in which order backward asks, learned from the last time. Pure: numbers in, numbers out.
 
 Records are numbered in pack order. A *walk* is one call of backward. What it asked for is remembered as distances from
 the first number it asked for, under the shape of that first record; a later walk that begins alike is predicted to go

@@ -97,7 +97,7 @@ class Record(Source):
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
         goes: it is to be moved by plan, however much room there is.
-        wanted: read-ahead or backward asked for it while it was being written: it stays in memory.
+        wanted: read-ahead or backward asked for it while it was being written, or was to be: it stays in memory.
         saves: how many saved tensors are views of it.
         asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
         logical_bytes: what it counts for in `offloaded_bytes` (if `offloaded`) or `kept_bytes`.
@@ -244,7 +244,7 @@ class Record(Source):
     # -- what changes beside the state -----------------------------------------------------------------------------
 
     def want(self, wanted: bool = True) -> None:
-        """Stay in memory when the write under way has ended, or no more."""
+        """Stay in memory when the write under way has ended, or unwritten where it waits for room; or no more."""
         self.wanted = wanted
 
     def go(self) -> None:

@@ -103,8 +103,8 @@ class Mover:
                 if not interrupts.waiting():
                     self.failures.no_room()
                 return policy.NOT_WRITTEN
-        if (alias := record.alias) is None or record.state not in (PENDING, RESIDENT):
-            return policy.FITS  # changed hands while we waited
+        if (alias := record.alias) is None or record.wanted or record.state not in (PENDING, RESIDENT):
+            return policy.FITS  # changed hands while we waited, or backward has asked for it
         if record.was_moved():
             return MOVED
         if not self.allowance.take(nbytes):

@@ -93,3 +93,24 @@ def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
         x.grad = layer.linear.weight.grad = None
     assert len(runs) == 3
     assert all(map(torch.equal, *gradients))
+
+
+def test_a_layer_whose_call_looks_at_the_switch_has_none_for_us() -> None:
+    """As in older versions of transformers: a block's forward does not come through it."""
+
+    class GradientCheckpointingLayer(nn.Module):
+        gradient_checkpointing = False
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **kwargs)
+
+    class Layer(GradientCheckpointingLayer):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin().cos()
+
+    layer = Layer()
+    assert not has_switch(layer)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        recompute(layer, layer.forward, (torch.ones(3, requires_grad=True) * 2,), {})
+    assert len(saved) <= 1

@@ -314,13 +314,46 @@ def test_no_graph_outlives_its_step(scratch: Path) -> None:
             gc.enable()
 
 
+class Masked(nn.Module):
+    """Saves a large buffer after as many layers as its attribute says."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.passes = 4
+        self.register_buffer("mask", torch.ones(30 * ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.passes):
+            x = self.layer(x).tanh()
+        return (x.repeat(30, 1) * self.mask).sum()
+
+
+def test_a_buffer_gives_no_room_to_activations(scratch: Path) -> None:
+    model = Masked()
+    budget = 20 * LAYER_BYTES
+    with _used("around the step", model, scratch, memory_budget=budget) as offload:
+        for _ in range(3):
+            _step("around the step", offload, model)
+        assert offload._saver.light.fitted_bytes < 10 * LAYER_BYTES
+        model.passes = 30
+        gradients = _step("around the step", offload, model)
+        model.zero_grad()
+        torch.manual_seed(ROWS)
+        model(torch.randn(ROWS, WIDTH)).backward()
+        assert_bit_equal(gradients, [each.grad for each in model.parameters() if each.grad is not None])
+        assert 5 * LAYER_BYTES < offload.stats().peak_bytes <= budget
+
+
 # -- by itself -----------------------------------------------------------------------------------------------------
 
 
 def _full_step(light: Light, tensors: list[Tensor], *, fitted: bool = True) -> None:
     for tensor in tensors:
         light.packed(tensor, (tensor, 0))
-    light.end_step(fitted=fitted)
+    light.end_step(1 << 20 if fitted else None)
 
 
 def test_memory_is_counted_once_and_weights_never() -> None:
@@ -340,7 +373,7 @@ class Own(Tensor):
 def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
     light = Light(True, (0, 0), lambda departs: None)
     light.packed(odd, (odd, 0))
-    light.count_on()
+    light.begin_counting()
     assert not light.on
 
 
@@ -348,11 +381,11 @@ def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
     light = Light(True, (0, 0), lambda departs: None)
     kept = [torch.ones(64) for _ in range(4)]
     _full_step(light, kept[:3])
-    light.count_on()
+    light.begin_counting()
     assert [light.passes(tensor) is not None for tensor in kept] == [True, True, True, False]
     assert light.passed_bytes == 3 * 256
-    light.count_on()
+    light.begin_counting()
     assert not light.on  # for the rest of the step
-    light.end_step(fitted=False)
-    light.count_on()
+    light.end_step(None)
+    light.begin_counting()
     assert light.passes(kept[0]) is None  # nothing is known to fit any more

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from ..._record.plain import Shell
 from ..._record.record import Record
-from ..._torch.weights import is_parameter
+from ..._torch.weights import MARK, WEIGHT, is_parameter
+
+_MOST_ENTRIES = 1 << 16  # beyond which forwards that have no backward are not written down
 
 
 class Entry(NamedTuple):
@@ -63,9 +65,13 @@ def memory_of(tensor: Tensor, sizes: tuple[int, int]) -> tuple[int, int] | None:
         return None
     try:
         nbytes = tensor.nbytes
-        if nbytes < sizes[0] or (nbytes < sizes[1] and tensor.untyped_storage().nbytes() < sizes[1]):
+        if nbytes < sizes[0]:
             return None
-        return nbytes, tensor.data_ptr()
+        storage = tensor.untyped_storage()
+        storage_bytes = storage.nbytes()
+        if storage_bytes < sizes[1] or getattr(storage, MARK, None) is WEIGHT:
+            return None
+        return min(nbytes, storage_bytes), tensor.data_ptr()
     except RuntimeError:
         raise UnknownMemoryError from None
 
@@ -87,7 +93,7 @@ class Notes:
         """Note the first part of what the full hooks have made of a tensor, of whose memory `found` tells."""
         if self.entries is None:
             return
-        if type(record) is Shell:
+        if type(record) is Shell or len(self.entries) >= _MOST_ENTRIES:
             self.entries = None
         elif found is not None:
             self._add(*found, record)

@@ -18,7 +18,7 @@ class Kind:
     """What is known of one kind of step.
 
     Attributes:
-        modules: to stand around in its next step.
+        modules: those whose forward is replaced while the model's next forward runs.
         blocks: whether those are its blocks, and not only what may be.
         block_bytes: the most that one of them saves.
         watched: a step of it has been seen.

@@ -4,9 +4,9 @@ A record costs a step many times what a look at where a tensor's memory is costs
 it is known beforehand what stays:
 
 - Under a budget that a step has fitted, nothing is to move in those that are called alike (`Rest`). They are counted:
-  memory by its address, which an operator's views share and parameters have elsewhere. That is no exact measure of what
-  stays (buffers and overlapping slices count), but one that grows with it; a step is compared with another by one and
-  the other's count.
+  memory by its address, which an operator's views share. That counts overlapping slices more than once, and so is never
+  less than what stays; a step goes on to be counted while it is at most what a step that fitted was, and within the
+  budget.
 - Where a plan stands for a budget that was set, each step does what the one before did (`Course`).
 
 Guarantees:
@@ -40,7 +40,7 @@ class Light:
 
     Attributes:
         on: tensors of the step under way may pass.
-        turned: they might, and may no more.
+        turned: the full hooks have taken over for the rest of this step.
         course: what the step under way follows; None where it only counts.
         passed_bytes: let pass in this step.
         fitted_bytes: counted in the largest step that has fitted.
@@ -60,7 +60,7 @@ class Light:
         self._notes: Notes | None = None
         self._kind: object = None  # of step, that is followed or written down
 
-    def count_on(self) -> None:
+    def begin_counting(self) -> None:
         """Only count from here on."""
         if self.course is not None:
             self.turn()
@@ -131,9 +131,12 @@ class Light:
         if self._counts_now and found is not None:
             self._count(*found)
 
-    def end_step(self, *, fitted: bool) -> None:
-        """End a step; `fitted`: it is one of those that fit."""
-        self.fitted_bytes = max(self.fitted_bytes, self._counted_bytes) if fitted else 0
+    def end_step(self, room_bytes: int | None) -> None:
+        """End a step. `room_bytes`: what there is room for, if it is one of those that fit."""
+        if room_bytes is None:
+            self.fitted_bytes = 0
+        elif self._counted_bytes <= room_bytes:
+            self.fitted_bytes = max(self.fitted_bytes, self._counted_bytes)
         self.on = self.turned = False
         self.course = self._notes = self._kind = None
         self.passed_bytes = self._counted_bytes = 0

@@ -30,7 +30,7 @@ class Passing:
         self._pending = pending
         self._read_ahead = read_ahead
         self._planner = planner
-        # Passed by operators that may still be running, with autograd's sequence number: it is held when they end.
+        # Passed by operators that may still be running, with autograd's sequence number: counted when they have ended.
         self._due: deque[tuple[int, tuple[Any, ...], int]] = deque()
         self._held_bytes = -1  # when reading went on last: where no memory has been freed since, it cannot again
 

@@ -9,7 +9,7 @@ bytes that a codec leaves of it, which are what is kept and what moves.
 Guarantees: a block recomputes only after its second run has given equal bits (`Trial`); a storage moves by plan only
 where one of as many bytes was seen in its place; outside the model's forward the model is as it was.
 
-All but what is called by a forward (`begin_forward`, `end_forward`) wants the engine's lock held.
+`end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock; all else wants it held.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from io_backends import interrupts
 
 from ..._blocks import find
 from ..._blocks.forwards import Forwards
@@ -107,22 +109,9 @@ class Planner:
         self._aside = False
         self._pace = Pace(config, mover)
 
-    @classmethod
-    def of(
-        cls,
-        config: OffloadConfig,
-        model: Callable[[], nn.Module | None],
-        write_behind: WriteBehind,
-        mover: Mover,
-        lossy: bool,
-        *hooks: Callable[[Any], Any],
-    ) -> Planner | None:
-        """Make one where there is something to decide: under tier "auto". Raises ConfigError."""
-        return cls(model, mover, config, write_behind, lossy, *hooks) if config.tier == "auto" else None
-
     @property
     def acts(self) -> bool:
-        """Whether a plan moves or recomputes anything of the step under way, which may fit for that reason alone."""
+        """Whether a plan moves or recomputes anything of the step under way, which may not fit without it."""
         return self.kind.plan is not None and not self.kind.plan.idle
 
     @property
@@ -144,17 +133,22 @@ class Planner:
 
     def begin_forward(self, key: Hashable) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
-        kind = self._kinds.setdefault(key, Kind())
+        kind = self._kinds.pop(key, Kind())
+        self._kinds[key] = kind  # at the end: the last that was called is the last to be forgotten
         if self._now is not None and max(len(self._now.saved), len(self._now.visits)) > _MOST_WATCHED:
             self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
+        if self._strict and kind.plan is not None and not kind.plan.fits:
+            facts = replace(kind.plan.facts, cap=self._cap(len(kind.plan.facts.saved)))
+            plan = self._decide(facts, self._write_behind.look_at_room())  # the disk and the day have room again, maybe
+            self._set(kind, plan)
+            if not plan.fits:
+                raise BudgetError(plan.shortfall())
         self._begin(kind)
         self._block = OUTSIDE
-        if self._strict and kind.plan is not None and not kind.plan.fits:
-            raise BudgetError(kind.plan.shortfall())
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
@@ -163,6 +157,7 @@ class Planner:
         """Take the step under way for one of this kind, from here on."""
         self.kind, plan = kind, kind.plan
         self._write_behind.plan_bytes = sum(kind.sends.values())
+        self._write_behind.plan_largest_bytes = 0 if plan is None else plan.facts.largest_bytes
         self._write_behind.trial_bytes = kind.block_bytes if plan is None and not self._lossy else 0
         if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
             replay_bytes = plan.facts.replay_bytes(plan.recomputed)
@@ -173,6 +168,7 @@ class Planner:
         self._forwards.remove()
         self._block = OUTSIDE
 
+    @interrupts.lets_through
     def _survey(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that may be a block; count what it saves."""
         seen = self._seen()
@@ -182,6 +178,7 @@ class Planner:
         finally:
             seen.inside[module] = seen.inside.get(module, 0) + seen.nbytes - before
 
+    @interrupts.lets_through
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block: as it is, again in backward, or to be tried."""
         if self._block != OUTSIDE or not torch.is_grad_enabled() or transforming():
@@ -197,6 +194,7 @@ class Planner:
         finally:
             self._block, seen.near = OUTSIDE, by_storage(out)
 
+    @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         seen, kind = self._seen(), self.kind
         if kind.plan is not None:
@@ -332,6 +330,7 @@ class Planner:
             kind.plan, kind.sends, kind.places, kind.course = None, {}, Places(), None
             kind.departures += 1
             return
+        kind.departures = 0
         drift = link.times(plan.facts.link)
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
         plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))

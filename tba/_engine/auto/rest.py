@@ -9,7 +9,7 @@ of the model begins:
   hooks on.
 
 Hooks that are on cost each saved tensor some microseconds; a run that fits then pays for nothing, as its hooks are off.
-Where bytes are limited by a setting they stay on, as nothing else can hold it, but only count (`Light`).
+Under a limit that was set they stay on, since only they can keep to it, but they only count (`Light`).
 """
 
 from __future__ import annotations

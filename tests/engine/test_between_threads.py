@@ -1,0 +1,102 @@
+"""What one thread does with a record while another waits for room to send it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.engine import Gate, activation, chain, engine
+from support.exactness import assert_bit_equal
+
+NBYTES = 4096
+
+
+def _tanh(x: Tensor, length: int) -> Tensor:
+    for _ in range(length):
+        x = x.tanh()  # no code of a program's own, which would get memory of its own
+    return x.sum()
+
+
+@pytest.mark.parametrize("length", [3, 2, 1])
+def test_backward_keeps_what_another_thread_waits_to_send(scratch: Path, length: int) -> None:
+    gate = Gate("write")
+    with engine(scratch, gate, staging_bytes=NBYTES, prefetch_bytes=length * NBYTES) as offload:
+        leaf, x = activation(NBYTES // 4)
+        with offload:
+            y = _tanh(x, length)  # all of it is held back
+
+        def forward() -> None:
+            with offload:
+                chain(activation(NBYTES // 4, seed=1)[1], 6)
+
+        other = threading.Thread(target=forward)
+        other.start()
+        until_s = time.monotonic() + 30
+        while not offload._saver.mover.staging.waiters:  # with a record that is neither held nor on its way
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+        threading.Timer(0.1, gate.open).start()  # backward may have to wait for room as well
+        (first,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        other.join()
+        (second,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        offload.flush()
+        (third,) = torch.autograd.grad(y, leaf)
+        plain_leaf, plain = activation(NBYTES // 4)
+        (expected,) = torch.autograd.grad(_tanh(plain, length), plain_leaf)
+        for found in (first, second, third):
+            assert_bit_equal(found, expected)
+        del y
+        assert offload.stats().resident_bytes == 0
+
+
+def test_what_another_thread_has_brought_meanwhile_counts_once(scratch: Path) -> None:
+    with engine(scratch, prefetch_bytes=NBYTES) as offload:
+        leaf, x = activation(NBYTES // 4)
+        with offload:
+            y = chain(x, 6).sum()
+        offload.flush()
+        read_ahead = offload._saver.read_ahead
+        make_room = read_ahead._make_room
+
+        def meanwhile(wanted: Any, *others: Any, **named: Any) -> bool:
+            read_ahead._make_room = make_room  # type: ignore[method-assign]
+            read_ahead._bring(wanted)
+            return make_room(wanted, *others, **named)
+
+        read_ahead._make_room = meanwhile  # type: ignore[method-assign]
+        y.backward()
+        assert read_ahead._make_room == make_room
+        del y, x
+        assert leaf.grad is not None
+        assert offload.stats().resident_bytes == read_ahead.nbytes == 0
+
+
+def test_what_is_asked_for_while_its_write_waits_for_room_stays(scratch: Path) -> None:
+    with engine(scratch, prefetch_bytes=NBYTES) as offload:
+        leaf, x = activation(NBYTES // 4)
+        with offload:
+            y = _tanh(x, 1)
+        saver = offload._saver
+        (record,) = (reference() for reference in saver.read_ahead.records.values())
+        assert record is not None
+        staging = saver.mover.staging
+
+        def ask(*_: int) -> bool:  # as another thread's backward does, while this one waits
+            assert saver.read_ahead.bring(record, -1)
+            return True
+
+        staging.has_room, staging.wait_for_room = (lambda *_: False), ask  # type: ignore[method-assign]
+        saver.write_behind.send_all()
+        del staging.has_room, staging.wait_for_room
+        offload.flush()
+        (found,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        plain_leaf, plain = activation(NBYTES // 4)
+        (expected,) = torch.autograd.grad(_tanh(plain, 1), plain_leaf)
+        assert_bit_equal(found, expected)
+        assert offload.stats().written_bytes == 0

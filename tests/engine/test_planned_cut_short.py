@@ -1,0 +1,85 @@
+"""Plans and forwards that end early: by an interrupt, or without a backward."""
+
+from __future__ import annotations
+
+import copy
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, saved_bytes
+from tba import Offloader, attach
+
+
+def test_a_copy_after_an_interrupted_forward_has_weights_of_its_own(scratch: Path) -> None:
+    """PyTorch calls no closing hook of a module whose forward ended in a KeyboardInterrupt."""
+    training = Training()
+    offload = attach(training.model, memory_budget=int(0.4 * saved_bytes()), storage_paths=scratch, **SLOW)
+    for number in range(6):
+        training.step(number=number)
+    assert offload.plan is not None
+    assert offload.plan.recomputed
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    interrupting = training.model.head.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        training.step(number=6)
+    interrupting.remove()
+    copied = copy.deepcopy(training.model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+        assert not copied(torch.ones(ROWS, WIDTH)).any()
+    assert all("forward" not in vars(module) for model in (training.model, copied) for module in model.modules())
+    offload.close()
+
+
+def test_an_interrupt_stops_the_block_that_runs(auto: Callable[..., Offloader]) -> None:
+    went_on = []
+
+    class Struck(Block):
+        def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+            if strikes:
+                signal.raise_signal(signal.SIGINT)
+                went_on.append(True)
+            return super().forward(x)
+
+    strikes = False
+    training = Training(Struck)
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for number in range(6):  # surveyed, tried, by plan
+            strikes = True
+            with pytest.raises(KeyboardInterrupt), offload:
+                training.step(number=number)
+            strikes = False
+            with offload:
+                training.step(number=number)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert not went_on
+
+
+def test_forwards_without_a_backward_do_not_end_planning(auto: Callable[..., Offloader]) -> None:
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+    for number in range(6):
+        for _ in range(5):
+            with offload:
+                training.step(number=number)
+        with offload:
+            training.model(torch.zeros(ROWS, WIDTH))  # a loss that is not finite, say
+    planner = offload._saver.planner
+    assert planner is not None
+    for _ in range(5):
+        with offload:
+            training.step()
+    assert any(kind.plan is not None for kind in planner._kinds.values())
