@@ -138,6 +138,7 @@ class Model(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(4))
         self.calls: list[str] = []
+        self.copies: list[int] = []
 
     def forward(self, x: Tensor, fail: bool = False) -> Tensor:
         self.calls.append("forward")
@@ -148,8 +149,13 @@ class Model(nn.Module):
 
 def tied() -> tuple[Model, Callable[[], None]]:
     model = Model()
-    calls = model.calls
-    return model, module_hooks.tie(model, lambda *_: calls.append("enter"), lambda: calls.append("leave"))
+    calls, copies = model.calls, model.copies
+    enter, leave, copied = (
+        (lambda *_: calls.append("enter")),
+        (lambda: calls.append("leave")),
+        (lambda: copies.append(1)),
+    )
+    return model, module_hooks.tie(model, enter, leave, copied)
 
 
 def test_enter_and_leave_with_each_forward_until_untied() -> None:
@@ -173,7 +179,8 @@ def test_leave_after_a_forward_that_raises() -> None:
 def test_enter_comes_before_the_hooks_that_were_there() -> None:
     model = Model()
     model.register_forward_pre_hook(lambda *_: model.calls.append("theirs"))
-    module_hooks.tie(model, lambda *_: model.calls.append("enter"), lambda: model.calls.append("leave"))
+    enter, leave = (lambda *_: model.calls.append("enter")), (lambda: model.calls.append("leave"))
+    module_hooks.tie(model, enter, leave, lambda: None)
     model(torch.ones(4))
     assert model.calls == ["enter", "theirs", "forward", "leave"]
 
@@ -202,6 +209,7 @@ def test_a_copy_is_not_tied_and_works(copying: Callable[[nn.Module], nn.Module])
     assert_bit_equal(copied(x), Model()(x))
     assert copied.calls == ["forward"]
     assert model.calls == []
+    assert model.copies
     model(x)
     assert model.calls == ["enter", "forward", "leave"]
     untie()
