@@ -161,13 +161,13 @@ class HookArm:
         return answer
 
     def close(self) -> dict[str, Any]:
-        """Close both offloaders; return counters that show that each kind is what its name says."""
+        """Close all offloaders; return counters that show that each kind is what its name says."""
         counters = {}
         fields = ("saved_bytes", "weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes", "read_bytes")
         offloads = {"moves": self.moves, "passes": self.passes, **self.chains, **self.light}
         for name, offload in offloads.items():
             stats, before = offload.stats(), self.before.get(name)
-            counters[name] = {field: getattr(stats, field) - (getattr(before, field, 0)) for field in fields}
+            counters[name] = {field: getattr(stats, field) - getattr(before, field, 0) for field in fields}
             offload.close()
         return counters
 

@@ -85,8 +85,7 @@ class ReadAhead:
             return
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:
-            reference = self.records.get(number)
-            record = reference() if reference is not None else None
+            record = self._record(number)
             if record is None or record.state in (POISONED, DERIVED) or self._is_here(record):
                 walk.take()
                 continue
@@ -140,19 +139,13 @@ class ReadAhead:
         self._walks.clear()
         if self._write_behind.limited:
             for number in list(self._members):
-                self._let_go(number)
+                if (record := self._record(number)) is not None:
+                    self._evict(record, waits=False)
 
-    def _let_go(self, number: int) -> None:
+    def _record(self, number: int) -> Record | None:
+        """Find a record that lives."""
         reference = self.records.get(number)
-        record = reference() if reference is not None else None
-        if record is None or record.state is READING:
-            return
-        self._leave(number)
-        record.want(False)
-        if record.state is RESIDENT and record.write is None:
-            self._write_behind.hold_again(record)
-        else:
-            record.drop()
+        return reference() if reference is not None else None
 
     def _bring(self, record: Record) -> None:
         if self._is_here(record):
@@ -177,8 +170,7 @@ class ReadAhead:
     def _still_out_bytes(self) -> int:
         """Bytes of what counts here and is still on its way out, where it counts too."""
         for number in list(self._out):
-            reference = self.records.get(number)
-            record = reference() if reference is not None else None
+            record = self._record(number)
             if record is None or record.state is not WRITING:
                 del self._out[number]
         return sum(self._out.values())
@@ -198,8 +190,7 @@ class ReadAhead:
         alone = not self._write_behind.limited  # then what is larger than the budget may be read ahead on its own
         for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
             for number in list(members):
-                reference = self.records.get(number)
-                record = reference() if reference is not None else None
+                record = self._record(number)
                 if record is None or record is current:
                     continue
                 need -= self._evict(record)
@@ -207,8 +198,11 @@ class ReadAhead:
                     return True
         return alone and not self.nbytes
 
-    def _evict(self, record: Record) -> int:
-        """Evict a record; returns the bytes this frees (soon, where they are still to be written)."""
+    def _evict(self, record: Record, *, waits: bool = True) -> int:
+        """Evict a record; returns the bytes this frees (soon, where they are still to be written).
+
+        What the store does not have is sent, which may wait for room; unless it `waits`, it is held again instead.
+        """
         nbytes = self._members.get(record.number, 0)
         if record.state is READING:
             return 0  # its memory cannot be taken from under the transfer
@@ -217,6 +211,9 @@ class ReadAhead:
         elif record.state in IN_MEMORY and record.write is None:
             self._leave(record.number)  # before the write: it counts as in flight then
             record.want(False)
+            if not waits:
+                self._write_behind.hold_again(record)
+                return 0
             return nbytes if self._mover.send(record) is None else 0
         else:
             record.drop()

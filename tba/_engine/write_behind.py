@@ -192,7 +192,7 @@ class WriteBehind:
         room_bytes = max(0, self._limit_bytes - self._beside_bytes - self.nbytes)
         if self.limited and not staging.has_room(0, room_bytes):
             begun_s = time.perf_counter()
-            staging.wait_for_room(0, max(0, self._limit_bytes - self._beside_bytes - self.nbytes))
+            staging.wait_for_room(0, room_bytes)
             ended_s = time.perf_counter()
             self._mover.cost.waited_s += ended_s - begun_s
             self._counters.backpressure_s += ended_s - begun_s
