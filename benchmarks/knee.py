@@ -99,7 +99,8 @@ def run_knee(
 
 _NOTE = (
     "Predicted: from the times at which a step whose limit never binds (100 GB/s) saves its tensors and asks for them, "
-    "with what may be under way and read ahead: the rate at which it waits for half a percent of its time. The paper's "
+    "what each byte that moves takes from it, and what may be under way and read ahead: the rate at which a step that "
+    "moves all waits for half a percent of its time. The paper's "
     "rule: bytes saved over half of the step. Measured: where the line of waiting over 1 / rate leaves what that limit "
     "waits for, by half a percent of the step. A link with a limit writes record by record, a free one in bursts."
 )

@@ -1,7 +1,8 @@
 """Link need: bytes per second that a link has to carry for a step that moves all it saves to hardly wait. Pure.
 
 Writes begin when a tensor is saved, reads have to end when it is asked for; each direction has a window: bytes that may
-be under way, or read ahead. Reads are writes seen backwards: what is asked for last could be read first.
+be under way, or read ahead. Reads are writes seen backwards: what is asked for last could be read first. What moves
+takes time from the computation, on any link: so much later is what follows.
 """
 
 from __future__ import annotations
@@ -26,14 +27,29 @@ def needed_bytes_per_s(plan: Plan) -> float:
     moved = list(facts.order_wanted)
     while moved and held + facts.saved[moved[0]].nbytes <= facts.read_ahead_bytes:
         held += facts.saved[moved.pop(0)].nbytes
-    writes = [(facts.saved[index].saved_s, facts.saved[index].nbytes) for index in sorted(moved)]
-    reads = [(facts.backward_s - facts.saved[index].wanted_s, facts.saved[index].nbytes) for index in reversed(moved)]
+    taken_s = facts.link.step_s_per_byte / 2  # a byte moved one way, from the computation
+    writes = slowed([(facts.saved[index].saved_s, facts.saved[index].nbytes) for index in sorted(moved)], taken_s)
+    reads = slowed(
+        [(facts.backward_s - facts.saved[index].wanted_s, facts.saved[index].nbytes) for index in reversed(moved)],
+        taken_s,
+    )
+    moved_bytes = sum(nbytes for _, nbytes in writes)
+    hardly_s = HARDLY * (facts.step_s + 2 * taken_s * moved_bytes)
     low, high = math.log(_LEAST), math.log(_MOST)
     while high - low > 0.001:
         rate = math.exp((low + high) / 2)
         waits_s = waiting_s(writes, rate, facts.link.in_flight_bytes) + waiting_s(reads, rate, facts.read_ahead_bytes)
-        low, high = (low, math.log(rate)) if waits_s <= HARDLY * facts.step_s else (math.log(rate), high)
+        low, high = (low, math.log(rate)) if waits_s <= hardly_s else (math.log(rate), high)
     return math.exp(high)
+
+
+def slowed(arrivals: Sequence[tuple[float, int]], taken_s: float) -> list[tuple[float, int]]:
+    """Return when bytes come to be carried if each byte before them has taken `taken_s` from the computation."""
+    before_bytes, found = 0, []
+    for at_s, nbytes in arrivals:
+        found.append((at_s + taken_s * before_bytes, nbytes))
+        before_bytes += nbytes
+    return found
 
 
 def rule_of_thumb_bytes_per_s(plan: Plan) -> float:

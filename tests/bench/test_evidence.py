@@ -17,7 +17,7 @@ from benchmarks._report.curve import best_within, curve_bars
 from benchmarks._report.results import Grid, Result, file_result
 from benchmarks._report.steps import Measured
 from benchmarks._workload.families import BY_SIZE, FAMILIES, blocks
-from benchmarks._workload.link_need import begins_to_wait, waiting_s
+from benchmarks._workload.link_need import begins_to_wait, slowed, waiting_s
 from benchmarks.all import run_all
 from benchmarks.report import run_report
 from benchmarks.rok import CARD, make_arms
@@ -212,6 +212,10 @@ def test_waiting_for_a_link() -> None:
     assert waiting_s(arrivals, 5.0, 10) == 4.0
     assert waiting_s(arrivals, 5.0, 20) == 2.0  # one more may be under way
     assert waiting_s(arrivals, 5.0, 30) == 0.0
+    # Half a second of the computation for 10 bytes that move leaves a link of 5 half a second less to be late.
+    slow = slowed(arrivals, 0.05)
+    assert slow == [(1.5 * second, 10) for second in range(5)]
+    assert waiting_s(slow, 5.0, 10) == 2.0
     # Waiting of 40 s * MB / rate - 2 s: begins at 20 MB/s, and is half of the floor, 0.5 s, at 16 MB/s.
     rates = [1e6, 2e6, 4e6, 5e6, 8e6, 20e6, 40e6]
     waited = [max(0.0, 40e6 / rate - 2) for rate in rates]
