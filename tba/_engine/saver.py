@@ -254,9 +254,9 @@ class Saver(ForkAware):
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
                 light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
-                self.planner.begin_forward(key)
                 if self._remains:
                     self.settle()
+                self.planner.begin_forward(key)
                 # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
                 self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)
         return rests and not self.rest.counts

@@ -83,3 +83,21 @@ def test_forwards_without_a_backward_do_not_end_planning(auto: Callable[..., Off
         with offload:
             training.step()
     assert any(kind.plan is not None for kind in planner._kinds.values())
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])  # surveyed, watched, planned
+def test_a_forward_without_a_backward_is_no_part_of_the_step_that_follows(
+    auto: Callable[..., Offloader], step: int
+) -> None:
+    planned_bytes = set()
+    for forwards in (0, 1):
+        training = Training()
+        offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+        for number in range(6):
+            with offload:
+                for _ in range(forwards if number == step else 0):
+                    training.model(torch.zeros(ROWS, WIDTH))
+                training.step(number=number)
+            if offload.plan is not None:
+                planned_bytes.add(offload.plan.facts.saved_bytes)
+    assert len(planned_bytes) == 1

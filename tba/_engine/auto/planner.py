@@ -135,7 +135,8 @@ class Planner:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
         kind = self._kinds.pop(key, Kind())
         self._kinds[key] = kind  # at the end: the last that was called is the last to be forgotten
-        if self._now is not None and max(len(self._now.saved), len(self._now.visits)) > _MOST_WATCHED:
+        seen = self._now
+        if seen is not None and (seen.in_vain or max(len(seen.saved), len(seen.visits)) > _MOST_WATCHED):
             self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
