@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 from .._plan.policy import read_burst_bytes
@@ -33,7 +33,7 @@ class ReadAhead:
     """
 
     def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
-        self.records: dict[int, weakref.ref[Record]] = {}
+        self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
         self.nbytes = 0
         self.step_number = 0
         self._mover = mover

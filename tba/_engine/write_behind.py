@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,8 @@ class WriteBehind:
         self._counters = counters
         self._progress = Progress(config.tier, counters)
         self._model = model
-        self.members: dict[int, tuple[weakref.ref[Record], int]] = {}  # by number, oldest first: bytes of each
+        # By number, oldest first: bytes of each. In a dict, what has left would be passed on the way to the oldest.
+        self.members: OrderedDict[int, tuple[weakref.ref[Record], int]] = OrderedDict()
         self._adapts = config.tier == "auto"
         self.limited = self._adapts and config.memory_budget is not None
         self._devices: set[torch.device] = set()  # of what was held so far: the one with least room left decides
@@ -88,7 +90,8 @@ class WriteBehind:
 
     def hold_again(self, record: Record) -> None:
         """Hold a record that backward has had and its graph still owns; it is the first to go."""
-        self.members = {record.number: (record.ref, record.nbytes), **self.members}
+        self.members[record.number] = record.ref, record.nbytes
+        self.members.move_to_end(record.number, last=False)
         self.nbytes += record.nbytes
 
     @property
