@@ -69,7 +69,7 @@ def on_device(owner: object) -> bool:
 class Location(NamedTuple):
     """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
 
-    `checksum` is that of its bytes; None without checksums.
+    `checksum` is that of its bytes, or of a sample of them; None in stores that compare nothing.
     """
 
     offset: int

@@ -190,7 +190,7 @@ class OffloadConfig(BaseModel):
     io_threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=256)] | None = None
     """Count of I/O workers per storage path. None: 2, but 1 where tensors are on a CPU of fewer than 8 cores."""
     checksum: bool = False
-    """Verify every read against a checksum made when it was written."""
+    """Hash every byte that is written, not a sample with a line of each page, and verify it when it is read."""
     io_timeout: Seconds = 60.0
     """Seconds without a byte moved after which a transfer has failed."""
     max_write_rate: Rate | None = None

@@ -22,6 +22,7 @@ from .._errors import ShortTransfer
 from .._extents import align_up
 from .._ticket import Ticket
 from . import layout
+from .checksum import Digest
 from .scratch import ScratchFile
 from .space import EXTENT_ALIGNMENT, Space, extent_of
 from .syscalls import Syscalls
@@ -38,15 +39,22 @@ class BatchWriter:
         space: of it.
         syscalls: to write with.
         memory: gives the address of so many bytes of the calling worker's own, aligned to a page.
+        digest: of what is written.
     """
 
     def __init__(
-        self, open_file: Callable[[], ScratchFile], space: Space, syscalls: Syscalls, memory: Callable[[int], int]
+        self,
+        open_file: Callable[[], ScratchFile],
+        space: Space,
+        syscalls: Syscalls,
+        memory: Callable[[int], int],
+        digest: Digest,
     ) -> None:
         self._open_file = open_file
         self._space = space
         self._syscalls = syscalls
         self._memory = memory
+        self._digest = digest
 
     def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
         if not another.nbytes or another.waits:  # nothing to move, or not yet
@@ -56,7 +64,7 @@ class BatchWriter:
 
     def write(self, tickets: Sequence[Ticket]) -> None:
         file, space = self._open_file(), self._space
-        locations = [extent_of(ticket, file.alignment) for ticket in tickets]
+        locations = [self._location(ticket, file.alignment) for ticket in tickets]
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:
@@ -71,6 +79,11 @@ class BatchWriter:
             ticket.location = location._replace(offset=offset)
             ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
             offset += location.length
+
+    def _location(self, ticket: Ticket, block: int) -> Location:
+        """Lay out its extent, which has no place in the file yet."""
+        assert ticket.buffer is not None
+        return extent_of(ticket, block)._replace(checksum=self._digest(ticket.buffer.address, ticket.buffer.nbytes))
 
     def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[layout.Piece]:
         """All extents, one behind another, in file order."""

@@ -34,6 +34,7 @@ from campaigns.faults.small_disk import NotAllowed, small_disk
 from campaigns.faults.trial import Outcome, run_trial
 from campaigns.runner import Runner
 from io_backends import PosixStore
+from io_backends._file import checksum
 from io_backends.testing import FaultyStore
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -151,7 +152,11 @@ def test_draws_repeat_and_reach_everything() -> None:
         (case_of("torn", amount=0.6), "raised", "0 of .* bytes moved"),
         (case_of("interrupted", count=5), "exact", ""),
         (case_of("flipped", checksum=True, count=ALWAYS), "raised", "checksum"),
-        (case_of("flipped", checksum=True, call="write", on_disk=True, count=ALWAYS), "raised", "checksum"),
+        (case_of("flipped", checksum=True, call="write", where=0.0, on_disk=True, count=ALWAYS), "raised", "checksum"),
+        (case_of("lost", count=ALWAYS), "raised", "checksum"),
+        (case_of("lost", call="write", where=0.0, count=ALWAYS), "raised", "checksum"),
+        (case_of("misplaced", call="write", where=0.0, count=ALWAYS), "raised", "checksum"),
+        (case_of("misplaced"), "raised", "checksum"),
         (case_of("dying worker"), "raised", "could not be read back: .*"),
         (case_of("directory gone", call="before"), "exact", ""),
         (case_of("directory gone", call="after"), "exact", ""),
@@ -186,8 +191,9 @@ def test_cutting_a_vector() -> None:
 # -- what the campaign must notice -----------------------------------------------------------------------------------
 
 
-def test_it_notices_a_wrong_gradient(scratch: Path) -> None:
-    outcome = run_trial(case_of("flipped", count=ALWAYS), scratch)  # no checksum: the flipped bits arrive
+def test_it_notices_a_wrong_gradient(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksum, "sampled", lambda address, nbytes: 0)  # so that the flipped bits arrive
+    outcome = run_trial(case_of("flipped", count=ALWAYS), scratch)
     assert outcome.verdict == "wrong"
     assert "loss and gradients" in outcome.detail
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from io_backends import (
+    Corrupted,
     PosixStore,
     StoreBroken,
     StoreClosed,
@@ -24,7 +25,7 @@ from io_backends import (
 from io_backends._extents import align_up
 from io_backends._file.batch_writer import MOST_BYTES, MOST_TICKETS
 from io_backends._testing.probe import Gate, error_of
-from support.stores import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, pattern_at, read_back, write
+from support.stores import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
 
 MIB = 1 << 20
 REAL = Syscalls()
@@ -197,16 +198,27 @@ def test_what_has_to_wait_for_something_goes_alone_and_in_its_turn(store: PosixS
     assert order == ["after 1 calls"]
 
 
-@pytest.mark.parametrize("setting", [{"checksum": True}, {"write_rate_bytes_per_s": 1e9}])
-def test_a_store_that_looks_at_each_byte_or_counts_them_gathers_nothing(
-    scratch: Path, calls: Calls, setting: dict[str, float]
-) -> None:
-    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), **setting)  # type: ignore[arg-type]
+def test_a_store_that_paces_its_bytes_gathers_nothing(scratch: Path, calls: Calls) -> None:
+    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), write_rate_bytes_per_s=1e9)
     arrays = arrays_of([(64, MIB)] * 3)
     tickets = queued(store, arrays)
     assert len(calls.seen) == 3
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
+    store.close()
+
+
+@pytest.mark.parametrize("checksum", [True, False])
+def test_each_of_many_has_its_own_checksum(scratch: Path, calls: Calls, checksum: bool) -> None:
+    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), checksum=checksum)
+    arrays = arrays_of()
+    tickets = queued(store, arrays)
+    assert len(calls.seen) == 1
+    for ticket, array in zip(tickets, arrays, strict=True):
+        assert np.array_equal(read_back(store, ticket), array)
+    first, second = (tickets[index].location for index in (0, 1))
+    with pytest.raises(Corrupted):
+        store.read(first._replace(offset=second.offset), buffer_of(empty_at(0, MIB))).wait(WAIT_S)
     store.close()
 
 

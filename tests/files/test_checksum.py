@@ -1,4 +1,4 @@
-"""Checksums: a changed bit anywhere is found on reading and named, and nothing else changes."""
+"""Checksums: a changed bit anywhere, or by sample a changed page, is found on reading and named; else all is alike."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from io_backends._file import checksum
 from support.stores import WAIT_S, Pieces, buffer_of, empty_at, pattern_at, read_back, write
 
 MIB = 1 << 20
+PAGE = 4096
 REAL = Syscalls()
 
 
@@ -52,7 +53,7 @@ def store(scratch: Path, flipping: Flipping) -> Iterator[PosixStore]:
 def test_the_digest_is_xxh3_over_the_memory_itself() -> None:
     array = pattern_at(3, 100_000)
     for begin, end in ((0, 100_000), (1, 2), (77, 4000)):
-        found = checksum.digest()(array.ctypes.data + begin, end - begin)
+        found = checksum.every_byte()(array.ctypes.data + begin, end - begin)
         assert found == xxhash.xxh3_64_intdigest(array[begin:end].tobytes())
 
 
@@ -100,14 +101,33 @@ def test_what_another_write_put_there_is_found(store: PosixStore, scratch: Path)
         store.read(stolen, buffer_of(target)).wait(WAIT_S)
 
 
-def test_without_checksums_nothing_is_hashed(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "digest", None)
-    store = PosixStore(scratch)
-    array = pattern_at(3, 5000)
+@pytest.mark.parametrize("nbytes", [1, 31, 32, 5000, 4 * MIB + 3])
+@pytest.mark.parametrize("skew", [0, 100, 4095])
+def test_by_sample_any_page_is_found_that_holds_other_bytes(
+    scratch: Path, flipping: Flipping, skew: int, nbytes: int
+) -> None:
+    """The first, the last and some between, each with all its bytes inverted, as when its write was lost."""
+    store = PosixStore(scratch, syscalls=Syscalls(preadv=flipping))
+    array = pattern_at(skew, nbytes)
     ticket = write(store, array)
-    assert ticket.location.checksum is None
+    location = ticket.location
+    first = location.offset // PAGE
+    last = (location.offset + location.skew + nbytes - 1) // PAGE
+    for page in {first, last, *range(first, last + 1, 97)}:
+        flipping.masks = dict.fromkeys(range(page * PAGE, (page + 1) * PAGE), 0xFF)
+        with pytest.raises(Corrupted, match=f"written with {location.checksum:016x}"):
+            read_back(store, ticket)
+    flipping.masks = {}
     assert np.array_equal(read_back(store, ticket), array)
     store.close()
+
+
+def test_by_sample_little_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    monkeypatch.setattr(checksum.zlib, "crc32", lambda data, start=0: hashed.append(len(data)) or start)
+    array = pattern_at(3, 4 * MIB)
+    checksum.sampled(array.ctypes.data, array.nbytes)
+    assert sum(hashed) < array.nbytes / 100
 
 
 def test_a_missing_package_is_named(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

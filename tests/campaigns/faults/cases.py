@@ -50,6 +50,8 @@ KINDS = {
     "torn": Kind(seam="system call", weight=6),  # stops inside a block, or moves nothing, without an error
     "interrupted": Kind(seam="system call", weight=4, calls=("write", "read", "fallocate"), survived=True),
     "flipped": Kind(seam="system call", weight=10),
+    "lost": Kind(seam="system call", weight=6),  # nothing moves, and the system says that all did
+    "misplaced": Kind(seam="system call", weight=6),  # to or from the page beside
     "slow device": Kind(seam="system call", weight=3, survived=True),
     "hanging device": Kind(seam="system call", weight=2),
     "dying worker": Kind(seam="system call", weight=6),

@@ -148,6 +148,8 @@ class Sabotage:
             "torn",
             "interrupted",
             "flipped",
+            "lost",
+            "misplaced",
             "slow device",
             "hanging device",
         )
@@ -168,6 +170,10 @@ class Sabotage:
                 return real(fd, cut(pieces, int(case.amount * asked) // _BLOCK * _BLOCK or _BLOCK), at)
             case "torn":  # inside a block, from where direct I/O cannot go on; a buffered file could
                 return real(fd, pieces, at) - 1 if case.direct and case.amount < 0.5 else 0
+            case "lost":
+                return asked
+            case "misplaced":
+                return real(fd, pieces, at - _BLOCK if at >= _BLOCK else at + _BLOCK)
             case "slow device":
                 time.sleep(_LATE_S * case.amount)
             case "hanging device":
