@@ -81,6 +81,7 @@ def offload_context(
     settings = _resolve(tier, compress, config, overrides)
     offloader = known.by_settings.get(settings)
     if offloader is None or offloader.closed:
+        known.by_settings = {each: open_ for each, open_ in known.by_settings.items() if not open_.closed}
         offloader = known.by_settings[settings] = Offloader(model, settings)
     known.asked, known.given = asked, offloader
     return offloader

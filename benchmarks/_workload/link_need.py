@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -45,11 +46,8 @@ def needed_bytes_per_s(plan: Plan) -> float:
 
 def slowed(arrivals: Sequence[tuple[float, int]], taken_s: float) -> list[tuple[float, int]]:
     """Return when bytes come to be carried if each byte before them has taken `taken_s` from the computation."""
-    before_bytes, found = 0, []
-    for at_s, nbytes in arrivals:
-        found.append((at_s + taken_s * before_bytes, nbytes))
-        before_bytes += nbytes
-    return found
+    before_bytes = accumulate((nbytes for _, nbytes in arrivals), initial=0)
+    return [(at_s + taken_s * before, nbytes) for (at_s, nbytes), before in zip(arrivals, before_bytes, strict=False)]
 
 
 def rule_of_thumb_bytes_per_s(plan: Plan) -> float:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba as nb  # type: ignore[import-not-found, import-untyped, unused-ignore]
+import numba as nb  # type: ignore[import-not-found, import-untyped, unused-ignore]  # an extra, and without types
 import numpy as np
 import torch
 from torch import Tensor
