@@ -64,6 +64,9 @@ def auto(
     rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
     starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
     rate: Annotated[str | None, typer.Option(help="Limit the link to so much a second, such as 100MB.")] = None,
+    regions: Annotated[
+        str, typer.Option(help="Modules to recompute instead of blocks, in arms of their own, such as LlamaMLP.")
+    ] = "",
     threads: Threads = 2,
     quick: Quick = False,
 ) -> Result:
@@ -78,10 +81,10 @@ def auto(
         limit = None if rate is None else parse_rate(rate)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    asked = {"threads": threads, "rate_bytes_per_s": limit, "regions": regions}
     if quick:
-        names, few = family or ["conv"], (0.4, 0.85)
-        return run_auto(names, rounds=1, starts=1, threads=threads, rate_bytes_per_s=limit, shares=few)
-    return run_auto(names, rounds=rounds, starts=starts, threads=threads, rate_bytes_per_s=limit)
+        return run_auto(family or ["conv"], rounds=1, starts=1, shares=(0.4, 0.85), **asked)
+    return run_auto(names, rounds=rounds, starts=starts, **asked)
 
 
 @command(app)

@@ -38,14 +38,25 @@ def run_auto(
     threads: int,
     rate_bytes_per_s: float | None = None,
     shares: Sequence[float] = SHARES,
+    regions: str = "",
 ) -> Result:
-    """Measure every family at each share; `rate_bytes_per_s` limits the link, for each direction on its own."""
+    """Measure every family at each share.
+
+    Args:
+        families: names of `FAMILIES`.
+        rounds: timed steps of each arm, in each of `starts` sets of processes.
+        starts: sets of processes.
+        threads: of a step.
+        rate_bytes_per_s: limits the link, for each direction on its own.
+        shares: budgets, of what a plain step saves.
+        regions: modules that may recompute instead of the blocks that are found, in arms of their own.
+    """
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     allocators: dict[str, str] = {}
     for family in families:
         saved_bytes = count_saved_bytes({"family": family}, threads)
-        specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s, shares)
+        specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s, shares, regions)
         arms = measure(specs, rounds=rounds, title=f"auto {family}", warm_up=_WARM_UP, starts=starts)
         bars = make_bars(arms, saved_bytes)
         about = arms[PLAIN].about["family"]
@@ -66,15 +77,22 @@ def run_auto(
         allocators |= {name: arm.allocator for name, arm in arms.items()}
     environment = environment_block(allocators, threads=threads)
     environment["processes"] = f"{starts} of each arm, one after another"
-    theme = "auto" if rate_bytes_per_s is None else f"auto-{rate_bytes_per_s / 1e6:.0f}MBps"
+    theme = "auto" + (f"-{regions}" if regions else "")
+    if rate_bytes_per_s is not None:
+        theme += f"-{rate_bytes_per_s / 1e6:.0f}MBps"
     found = {"families": data, "rate_bytes_per_s": rate_bytes_per_s}
     return Result(theme=theme, tables=tables, data=found, environment=environment)
 
 
 def make_arms(
-    family: str, threads: int, saved_bytes: int, rate_bytes_per_s: float | None, shares: Sequence[float] = SHARES
+    family: str,
+    threads: int,
+    saved_bytes: int,
+    rate_bytes_per_s: float | None,
+    shares: Sequence[float] = SHARES,
+    regions: str = "",
 ) -> list[Spec]:
-    """List the arms: fixed policies, and `auto` at each budget."""
+    """List the arms: fixed policies, and `auto` at each budget, with `regions` as its blocks besides."""
     limits = {} if rate_bytes_per_s is None else {"max_write_rate": rate_bytes_per_s, "max_read_rate": rate_bytes_per_s}
 
     def arm(name: str, *, checkpoint: bool = False, tier: str | None = None, **settings: Any) -> Spec:
@@ -87,6 +105,11 @@ def make_arms(
         arm(CHECKPOINT, checkpoint=True),
         arm(TBA, tier="auto", policy="tba"),
         *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in (*shares, FITS)),
+        *(
+            arm(f"{_auto(share)}, {regions}", tier="auto", memory_budget=int(share * saved_bytes), blocks=regions)
+            for share in shares
+            if regions
+        ),
     ]
 
 
@@ -116,6 +139,12 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
         bars.append(Bar(what=what, measured=median(found), limit=_IDLE_BAR, spread=doubt(found)))
         moved_bytes = fits.moved["written_bytes"] + fits.moved["read_bytes"]
         bars.append(Bar(what=f"{fits.name}, which fits: moved", measured=moved_bytes, limit=0.0, unit=" bytes"))
+    for arm in arms.values():
+        budget, _, regions = arm.name.partition(", ")
+        if regions:
+            found = ratios(arm.wall_s, arms[budget].wall_s)
+            what = f"{arm.name}: wall / {budget}"
+            bars.append(Bar(what=what, measured=median(found), limit=None, spread=doubt(found)))
     checkpoint = arms[CHECKPOINT]
     near = [arms[_auto(s)] for s in shares if arms[_auto(s)].peak_bytes <= _EQUAL * checkpoint.peak_bytes]
     if near:

@@ -41,10 +41,13 @@ def test_forecast_stands_beside_what_was_run(tmp_path: Path) -> None:
 
 
 def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
-    [family] = quick("auto", tmp_path)["families"].values()
+    [family] = quick("auto", tmp_path, "--regions", "GroupNorm")["families"].values()
     assert family["gradients_bit_equal"] is True
     arms = family["arms"]
-    assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", "auto 0.40", "auto 0.85", "auto 1.10"}
+    auto = {"auto 0.40", "auto 0.85", "auto 1.10", "auto 0.40, GroupNorm", "auto 0.85, GroupNorm"}
+    assert arms.keys() == {"plain", "nvme", "checkpoint", "tba", *auto}
+    blocks = [arms[name]["moved"]["blocks"] for name in ("auto 0.40", "auto 0.40, GroupNorm")]
+    assert blocks[1] == 2 * blocks[0]
     planned = arms["auto 0.40"]["moved"]
     assert planned["held_bytes_by_plan"] <= planned["budget_bytes"] < family["saved_bytes"]
     assert planned["moved_share"] + planned["recomputed"] > 0
