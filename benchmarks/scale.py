@@ -243,8 +243,8 @@ def _records_table(per_tensor: Mapping[int, Mapping[str, float]]) -> Grid:
     keys = ("plain_wall_us", "added_wall_us", "added_cpu_us")
     rows = [(f"{size:,}", *(f"{row[key]:.1f}" for key in keys)) for size, row in per_tensor.items()]
     note = (
-        "Tensors of 4 KiB, each written and read back; forward and backward on one thread, nothing computed between, "
-        "so that wall is what the disk takes for transfers one by one. CPU: of the calling thread."
+        "Tensors of 4 KiB, each written before backward begins, and read back; forward and backward on one thread, "
+        "nothing computed between, so that wall is what the disk takes for transfers. CPU: of the calling thread."
     )
     return Grid("By saved tensors", ("saved tensors", "plain us each", "nvme adds us each", "CPU us each"), rows, note)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,8 +15,12 @@ from .._arms.train import TrainArm, TrainOptions
 from .._processes.serve import Tell
 from .cgroup import enter
 
+if TYPE_CHECKING:
+    from tba import Offloader
+
 _FLOATS = 1024  # of a saved tensor: 4 KiB
-# Next to nothing is held back, so that every record goes through the file however short the chain is.
+# Next to nothing is held back, and what is on its way out when backward begins arrives first: else the fewer records a
+# chain has, the fewer of them would be read back.
 _WINDOW = {"min_tensor_bytes": 0, "prefetch_bytes": 16 * 4 * _FLOATS, "staging_bytes": 1 << 20}
 _LEAST = 2000  # saved tensors of a turn: short chains are repeated
 
@@ -56,12 +60,12 @@ class RecordsArm:
 
     def turn(self, index: int) -> dict[str, Any]:
         """Run every chain both ways."""
-        contexts: dict[str, AbstractContextManager[Any]] = {"plain": nullcontext(), "offload": self.offload}
+        contexts: dict[str, Offloader | None] = {"plain": None, "offload": self.offload}
         answer: dict[str, Any] = {name: {} for name in contexts}
         for size in self.sizes:
             times = max(1, _LEAST // size)
-            for name, context in contexts.items():
-                wall_s, cpu_s = zip(*(_chain_s(size, context) for _ in range(times)), strict=True)
+            for name, offload in contexts.items():
+                wall_s, cpu_s = zip(*(_chain_s(size, offload) for _ in range(times)), strict=True)
                 answer[name][str(size)] = {"wall": sum(wall_s) / times, "cpu": sum(cpu_s) / times}
         return answer
 
@@ -72,12 +76,14 @@ class RecordsArm:
         return {"read_bytes": stats.read_bytes, "offloaded_bytes": stats.offloaded_bytes}
 
 
-def _chain_s(size: int, context: AbstractContextManager[Any]) -> tuple[float, float]:
+def _chain_s(size: int, offload: Offloader | None) -> tuple[float, float]:
     leaf = torch.full((_FLOATS,), 0.5, requires_grad=True)
     begun_s, begun_cpu_s = time.perf_counter(), time.thread_time()
-    with context:
+    with offload or nullcontext():
         x = leaf
         for _ in range(size):
             x = torch.tanh(x)  # which saves its output
+    if offload is not None:
+        offload.flush()
     x.sum().backward()  # type: ignore[no-untyped-call]  # torch has no types for it
     return time.perf_counter() - begun_s, time.thread_time() - begun_cpu_s
