@@ -32,7 +32,8 @@ class Verdict:
     """What a trial has found.
 
     Attributes:
-        seconds: that the second run took; None if the block must not recompute.
+        seconds: that the second run took until it had saved the last tensor, which is where PyTorch ends a
+            recomputation; None if the block must not recompute.
         why_not: why, then.
     """
 
@@ -136,13 +137,19 @@ class Trial:
         kept.clear()
         buffers: list[tuple[Tensor, int, Tensor]] = []
         again_saved: list[tuple[Any, ...]] = []
+        begun_s = saved_s = 0.0
+
+        def note(tensor: Tensor) -> None:
+            nonlocal saved_s
+            saved_s = time.perf_counter()
+            again_saved.append(_shape(tensor))
+
         try:
             buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
             args, kwargs = tree_unflatten(leaves, form)
-            with state.restored(lambda tensor: again_saved.append(_shape(tensor))):
-                begun_s = time.perf_counter()
+            with state.restored(note):
+                begun_s = saved_s = time.perf_counter()
                 out = again(self._module, self._forward, args, kwargs)
-                seconds = time.perf_counter() - begun_s
         except Exception as error:
             self._tell(f"its second run raises {type(error).__name__}")
             return
@@ -159,7 +166,7 @@ class Trial:
         elif len(after) != len(before) or not all(map(_equal, before, after)):
             self._tell("its second run gives other values")
         else:
-            self._tell("", seconds)
+            self._tell("", saved_s - begun_s)
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         report, self._report = self._report, None

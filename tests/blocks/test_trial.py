@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tba._blocks import trial as trial_module
 from tba._blocks.trial import Trial, Verdict
 
 
@@ -60,6 +61,24 @@ def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
     assert [verdict.why_not for verdict in verdicts] == [why_not]
     assert (verdicts[0].seconds is not None) == (not why_not)
     assert all(map(torch.equal, before, layer.state_dict().values()))
+
+
+def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch ends a recomputation there: what a block computes with what it saved last is not computed again."""
+    clock = [0.0]
+    monkeypatch.setattr(trial_module.time, "perf_counter", lambda: clock[0])
+
+    class Slow(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            clock[0] += 1.0
+            out = x.exp()
+            clock[0] += 10.0
+            return out + 1.0
+
+    layer, verdicts = Slow(), list[Verdict]()
+    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()
+    assert verdicts == [Verdict(1.0)]
 
 
 def test_an_argument_that_may_remember_is_named() -> None:
