@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ _FLOATS = 1024  # of a saved tensor: 4 KiB
 # Next to nothing is held back, and what is on its way out when backward begins arrives first: else the fewer records a
 # chain has, the fewer of them would be read back.
 _WINDOW = {"min_tensor_bytes": 0, "prefetch_bytes": 16 * 4 * _FLOATS, "staging_bytes": 1 << 20}
-_LEAST = 2000  # saved tensors of a turn: short chains are repeated
+_LEAST = 2000  # saved tensors of a turn: short chains are repeated, and their median counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,7 @@ class RecordsArm:
             times = max(1, _LEAST // size)
             for name, offload in contexts.items():
                 wall_s, cpu_s = zip(*(_chain_s(size, offload) for _ in range(times)), strict=True)
-                answer[name][str(size)] = {"wall": sum(wall_s) / times, "cpu": sum(cpu_s) / times}
+                answer[name][str(size)] = {"wall": median(wall_s), "cpu": median(cpu_s)}
         return answer
 
     def close(self) -> dict[str, Any]:

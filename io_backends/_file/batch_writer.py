@@ -17,7 +17,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
-from .._buffer import Location
+from .._buffer import Buffer, Location
 from .._errors import ShortTransfer
 from .._extents import align_up
 from .._ticket import Ticket
@@ -64,7 +64,8 @@ class BatchWriter:
 
     def write(self, tickets: Sequence[Ticket]) -> None:
         file, space = self._open_file(), self._space
-        locations = [self._location(ticket, file.alignment) for ticket in tickets]
+        locations = [extent_of(ticket, file.alignment) for ticket in tickets]
+        checksums = [self._digest(buffer.address, buffer.nbytes) for buffer in _buffers(tickets)]
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:
@@ -75,25 +76,19 @@ class BatchWriter:
         except BaseException:
             space.give_back(offset, length)
             raise
-        for ticket, location in zip(tickets, locations, strict=True):
-            ticket.location = location._replace(offset=offset)
+        for ticket, location, checksum in zip(tickets, locations, checksums, strict=True):
+            ticket.location = location._replace(offset=offset, checksum=checksum)
             ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
             offset += location.length
-
-    def _location(self, ticket: Ticket, block: int) -> Location:
-        """Lay out its extent, which has no place in the file yet."""
-        assert ticket.buffer is not None
-        return extent_of(ticket, block)._replace(checksum=self._digest(ticket.buffer.address, ticket.buffer.nbytes))
 
     def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[layout.Piece]:
         """All extents, one behind another, in file order."""
         filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
         bounce = filler + EXTENT_ALIGNMENT
         pieces: list[layout.Piece] = []
-        for ticket, location in zip(tickets, locations, strict=True):
-            assert ticket.buffer is not None
+        for buffer, location in zip(_buffers(tickets), locations, strict=True):
             length = align_up(location.skew + location.nbytes, block)
-            vector, edges = layout.vector(ticket.buffer.address, location.skew, location.nbytes, block, bounce)
+            vector, edges = layout.vector(buffer.address, location.skew, location.nbytes, block, bounce)
             for inside, outside, nbytes in edges:
                 ctypes.memmove(inside, outside, nbytes)
             pieces += vector
@@ -101,3 +96,8 @@ class BatchWriter:
                 pieces.append((filler, location.length - length))
             bounce += 2 * block
         return pieces
+
+
+def _buffers(tickets: Sequence[Ticket]) -> list[Buffer]:
+    """Give what is written: of tickets that wait their buffers are there."""
+    return [ticket.buffer for ticket in tickets if ticket.buffer is not None]

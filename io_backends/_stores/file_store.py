@@ -161,11 +161,11 @@ class FileStore(Store, Generic[File]):
     def _open_scratch(self) -> ScratchFile:
         return open_scratch(str(self.directory), self._syscalls, self._device)
 
-    def _place(self, ticket: Ticket, fd: int, block: int) -> Location:
+    def _place(self, ticket: Ticket, fd: int, block: int, checksum: int | None = None) -> Location:
         """Take and lay out an extent for a write. Once it is the ticket's, `discard` frees it. Runs on a worker."""
         location = extent_of(ticket, block)
         if location.length:
-            location = location._replace(offset=self._space.take(location.length))
+            location = location._replace(offset=self._space.take(location.length), checksum=checksum)
         ticket.location = location
         self._space.reserve(fd, location.offset + location.length)
         return location

@@ -121,10 +121,10 @@ class PosixStore(FileStore[ScratchFile]):
     def _write(self, ticket: Ticket) -> None:
         file, buffer = self._file or self.open(), ticket.buffer
         assert buffer is not None
-        location = self._place(ticket, file.fd, file.alignment)
+        checksum = self._digest(buffer.address, buffer.nbytes) if buffer.nbytes else None
+        location = self._place(ticket, file.fd, file.alignment, checksum)
         if not location.length:
             return
-        ticket.location = location._replace(checksum=self._digest(buffer.address, buffer.nbytes))
         pieces, edges = self._vector(file, buffer, location)
         for inside, outside, nbytes in edges:
             ctypes.memmove(inside, outside, nbytes)
