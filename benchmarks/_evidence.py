@@ -1,4 +1,4 @@
-"""The commands that set tba beside what else there is, and beside itself at other sizes: rok, peers, knee, scale."""
+"""The commands that set tba beside what else there is, and beside itself at other sizes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ._report.results import Result
 
 def add_evidence(app: typer.Typer) -> None:
     """Make them commands of `app`."""
-    for function in (rok, peers, knee, scale):
+    for function in (rok, paper, peers, knee, scale):
         command(app)(function)
 
 
@@ -22,7 +22,6 @@ def rok(
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the own batch (default: 0.5, 1, 2).")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 6; on cuda 5).")] = None,
     starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 1,
-    paper: Annotated[bool, typer.Option(help="Also the paper's figure: GPT, BERT, T5 at 8 layers.")] = True,
     threads: Threads = 2,
     device: Device = "cpu",
     out: Out = OUT,
@@ -32,7 +31,7 @@ def rok(
     from ._processes.device import DEVICES
     from ._workload.families import FAMILIES
     from ._workload.sizes import TINY_SETTINGS
-    from .rok import CARD, PAPER, SCALES, Sizes, run_rok
+    from .rok import CARD, SCALES, Sizes, run_rok
 
     here = DEVICES[device]
     names = family or (["gpt"] if device == "cuda" else list(FAMILIES))
@@ -41,11 +40,28 @@ def rok(
     if quick:
         here = replace(here, size="small")
         sizes = replace(sizes, scales=batch or (0.25,), shares=(0.4,), layers=2, presets=("safe8",))
-        sizes = replace(sizes, paper_layers=2, paper_batch=2, settings=TINY_SETTINGS, warm_up=4)
+        sizes = replace(sizes, settings=TINY_SETTINGS, warm_up=4)
         names, rounds, starts = family or ["gpt"], 1, 1
-    figure = [name for name in PAPER if name in names] if paper else []
     turns = {"rounds": rounds or (5 if here.apart else 6), "starts": starts, "threads": threads, "device": here}
-    return run_rok(names, sizes=sizes, paper=figure, out=out, **turns)
+    return run_rok(names, sizes=sizes, out=out, **turns)
+
+
+def paper(
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5 (default: all).")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 6,
+    threads: Threads = 2,
+    out: Out = OUT,
+    quick: Quick = False,
+) -> Result:
+    """The figure of the paper TBA/SSDTrain: activation peak of GPT, BERT and T5 at 8 layers (five minutes)."""
+    from ._workload.sizes import TINY_SETTINGS
+    from .paper import FAMILIES, run_paper
+
+    names = family or (["gpt"] if quick else list(FAMILIES))
+    check_names(names, FAMILIES, "family")
+    if quick:
+        return run_paper(names, rounds=1, threads=threads, out=out, layers=2, batch=2, settings=TINY_SETTINGS)
+    return run_paper(names, rounds=rounds, threads=threads, out=out)
 
 
 def peers(

@@ -115,8 +115,6 @@ def _arm_groups(document: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str,
     """Find the sets of arms in a result that trained beside each other, and what they trained."""
     for name, body in document.get("models", {}).items():
         yield name, body["arms"]
-    for name, body in document.get("paper", {}).items():
-        yield f"{name} at 8 layers", body
     families = document.get("families", {})
     for family, body in families.items():
         if "arms" in body:

@@ -1,7 +1,7 @@
 """The rok benchmark: recompute, offload or keep: throughput against peak memory, for five families of models.
 
 Each arm trains alike in a process of its own, at several batch sizes. What may stand for tba against a peer is exact:
-lossy presets are drawn and never counted. The paper's own figure stands beside: the activation peak at 8 layers.
+lossy presets are drawn and never counted.
 """
 
 from __future__ import annotations
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ._peers.registry import CHECKPOINT, HALF, PEERS, REMAT, SELECTIVE
-from ._pictures.curves import Panel, Point, draw_curves, draw_peaks
+from ._pictures.curves import Panel, Point, draw_curves
 from ._processes.arms import Spec
 from ._processes.device import CPU, Device
 from ._processes.measure import count_saved_bytes, measure
@@ -22,7 +21,7 @@ from ._report.curve import curve_bars, curve_table, per_second
 from ._report.environment import environment_block
 from ._report.ratios import median_ratio
 from ._report.results import MIB, Grid, Result, mib
-from ._report.steps import Measured, memory_share, same_gradients
+from ._report.steps import Measured, same_gradients
 from ._workload.families import BY_SIZE
 
 SHARES, SCALES = (0.25, 0.4, 0.55, 0.7, 0.85), (0.5, 1.0, 2.0)
@@ -30,9 +29,6 @@ PLAIN, NVME, AUTO, RULE = "plain", "nvme", "auto, nothing set", "SSDTrain's rule
 PRESETS = ("exact", "safe8", "balanced")
 # Of these torch_remat can tell the attention; T5's blocks return what it does not take, and a convolution has none.
 _REMAT = ("gpt", "bert", "llama")
-# What the paper measures (its table: 28 to 47% less), in examples a batch as there.
-PAPER, _PAPER_LAYERS, _PAPER_BATCH = ("gpt", "bert", "t5"), 8, 16
-_PAPER_PEAK_BAR, _PAPER_WAIT_BAR = 0.40, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +39,6 @@ class Sizes:
         scales: batch sizes, as multiples of the family's own.
         shares: budgets of tier auto, as shares of what a plain step saves.
         layers: of each model; None: its own number.
-        paper_layers, paper_batch: of the paper's figure.
         settings: fields of `OffloadConfig` for every arm of tba.
         presets: values of `compress`, each with tier keep and with nvme, at one batch alone, the family's own or what
             is next below: all arms' processes are alive at once, and hold what their largest step took.
@@ -53,8 +48,6 @@ class Sizes:
     scales: Sequence[float] = SCALES
     shares: Sequence[float] = SHARES
     layers: int | None = None
-    paper_layers: int = _PAPER_LAYERS
-    paper_batch: int = _PAPER_BATCH
     settings: Mapping[str, Any] = field(default_factory=dict)
     presets: Sequence[str] = PRESETS
     warm_up: int = 6
@@ -71,11 +64,10 @@ def run_rok(
     rounds: int,
     starts: int,
     threads: int,
-    paper: Sequence[str],
     out: Path,
     device: Device = CPU,
 ) -> Result:
-    """Measure the curve of each family, and the paper's figure for those in `paper`."""
+    """Measure the curve of each family."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     bars: list[Bar] = []
@@ -106,33 +98,22 @@ def run_rok(
             }
             allocators |= {name: arm.allocator for name, arm in arms.items()}
             panels[f"{title}, batch {batch}"] = Panel(points(arms), "peak over idle, MiB", f"{member.unit} per second")
-    figure = {family: _paper_arms(family, sizes, rounds, threads, device) for family in paper}
-    paper_bars = make_paper_bars(figure)
     tables = [*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables]
-    if figure:
-        tables += [_paper_table(figure, sizes), bar_table(paper_bars, "Bars of the paper's figure")]
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "rok.png"
     draw_curves(panels, picture)
-    files = [picture]
-    if figure:
-        files.append(out / "rok_paper.png")
-        peaks = {n.upper(): (a[PLAIN].peak_bytes / MIB, a[NVME].peak_bytes / MIB) for n, a in figure.items()}
-        draw_peaks(peaks, files[-1], title=f"Peak at {sizes.paper_layers} layers, batch {sizes.paper_batch}")
     environment = environment_block(allocators, threads=threads, device=device.name)
     environment["processes"] = f"{starts} of each arm, one after another"
     missing = PEERS[REMAT].missing()
     found_data = {
         "families": data,
-        "paper": {f: {n: vars(arm) for n, arm in arms.items()} for f, arms in figure.items()},
-        "paper_bars": [bar.data() for bar in paper_bars],
         "missing": {REMAT: missing} if missing else {},
     }
     return Result(
         theme=device.theme("rok" if set(families) == set(BY_SIZE[device.size]) else "-".join(["rok", *families])),
         tables=tables,
         data=found_data,
-        files=files,
+        files=[picture],
         picture=picture,
         environment=environment,
     )
@@ -212,47 +193,6 @@ def shares_table(panels: Mapping[str, Panel]) -> Grid:
     ]
     note = "Peak over idle and throughput, each as a share of plain's: the first should be small, the second large."
     return Grid("Recompute, offload, keep", ("arm", *panels), rows, note)
-
-
-def make_paper_bars(figure: Mapping[str, Mapping[str, Measured]]) -> list[Bar]:
-    """Limit the activation peak and backward's waiting of each model of the paper."""
-    bars = []
-    for family, arms in figure.items():
-        peak, waited = memory_share(arms[NVME], arms[PLAIN]), median(arms[NVME].waited_share)
-        bars.append(Bar(what=f"{family}: peak / plain", measured=peak, limit=_PAPER_PEAK_BAR))
-        bars.append(Bar(what=f"{family}: backward's waiting", measured=waited, limit=_PAPER_WAIT_BAR, unit="%"))
-    return bars
-
-
-def _paper_arms(family: str, sizes: Sizes, rounds: int, threads: int, device: Device) -> dict[str, Measured]:
-    options = {"family": family, "batch": sizes.paper_batch, "layers": sizes.paper_layers}
-    moved = {**options, "tier": "nvme", "settings": sizes.settings}
-    specs = [device.spec(name, given, threads=threads) for name, given in ((PLAIN, options), (NVME, moved))]
-    return measure(specs, rounds=rounds, title=f"paper {family}", apart=device.apart)
-
-
-def _paper_table(figure: Mapping[str, Mapping[str, Measured]], sizes: Sizes) -> Grid:
-    rows = []
-    for family, arms in figure.items():
-        plain, moved = arms[PLAIN], arms[NVME]
-        rows.append(
-            (
-                family,
-                mib(plain.peak_bytes),
-                mib(moved.peak_bytes),
-                f"{memory_share(moved, plain) - 1:+.0%}",
-                f"{median(moved.waited_share):.2%}",
-                f"{median_ratio(plain.wall_s, moved.wall_s):.3f}",
-                "yes" if same_gradients([plain, moved]) else "NO",
-            )
-        )
-    title = f"Activation peak at {sizes.paper_layers} layers, batch {sizes.paper_batch}"
-    heads = ("model", "plain MiB", "nvme MiB", "less", "backward waited", "throughput / plain", "bit-equal")
-    note = (
-        "Peak over idle, gradients included, as in the paper. The paper has 28 to 40% less on nine models of 2 to 4 "
-        "layers on a GPU, up to 47% in its abstract: another machine and other sizes."
-    )
-    return Grid(title, heads, rows, note)
 
 
 def _misses(bars: Sequence[Bar]) -> list[Grid]:

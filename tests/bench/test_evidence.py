@@ -1,4 +1,4 @@
-"""Tests of the benchmarks that compare: rok, peers, knee, scale, and the report of what is filed."""
+"""Tests of the benchmarks that compare: rok, paper, peers, knee, scale, and the report of what is filed."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from benchmarks._report.steps import Measured
 from benchmarks._workload.families import BY_SIZE, FAMILIES, blocks
 from benchmarks._workload.link_need import begins_to_wait, slowed, waiting_s
 from benchmarks.all import run_all
+from benchmarks.paper import chosen
 from benchmarks.report import run_report
 from benchmarks.rok import CARD, make_arms
 from benchmarks.scale import exponent, lines
@@ -42,9 +43,33 @@ def test_rok_places_every_arm_and_draws(tmp_path: Path) -> None:
     assert arms["keep, safe8"]["about"]["inexact"] is True
     peers = [bar["what"].partition(" / ")[2].removesuffix(", at no higher peak") for bar in curve["bars"]]
     assert peers[:2] == ["plain", "checkpoint"]
-    assert found["paper"]["gpt"]["nvme"]["moved"]["read_bytes"] > 0
     for path in map(Path, found["files"]):
         assert path.stat().st_size > 1000
+
+
+def test_paper_shows_each_model_with_either_window(tmp_path: Path) -> None:
+    found = run_benchmark("paper", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
+    [model] = found["models"].values()
+    assert model["arms"].keys() == {"plain", "nvme", "nvme, 14% held back"}
+    assert model["arms"]["nvme"]["moved"]["read_bytes"] > 0
+    assert [bar["what"] for bar in found["bars"]] == ["gpt: peak / plain", "gpt: waited", "gpt: other gradients"]
+    assert found["bars"][-1]["met"] is True
+    [picture] = map(Path, found["files"])
+    assert picture.stat().st_size > 1000
+
+
+def test_the_papers_arm_waits_least_within_the_bar() -> None:
+    def arm(name: str, peak_bytes: int, waited: float) -> Measured:
+        return replace(measured(name, peak_bytes, 1.0), waited_share=[waited])
+
+    plain, low, middle, high = (
+        arm("plain", 100, 0.0),
+        arm("low", 20, 0.1),
+        arm("middle", 40, 0.01),
+        arm("high", 41, 0.0),
+    )
+    assert chosen({each.name: each for each in (plain, low, middle, high)}) is middle
+    assert chosen({each.name: each for each in (plain, high)}) is high
 
 
 @pytest.fixture
@@ -56,7 +81,7 @@ def card_here(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("card_here")
 def test_rok_on_a_card(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
-    found = run_benchmark("rok", "--device", "cuda", "--no-paper", "--threads", "1", "--out", out, scratch=tmp_path)
+    found = run_benchmark("rok", "--device", "cuda", "--threads", "1", "--out", out, scratch=tmp_path)
     [curve] = found["families"]["gpt"].values()
     assert curve["gradients_bit_equal"] is True
     assert {"plain", "checkpoint", "auto 0.40", "nvme", "cpu", "nvme, safe8"} <= curve["arms"].keys()
