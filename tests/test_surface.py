@@ -149,7 +149,7 @@ FLOORS = {
     "benchmarks": [
         ("_report", "_workload", ""),
         ("_io", "_peers", "_pictures", "_plans", "_processes", "all"),
-        ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "peers", "replay", "rok", "step"),
+        ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "paper", "peers", "replay", "rok", "step"),
         ("_fidelity", "_growth", "auto", "codec", "forecast", "hooks", "report", "sim"),
         ("fidelity", "scale"),
         ("_evidence",),
