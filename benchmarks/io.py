@@ -147,8 +147,8 @@ def _speed_table(found: Mapping[int, Mapping[str, Series]], nbytes: int, rounds:
         "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Two "
         "paths: a StripedStore of two, each with workers of its own. fio: psync, direct, as many jobs as workers, for "
         "0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the others, one pass over "
-        "all buffers does not count before each that does. Reads that count go into as few buffers in turn as are "
-        "under way at once, as fio's do; outside of the clock, everything is read into "
+        "all buffers does not count before each that does. Reads that count go into as few buffers as are under "
+        "way at once, as fio's do; outside of the clock, everything is read into "
         "memory of its own and verified, ahead of the reads that count and after the writes."
     )
     if FIO not in next(iter(found.values())):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import cycle, islice
 from typing import NamedTuple
 
-from io_backends import Buffer, Store, Ticket
+from io_backends import Buffer, Location, Store, Ticket
 
 from .memory import Memory, Words
 
@@ -25,7 +25,8 @@ class Rig(NamedTuple):
     """The buffers: `sources` to write from, `targets` to read all of them into, and `few` for reads that count.
 
     fio's jobs have a buffer each, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth faster
-    than into 512 MiB. Reads that count therefore go into as few buffers in turn as transfers are under way.
+    than into 512 MiB. Reads that count therefore go into as few buffers as transfers are under way, each into the one
+    that another has left.
     """
 
     sources: Memory
@@ -57,7 +58,9 @@ class StoreArm:
         self._written = self._submit([partial(self._store.write, buffer) for buffer in self._rig.sources.buffers])
 
     def read(self) -> None:
-        self._submit(self._reads(self._few(self._threads)))
+        flow = self._flow_of_reads(self._threads)
+        flow.begin()
+        flow.wait()
 
     def both(self) -> float:
         """Read what was written last, and write it anew to another place, half of the workers for each.
@@ -66,7 +69,7 @@ class StoreArm:
         twice as deep, as in training; all paths of a striped store then have something to do.
         """
         share, before = max(1, self._threads // 2), self._written
-        reads = _Flow(self._reads(self._few(share)), share)
+        reads = self._flow_of_reads(share)
         writes = _Flow([partial(self._store.write, buffer) for buffer in self._rig.sources.buffers], 2 * share)
         begun_s = time.perf_counter()
         reads.begin()
@@ -80,8 +83,19 @@ class StoreArm:
         self._discard(self._written)
         self._store.close()
 
-    def _few(self, at_once: int) -> Sequence[Buffer]:
-        return list(islice(cycle(self._rig.few.buffers[:at_once]), len(self._written)))
+    def _flow_of_reads(self, at_once: int) -> _Flow:
+        free = deque(self._rig.few.buffers[:at_once])
+
+        def read(location: Location, on_done: Callable[[Ticket], object]) -> Ticket:
+            buffer = free.popleft()
+
+            def left(ticket: Ticket) -> None:
+                free.append(buffer)
+                on_done(ticket)
+
+            return self._store.read(location, buffer, on_done=left)
+
+        return _Flow([partial(read, ticket.location) for ticket in self._written], at_once)
 
     def _reads(self, buffers: Sequence[Buffer]) -> list[partial[Ticket]]:
         pairs = zip(self._written, buffers, strict=True)

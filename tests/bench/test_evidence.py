@@ -191,7 +191,7 @@ def test_a_case_is_judged_by_what_it_does(peer: str, case: str, kind: str, tmp_p
 def test_files_are_found_wherever_they_are(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     directory = Path(".") if folder == "relative" else tmp_path
-    assert run_case(NVME, "bytes change on disk", timeout_s=100, directory=directory).kind == "wrong"
+    assert run_case(NVME, "bytes change on disk", timeout_s=100, directory=directory).kind == "error"
 
 
 def test_a_case_that_is_not_tried_is_not_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,13 @@ def test_one_wrong_byte_is_found(number: int, scratch: Path) -> None:
 def test_a_block_that_is_that_of_another_is_found(scratch: Path) -> None:
     facts = probe(scratch, make=lambda directory, **settings: Recorder(PosixStore(directory, **settings), stale=True))
     assert facts.error is not None
+    assert "they were written with" in facts.error
+
+
+def test_a_byte_that_comes_back_changed_is_found(scratch: Path) -> None:
+    """The store compares a sample of each page, the probe all."""
+    facts = probe(scratch, make=faulty(lambda what, at: Fault(flip_byte=100) if what == "read" else None))
+    assert facts.error is not None
     assert "not all came back" in facts.error
 
 
