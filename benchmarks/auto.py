@@ -107,8 +107,7 @@ def make_arms(
         *(arm(_auto(share), tier="auto", memory_budget=int(share * saved_bytes)) for share in (*shares, FITS)),
         *(
             arm(f"{_auto(share)}, {regions}", tier="auto", memory_budget=int(share * saved_bytes), blocks=regions)
-            for share in shares
-            if regions
+            for share in (shares if regions else ())
         ),
     ]
 

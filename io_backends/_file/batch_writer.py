@@ -65,12 +65,13 @@ class BatchWriter:
     def write(self, tickets: Sequence[Ticket]) -> None:
         file, space = self._open_file(), self._space
         locations = [extent_of(ticket, file.alignment) for ticket in tickets]
-        checksums = [self._digest(buffer.address, buffer.nbytes) for buffer in _buffers(tickets)]
+        buffers = [ticket.buffer for ticket in tickets if ticket.buffer is not None]  # of all: none has been written
+        checksums = [self._digest(buffer.address, buffer.nbytes) for buffer in buffers]
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:
             space.reserve(file.fd, offset + length)
-            moved = self._syscalls.pwritev(file.fd, self._pieces(tickets, locations, file.alignment), offset)
+            moved = self._syscalls.pwritev(file.fd, self._pieces(buffers, locations, file.alignment), offset)
             if moved != length:
                 raise ShortTransfer(f"{moved} of {length} bytes moved")
         except BaseException:
@@ -81,12 +82,12 @@ class BatchWriter:
             ticket.moved_bytes = align_up(location.skew + location.nbytes, file.alignment)
             offset += location.length
 
-    def _pieces(self, tickets: Sequence[Ticket], locations: Sequence[Location], block: int) -> list[layout.Piece]:
+    def _pieces(self, buffers: Sequence[Buffer], locations: Sequence[Location], block: int) -> list[layout.Piece]:
         """All extents, one behind another, in file order."""
         filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
         bounce = filler + EXTENT_ALIGNMENT
         pieces: list[layout.Piece] = []
-        for buffer, location in zip(_buffers(tickets), locations, strict=True):
+        for buffer, location in zip(buffers, locations, strict=True):
             length = align_up(location.skew + location.nbytes, block)
             vector, edges = layout.vector(buffer.address, location.skew, location.nbytes, block, bounce)
             for inside, outside, nbytes in edges:
@@ -96,8 +97,3 @@ class BatchWriter:
                 pieces.append((filler, location.length - length))
             bounce += 2 * block
         return pieces
-
-
-def _buffers(tickets: Sequence[Ticket]) -> list[Buffer]:
-    """Give what is written: of tickets that wait their buffers are there."""
-    return [ticket.buffer for ticket in tickets if ticket.buffer is not None]
