@@ -19,6 +19,7 @@ from torch import nn
 
 from io_backends import Store, interrupts
 
+from ._compress import calls
 from ._config import OffloadConfig, describe
 from ._engine import backward
 from ._engine.saver import Saver
@@ -119,6 +120,7 @@ class Offloader:
             pair.enter(push=pushes)
             self._per_thread.pairs.append(pair)
             if self._saved_by is not None:
+                calls.forget()
                 self._saved_by.__enter__()
             self._watch(pair, forward)
         except BaseException:

@@ -64,6 +64,7 @@ def stored_bytes(
             model.zero_grad(set_to_none=True)
             backward(forward())
         model.zero_grad(set_to_none=True)
+        offload.flush()  # a write that backward overtook counts when it ends, which must not be after this
         before = offload.stats()
         out = forward()
         offload.flush()

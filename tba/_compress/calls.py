@@ -48,14 +48,19 @@ _NORM_NAME = re.compile(r"norm(?!al(?!i[sz]ation))", re.IGNORECASE)
 
 
 class _Now(threading.local):
-    """State of a thread: the running call, and the running norm modules as (id, elements of the input)."""
+    """State of a thread: the running call, and the running norm module as (id, elements of the input)."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
-        self.norms: list[tuple[int, int]] = []
+        self.norm: tuple[int, int] | None = None
 
 
 _now = _Now()
+
+
+def forget() -> None:
+    """Forget a norm of this thread whose forward nothing has seen end: a KeyboardInterrupt calls no hook after it."""
+    _now.norm = None
 
 
 class SavedBy(TorchFunctionMode):
@@ -90,9 +95,9 @@ class SavedBy(TorchFunctionMode):
         rule = RULES.get(func)
         before = _now.call
         if rule is None:
-            if before is None and not _now.norms:
+            if before is None and _now.norm is None:
                 return func(*args, **kwargs)
-            _now.call = (other, (), {}) if _now.norms else None
+            _now.call = None if _now.norm is None else (other, (), {})
         else:
             if self._linear is not None and before is None and func in _LINEAR and torch.is_grad_enabled():
                 taken = _taken(self._linear, func, args, kwargs)
@@ -148,12 +153,12 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 @contextmanager
 def unclassed() -> Iterator[None]:
     """Have tensors saved in a region count as saved outside any call."""
-    call, norms = _now.call, _now.norms
-    _now.call, _now.norms = None, []
+    call, norm = _now.call, _now.norm
+    _now.call, _now.norm = None, None
     try:
         yield
     finally:
-        _now.call, _now.norms = call, norms
+        _now.call, _now.norm = call, norm
 
 
 def kind_of(tensor: Tensor) -> Saved:
@@ -162,12 +167,12 @@ def kind_of(tensor: Tensor) -> Saved:
     UNKNOWN for floats outside any recorded call, for weights, their views and casts, and for subclasses of Tensor but
     shards: rules count the elements of the whole, as the arguments do.
     """
-    call, norms = _now.call, _now.norms
+    call, norm = _now.call, _now.norm
     if not (type(tensor) is Tensor or is_shard(tensor)) or (
-        call is None and not norms and tensor.dtype not in INTEGERS
+        call is None and norm is None and tensor.dtype not in INTEGERS
     ):
         return Saved.UNKNOWN
-    kind = kind_in(tensor, call, norms[-1][1] if norms else None)
+    kind = kind_in(tensor, call, None if norm is None else norm[1])
     return Saved.UNKNOWN if kind is not Saved.UNKNOWN and is_weight(tensor) else kind
 
 
@@ -183,6 +188,9 @@ def _is_norm(module: nn.Module) -> bool:
 class _NormHook(ModelHook):
     """Records a norm while its forward runs: the hook before it and the one after it, which is called if it raises too.
 
+    A norm may have hooks of several modes, and lose some while it runs, where the garbage collector ends a mode: so
+    each hook before it sets, and the first one after it clears.
+
     It overrides `ModelHook.__call__`, which torch.compile does not trace and which would break a graph around the norm.
     """
 
@@ -192,10 +200,9 @@ class _NormHook(ModelHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], *result: Any) -> None:
         if is_compiling():
             return
-        norms = _now.norms
         if result:  # after the forward; (None,) if it has raised
-            if norms and norms[-1][0] == id(module):
-                norms.pop()
+            if _now.norm is not None and _now.norm[0] == id(module):
+                _now.norm = None
         elif args and (type(args[0]) is Tensor or is_shard(args[0])) and not is_weight(args[0]):
             # A parametrization's norm is of weights.
-            norms.append((id(module), args[0].numel()))
+            _now.norm = id(module), args[0].numel()

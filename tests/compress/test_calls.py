@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compact import Saved
 from support.classes import FACTOR, LINEAR, NORM, STATISTIC, B, Found, M, N, S, Twice, X, kinds, rand, saved, weight
+from tba import offload_context
 from tba._compress.calls import SavedBy, kind_of
 
 x, wt = rand(*X), weight(N, M)
@@ -235,6 +236,40 @@ def test_a_norm_that_raises_leaves_nothing() -> None:
         module(x)
     assert saved(lambda: Twice.apply(x), mode) == [("unknown", X)]
     remove()
+
+
+class WithinRMSNorm(OwnRMSNorm):
+    def __init__(self, within: Callable[[], None]) -> None:
+        super().__init__()
+        self.within = within
+
+    def forward(self, a: Tensor) -> Tensor:
+        self.within()
+        return super().forward(a)
+
+
+def test_a_mode_that_ends_within_a_norm_leaves_nothing() -> None:
+    """As the garbage collector ends one that was dropped, whenever it runs."""
+    ends: list[Callable[[], None]] = []
+    module, mode, dropped = WithinRMSNorm(lambda: ends.pop()()), SavedBy(), SavedBy()
+    remove = mode.norms(module)
+    ends.append(dropped.norms(module))
+    assert saved(lambda: module(x), mode) == sorted(SCOPED)
+    assert not ends
+    assert saved(lambda: x.pow(2), mode) == [("unknown", X)]
+    remove()
+
+
+@pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
+def test_an_interrupt_within_a_norm_leaves_nothing_for_the_next_context() -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    module = nn.Sequential(WithinRMSNorm(interrupt))
+    with offload_context(module, tier="cpu", compress="balanced"), pytest.raises(KeyboardInterrupt):
+        module(x)
+    with offload_context(module, tier="cpu", compress="balanced"):
+        assert saved(lambda: x.pow(2), SavedBy()) == [("unknown", X)]
 
 
 def test_custom_function_in_a_norm_is_the_norm_s() -> None:
