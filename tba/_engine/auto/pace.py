@@ -5,6 +5,7 @@ Wants the engine's lock held.
 
 from __future__ import annotations
 
+import math
 import time
 
 from ..._blocks.watch import Watch
@@ -26,13 +27,15 @@ class Pace:
     def __init__(self, config: OffloadConfig, mover: Mover) -> None:
         self.link: Link | None = None
         self._mover = mover
-        rates = (min(_UNKNOWN, rate or _UNKNOWN) for rate in (config.max_write_rate, config.max_read_rate))
-        self._unknown = *rates, 0.0  # bytes/s out and back, seconds a byte
+        # A limit's own: what is carried after a rest may pass it for as long as the limit lets up.
+        self._most = tuple(rate or math.inf for rate in (config.max_write_rate, config.max_read_rate))
+        self._unknown = *(min(_UNKNOWN, rate) for rate in self._most), 0.0  # bytes/s out and back, seconds a byte
 
     def learn(self, *, planned: bool) -> Link:
         """Learn from the transfers of a step that has ended; `planned`: once there is a plan."""
         cost, limits = self._mover.cost, self._mover.limits
-        new = cost.out.bytes_per_s, cost.back.bytes_per_s, cost.busy_per_byte_s
+        seen = cost.out.bytes_per_s, cost.back.bytes_per_s
+        new = *map(min, seen, self._most), cost.busy_per_byte_s
         if self.link is None:
             out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
         else:
