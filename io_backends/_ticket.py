@@ -138,7 +138,7 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Take the transfer back; True if it had not started (its buffer is released then), else False."""
-        mine: list[None] = []
+        mine = object()
         if self.state is not QUEUED or self.__dict__.setdefault("_claimed", mine) is not mine:
             return False
         self.buffer = self._work = self._on_done = self._before = None
@@ -149,7 +149,7 @@ class Ticket:
 
     def start(self) -> bool:
         """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        mine: list[None] = []  # of several callers, here and in `cancel`, one gets its own list back
+        mine = object()  # of several callers, here and in `cancel`, one gets its own back
         if self.__dict__.setdefault("_claimed", mine) is not mine:
             return False
         self.state = RUNNING

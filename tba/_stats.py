@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ._text import as_html, as_text, size
 
@@ -27,6 +27,8 @@ class TraceEvent(NamedTuple):
     label: str
 
 
+# One that nobody has asked for: a step has very many, and the garbage collector looks at a plain tuple only once.
+_Event = tuple[str, float, float, int, str]
 # Of a micro-batch that nobody asked to record: forwards without a backward never end it.
 _MOST_EVENTS = 1 << 17
 
@@ -43,10 +45,10 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self.trace: list[TraceEvent] | None = []
-        self.last: list[TraceEvent] = []
+        self.trace: list[_Event] | None = []
+        self.last: list[_Event] = []
         self.number = 0
-        self._own: list[TraceEvent] | None = self.trace
+        self._own: list[_Event] | None = self.trace
         self._ended = 0
 
     @property
@@ -59,7 +61,8 @@ class Recorder:
         trace = self.trace  # read once: on another thread a region may end
         if trace is None:
             return
-        trace.append(TraceEvent(kind, start_s, end_s, nbytes, label))
+        event = kind, start_s, end_s, nbytes, label
+        trace.append(event if trace is self._own else TraceEvent(*event))
         if len(trace) >= _MOST_EVENTS and trace is self._own:
             self.last, self.number = trace, self._ended + 1
             self.trace = self._own = None
@@ -76,20 +79,21 @@ class Recorder:
 
     def latest(self) -> tuple[list[TraceEvent], int]:
         """Return what `last` and `number` are; of the first micro-batch while that is still under way."""
-        return (self.last, self.number) if self.last else (list(self.trace or ()), self._ended + 1)
+        events, number = (self.last, self.number) if self.last else (self.trace or (), self._ended + 1)
+        return [TraceEvent(*event) for event in events], number
 
     @contextmanager
     def region(self) -> Iterator[list[TraceEvent]]:
         """Collect the events of a region, in the order they ended."""
         events: list[TraceEvent] = []
-        before, self.trace = self.trace, events
+        before, self.trace = self.trace, cast(list[_Event], events)
         try:
             yield events
         finally:
             self.trace = before
             if before is self._own:  # which has a gap now
                 self.trace = self._own = None
-            self.last, self.number = events, 0
+            self.last, self.number = [*events], 0
 
 
 def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) -> Any:

@@ -76,6 +76,7 @@ class Packing:
         self.chains = Chains()
         self.whole = Whole(config.tier)
         self.remains: deque[Remains] = deque()
+        self._died = self.remains.append  # one for all records: each has a reference to it
         self.numbers = 0
         self.step_bytes = 0
         self._counters = counters
@@ -178,6 +179,7 @@ class Packing:
             begin,
             end,
             self.remains,
+            died=self._died,
             stream=streams.producer_stream(tensor),
             logical_bytes=nbytes,
             offloaded=decision is SEND,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -119,6 +119,7 @@ class Record(Source):
         end: int,
         remains: deque[Remains],
         *,
+        died: Callable[[Remains], None] | None = None,
         stream: object = None,
         logical_bytes: int = 0,
         offloaded: bool = False,
@@ -147,7 +148,7 @@ class Record(Source):
         self.asks = 0
         self.saves = 1
         self.remains = remains
-        ref = Remains(self, remains.append)
+        ref = Remains(self, died or remains.append)
         ref.number = number
         ref.write = None
         self.ref = ref  # last: a record that could not be made leaves nothing to be given back
@@ -188,6 +189,7 @@ class Record(Source):
         """Let the memory go: the write has ended. Unless `confirmed`, the version counter is kept."""
         assert self.state is WRITING
         self._drop_alias()
+        self._forget_root()
         self.state = STORED
         if confirmed:
             self.alias = None

@@ -8,6 +8,7 @@ detached alias may have been edited through `.data` without a trace, so it count
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,8 +20,15 @@ from .view import empty, is_over
 _MOST_JOINED = 256
 
 
+def _gone() -> None:
+    """Take the place of a reference to a root that is gone."""
+
+
 class Source:
     """A range `[begin, end)` of a storage at one version.
+
+    A large step has very many of them, and Python's garbage collector looks at each object that may hold others again
+    and again. So there are few such objects beside a source: no empty list, and tuples of nothing but plain values.
 
     Attributes:
         alias: detached tensor over the whole storage while the bytes are in memory; after that, until the copy is
@@ -49,16 +57,16 @@ class Source:
         self.begin = begin
         self.end = end
         self.nbytes = end - begin
-        self.label = (tensor.dtype, tensor.shape)
+        self.label = (tensor.dtype, tuple(tensor.shape))
         self.device = tensor.device
         self.version = self.saved_version = root._version
         self.leaf = root.is_leaf
-        self.root = weakref.ref(root)
+        self.root: Callable[[], Tensor | None] = weakref.ref(root)
         self.alias: Tensor | None = root.detach()
         self.address = storage.data_ptr()
         self.storage_bytes = storage.nbytes()
         self.counter: Tensor | None = None
-        self.joined: list[tuple[Tensor, int]] = []
+        self.joined: list[tuple[Tensor, int]] | tuple[()] = ()
         self.aliases: dict[int, weakref.ref[Tensor]] = {}
         self.together = 0
         self.own = False
@@ -88,6 +96,8 @@ class Source:
 
     def watch(self, counter: Tensor) -> None:
         """Count what bumps the version of `counter` as an edit from now on."""
+        if isinstance(self.joined, tuple):
+            self.joined = []
         self.joined.append((counter, counter._version))
 
     def belong(self, root: Tensor, counter: Tensor) -> None:
@@ -120,6 +130,11 @@ class Source:
         assert self.alias is not None
         storage = self.alias.untyped_storage()
         return storage.data_ptr() != self.address or storage.nbytes() != self.storage_bytes
+
+    def _forget_root(self) -> None:
+        """Let the reference to a root go that is gone."""
+        if self.root() is None:
+            self.root = _gone
 
     def _drop_alias(self) -> None:
         """Let the memory go but keep the version counter: `.data` replaces the storage of the alias only."""

@@ -34,9 +34,10 @@ class View(NamedTuple):
     def of(tensor: Tensor) -> View:
         dtype = tensor.dtype
         conj = dtype in _COMPLEX and tensor.is_conj()  # the look-up costs less than asking each tensor
-        # Not by View(...), which is a Python function and would be called for every saved tensor.
+        # Not by View(...), which is a Python function and would be called for every saved tensor. A plain tuple is
+        # nothing that the garbage collector looks at twice, as a torch.Size is.
         return tuple.__new__(
-            View, (dtype, tensor.storage_offset(), tensor.shape, tensor.stride(), conj, tensor.is_neg())
+            View, (dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), conj, tensor.is_neg())
         )
 
     def on(self, whole: Tensor) -> Tensor:

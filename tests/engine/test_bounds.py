@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -78,6 +79,29 @@ def test_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Path)
     assert set(os.listdir("/proc/self/fd")) == before
     assert not [t for t in threading.enumerate() if t.name.startswith("tba-")]
     assert offload.stats().live_records == 0
+
+
+def test_a_written_tensor_leaves_few_objects_for_the_garbage_collector(scratch: Path) -> None:
+    """It walks all of them again and again: of a hundred thousand saved tensors they would be what a step takes."""
+    count, most = 1000, 8
+    x = torch.randn(1024, requires_grad=True)
+
+    def save_all() -> Tensor:
+        y = x
+        for _ in range(count):
+            y = y.sin()
+        return y
+
+    with engine(scratch, min_tensor_bytes=0) as offload, offload:
+        save_all().sum().backward()
+        gc.collect()
+        before = len(gc.get_objects())
+        y = save_all()
+        offload.flush()
+        gc.collect()  # tuples that hold only plain values leave its list by and by, from the inside outwards
+        gc.collect()
+        assert len(gc.get_objects()) - before <= most * count
+        y.sum().backward()
 
 
 def test_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch: Path, store_kind: str) -> None:

@@ -34,9 +34,9 @@ def _looked(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = Source.watch
 
     def watched(self: Source, counter: Tensor) -> None:
+        watch(self, counter)
         if type(self.joined) is list:
             self.joined = Looked(self.joined)
-        watch(self, counter)
 
     monkeypatch.setattr(Source, "watch", watched)
     Looked.looks = 0
