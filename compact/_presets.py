@@ -17,6 +17,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from ._codecs.codec import Codec
 from ._codecs.exact import Exact, Mask
@@ -88,6 +89,9 @@ class Preset:
                     f"preset {self.name!r} was given {codec.name} for {saved.value}, which needs "
                     f"{'an exact codec' if floor.exact else f'at least {floor.bits} bits'}: {floor.why}"
                 )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Preset, (self.name, dict(self.table))  # a view of a mapping can be neither copied nor pickled
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.table.items())))

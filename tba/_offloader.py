@@ -28,10 +28,10 @@ from ._plan.plan import Plan
 from ._report.page import Contents, page
 from ._stats import OffloadStats, TraceEvent
 from ._text import check_page, size
+from ._torch import private
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, clear_dead, hint, lifted, owners
 from ._torch.module_hooks import tie
-from ._torch.private import current_graph_task_id
 from ._transfer import build
 
 
@@ -109,18 +109,18 @@ class Offloader:
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
         """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
         saver = self._saver
-        if self._inside_another():
-            clear_dead(forward)  # its forward may have ended in an interrupt
-            if (other := self._inside_another()) is not None:
-                raise conflict(saver.model(), self.config, other)
-        pushes = saver.enter()
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
-        pair.armed = pushes and interrupts.arm()
+        pair.armed = interrupts.arm()
         try:
-            pair.enter(push=pushes)
+            if self._inside_another():
+                clear_dead(forward)  # its forward may have ended in an interrupt
+                if (other := self._inside_another()) is not None:
+                    raise conflict(saver.model(), self.config, other)
+            pair.enter(push=saver.enter())
             self._per_thread.pairs.append(pair)
             if self._saved_by is not None:
                 calls.forget()
+                pair.mode_below = private.top_function_mode()
                 self._saved_by.__enter__()
             self._watch(pair, forward)
         except BaseException:
@@ -173,9 +173,10 @@ class Offloader:
     def _forget(self, pair: Pair) -> None:
         """Forget a pair whose forward has ended in a KeyboardInterrupt; it is off the stack."""
         if self._saved_by is not None:
-            self._saved_by.__exit__(None, None, None)
+            private.take_function_mode(self._saved_by, pair.mode_below)
         self._per_thread.pairs.remove(pair)
-        self._per_thread.forwards.remove(pair)
+        with suppress(ValueError):  # an interrupt between its two ends has taken it
+            self._per_thread.forwards.remove(pair)
         self._foreign.end()
         self._saver.leave(failed=True, packed=True, inside=self.entered)
         if pair.armed:
@@ -304,7 +305,12 @@ def _leave(weak: weakref.ref[Offloader]) -> None:
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Take the hooks off, or push them, as the model's forward begins: it depends on what that is given."""
     offloader = weak()
-    if offloader is None or not offloader.entered or not torch.is_grad_enabled() or current_graph_task_id() != -1:
+    if (
+        offloader is None
+        or not offloader.entered
+        or not torch.is_grad_enabled()
+        or private.current_graph_task_id() != -1
+    ):
         return
     pair, saver = offloader._per_thread.pairs[-1], offloader._saver
     if pair.pushed:
@@ -312,7 +318,6 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     if saver.begin_forward(args, kwargs):
         pair.lift()
     elif not pair.pushed:
-        pair.armed = pair.armed or interrupts.arm()
         pair.push_late()
 
 

@@ -192,12 +192,18 @@ def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
     """Restore buffers, training flags and random generators at the end; yields a function that starts a run."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     training = [(module, module.training) for module in model.modules()]
-    buffers = [(m, name, b, b.clone()) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    buffers = [(module, dict(module._buffers), {*module._non_persistent_buffers_set}) for module in model.modules()]
+    contents = [(b, b.clone()) for _, named, _ in buffers for b in named.values() if b is not None]
     generator = random.getstate()
 
     def reset() -> None:
-        for module, name, buffer, content in buffers:
-            module._buffers[name] = buffer
+        for module, named, apart in buffers:
+            for name in [name for name in module._buffers if name not in named]:
+                del module._buffers[name]
+            for name, buffer in named.items():
+                module._buffers[name] = buffer
+            module._non_persistent_buffers_set.intersection_update(apart)
+        for buffer, content in contents:
             if not torch.equal(buffer, content):  # a needless copy would bump the version of a saved tensor
                 with torch.no_grad():
                     buffer.copy_(content)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from compact import CodecError, Preset, Saved
 from io_backends import Store
 
-from .._compress.calls import Linear, SavedBy, kind_of
+from .._compress.calls import Linear, SavedBy, forget, kind_of
 from .._config import OffloadConfig
 from .._engine.packing import Packed
 from .._engine.saver import Saver
@@ -109,6 +109,7 @@ class Observer(Saver):
             pair = Pair(self.pack, self.unpack)
             pair.enter(push=True)
             stack.callback(pair.pop)
+            forget()
             stack.enter_context(mode)
             yield
         with self.locked(), quiet():

@@ -36,6 +36,7 @@ class Pair:
     Attributes:
         pushed: whether the hooks are on the stack.
         armed: whether interrupts are held back for it.
+        mode_below: the torch-function mode that was the innermost at the entry.
         unwatch: ends what follows the model's forward while the pair is entered.
     """
 
@@ -58,6 +59,7 @@ class Pair:
         self._refused = False  # has warned that hooks are disabled
         self._below: object = None  # the innermost pair at the entry
         self.armed = False
+        self.mode_below: object = None
         self.unwatch: Callable[[], None] = lambda: None
 
     def enter(self, *, push: bool) -> None:
@@ -118,6 +120,19 @@ class Pair:
     def _is_innermost(self) -> bool:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)
 
+    def was_taken(self) -> bool:
+        """Note that hooks of others, which have ended above a dead pair, have popped its hooks instead of their own.
+
+        What they left, if that was the innermost pair at the entry, goes too. False if its hooks are still there, or
+        torch lets none be pushed back here, so that nobody can look.
+        """
+        if not private.hooks_are_enabled() or (self.pack, self.unpack) in _stack():
+            return False
+        self.pushed = False
+        if self._below is not None and private.top_hooks(True) == self._below:
+            private.pop_hooks()
+        return True
+
     def is_dead(self, entering: weakref.ref[nn.Module] | None) -> bool:
         """Whether its forward has ended. If its model is `entering`, another forward of it has just begun."""
         if self._forward is None or not self._depth:
@@ -139,10 +154,21 @@ _ours = _Ours()
 def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
     """Pop the innermost pairs whose forward has ended in a KeyboardInterrupt."""
     while _ours.pairs and (pair := _ours.pairs[-1]).is_dead(entering):
-        if pair.pushed and not pair._is_innermost():
+        if pair.pushed and not pair._is_innermost() and not pair.was_taken():
             return  # another pair is the innermost
         pair.pop()
         pair.on_dead(pair)
+
+
+def _stack() -> list[tuple[Pack, Unpack]]:
+    """List the pairs of hooks on this thread's stack, from the innermost."""
+    pairs = []
+    while (top := private.top_hooks(True)) is not None:
+        private.pop_hooks()
+        pairs.append(top)
+    for pair in reversed(pairs):
+        private.push_hooks(*pair)
+    return pairs
 
 
 def owners() -> list[object]:

@@ -49,8 +49,12 @@ pop_hooks: Callable[[], None] = _find("_autograd._pop_saved_tensors_default_hook
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _find(
     "_autograd._top_saved_tensors_default_hooks"
 )
+hooks_are_enabled: Callable[[], bool] = _find("_autograd._saved_tensors_hooks_is_enabled")
 dispatch_mode_count: Callable[[], int] = _find("_len_torch_dispatch_stack")
 function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
+_function_mode_at: Callable[[int], Any] = _find("_get_function_stack_at")
+_push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
+_pop_function_mode: Callable[[], Any] = _find("_pop_torch_function_stack")
 DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")
 # Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
 transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
@@ -70,6 +74,30 @@ untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def top_function_mode() -> object:
+    """Return the innermost torch-function mode of this thread; None without any."""
+    count = function_mode_count()
+    return _function_mode_at(count - 1) if count else None
+
+
+def take_function_mode(mode: object, below: object) -> None:
+    """Take a torch-function mode off this thread's stack, from beneath others too.
+
+    If it is not there, another mode's end has popped it: what that has left goes instead, if `below`, the innermost one
+    when `mode` was entered, is the innermost now.
+    """
+    above = []
+    while function_mode_count():
+        if (top := _pop_function_mode()) is mode:
+            break
+        above.append(top)
+    else:
+        if above and above[0] is below:
+            del above[0]
+    for each in reversed(above):
+        _push_function_mode(each)
 
 
 def in_place_is_seen() -> AbstractContextManager[None]:

@@ -77,6 +77,57 @@ def test_all_is_left_as_it_was() -> None:
     assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
 
 
+class Lazy(nn.Module):
+    """Makes buffers in its first forward, of one that was registered without a tensor and of one that was not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.forwards_that_made_them = nn.Linear(8, 8), 0
+        self.register_buffer("scale", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = x.detach().abs().max()
+            self.register_buffer("cache", x.detach().clone(), persistent=False)
+            self.forwards_that_made_them += 1
+        return self.layer(x / self.scale).tanh()
+
+
+def test_buffers_that_a_forward_makes_are_gone_again() -> None:
+    model = Lazy()
+    found = audit(model, torch.randn(16, 8), loss=cube, presets=["exact", "safe8"])
+    assert found.outcomes["exact"].relative_error == 0.0
+    assert model._buffers == {"scale": None}
+    assert not model._non_persistent_buffers_set
+    assert model.forwards_that_made_them > 2  # each run began as the first one did
+
+
+def test_an_interrupted_audit_leaves_nothing_to_the_next() -> None:
+    class RMSNorm(nn.Module):
+        forwards = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.forwards += 1
+            if self.forwards > 1:  # the first is one that nobody looks at
+                raise KeyboardInterrupt
+            return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden: Tensor = self.layer(x)
+            return hidden * hidden.tanh()
+
+    x = torch.randn(16, 8)
+    before = audit(Product(), x, loss=cube, presets=["safe8"]).before_bytes
+    with pytest.raises(KeyboardInterrupt):
+        audit(nn.Sequential(nn.Linear(8, 8), RMSNorm()), x, presets=["safe8"])
+    assert audit(Product(), x, loss=cube, presets=["safe8"]).before_bytes == before
+
+
 def test_all_is_left_as_it_was_when_the_model_fails() -> None:
     class Fails(Norms):
         def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+
 import pytest
 
 from compact import FLOORS, PRESETS, CodecError, Exact, PresetError, Projected, Quantized, Saved, Verbatim, preset
@@ -122,3 +126,11 @@ def test_a_table_cannot_be_changed_behind_its_back() -> None:
     assert mine[Saved.NORM_INPUT] == Verbatim()
     with pytest.raises(TypeError):
         mine.table[Saved.NORM_INPUT] = Exact()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda table: pickle.loads(pickle.dumps(table))])
+def test_a_preset_can_be_copied_and_pickled(how: Callable[[PresetTable], PresetTable]) -> None:
+    table = PRESETS["safe8"].override({"norm_input": Quantized("e4m3")})
+    same = how(table)
+    assert same == table
+    assert hash(same) == hash(table)

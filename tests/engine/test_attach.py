@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import signal
 import subprocess
 import sys
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from support.exactness import assert_bit_equal
 from tba import ConfigError, attach, offload_context
@@ -55,6 +57,55 @@ def _interrupt(model: Interrupted) -> None:
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(2, 8))
     model.interrupt = False
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_hooks_of_others_that_ended_above_an_interrupted_forward_do_not_stay(kept: bool, scratch: Path) -> None:
+    """Their end pops the innermost pair, which is ours: theirs is left where it was."""
+    model = Interrupted()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    with nullcontext() if kept else torch.autograd.graph.save_on_cpu():
+        _interrupt(model)
+    assert _pairs_on_the_stack() == 1
+    x = torch.randn(2, 8)
+    out = model(x)
+    assert _pairs_on_the_stack() == 0
+    assert not offload.entered
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    expected = torch.autograd.grad(
+        x.matmul(model.linear.weight.T).add(model.linear.bias).tanh().sum(), model.linear.bias
+    )
+    assert_bit_equal(torch.autograd.grad(out.sum(), model.linear.bias), expected)
+    offload.close()
+
+
+class Counts(TorchFunctionMode):
+    """Counts the calls that it sees."""
+
+    calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("interrupted_within", [False, True])
+def test_a_torch_function_mode_of_the_user_outlives_an_interrupted_forward(
+    interrupted_within: bool, scratch: Path
+) -> None:
+    model, mode = Interrupted(), Counts()
+    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch, compress="safe8")
+    with mode if interrupted_within else nullcontext():
+        _interrupt(model)
+    before, x = mode.calls, torch.randn(2, 8)
+    with mode:
+        model(x)
+    assert mode.calls > before
+    assert private.function_mode_count() == 0
+    before = mode.calls
+    model(x)
+    assert mode.calls == before
+    offload.close()
 
 
 def test_a_new_attach_takes_off_what_interrupted_forwards_have_left(scratch: Path) -> None:

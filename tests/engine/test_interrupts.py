@@ -23,6 +23,7 @@ from support.exactness import assert_bit_equal
 from support.signals import interrupted_at, places
 from tba import OffloadConfig, Offloader
 from tba._torch import private
+from tba._torch.hook_stack import owners
 
 ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 
@@ -65,6 +66,8 @@ def _scenario(offload: Offloader, model: nn.Module, x: Tensor) -> None:
 
 def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list[Tensor]) -> None:
     assert private.top_hooks(True) is None
+    assert not owners()
+    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 0
     _scenario(offload, model, x)
     assert_bit_equal(_gradients(model), expected)
     gc.collect()
@@ -86,9 +89,10 @@ def _plans(place: Any) -> bool:
     [
         ({"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14}, 1),
         ({"tier": "auto", "memory_budget": 1 << 14}, 7),
+        ({"tier": "auto"}, 1),
         ({"tier": "nvme", "compress": "safe8", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14}, 7),
     ],
-    ids=["nvme", "auto", "safe8"],
+    ids=["nvme", "auto", "resting", "safe8"],
 )
 def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(settings: Any, every: int, scratch: Path) -> None:
     torch.manual_seed(0)
@@ -101,7 +105,7 @@ def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(settings: An
     gc.collect()
     gc.freeze()  # with what the first steps imported: each of many checks collects
     found = places(lambda: _scenario(offload, model, x), ENGINE)
-    assert len(found) > 500
+    assert len(found) > 200
     missed = []
     for number, place in enumerate(found[::every]):
         if not interrupted_at(place, lambda: _scenario(offload, model, x)) and not _plans(place):
