@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from .._buffer import Buffer
-from .._errors import StoreClosed, StoreError
+from .._errors import StoreBroken, StoreClosed, StoreError
 from .._store import Store
 from .._ticket import QUEUED, Before, OnDone, Ticket
 from .._workers.fork import ForkAware
@@ -162,7 +162,8 @@ class StripedStore(Store, ForkAware):
                 inner = self.stores[index].write(
                     buffer, on_done=partial(self._ended, ticket, index, tried), before=before
                 )
-            except StoreError as error:
+            except (StoreError, RuntimeError, MemoryError, OSError) as cause:  # without a thread or memory for it too
+                error = cause if isinstance(cause, StoreError) else StoreBroken(f"a write cannot begin: {cause}")
                 self._degraded(index, error, nbytes)
                 ticket.first_error = ticket.first_error or _bare(error)
                 continue

@@ -225,17 +225,28 @@ class Workers(ForkAware):
     def _begin(self) -> None:
         with self._lock:
             if not self._stopping and not self._open:
-                self._running = len(self._slots)
-                for number, slot in enumerate(self._slots):
-                    name = f"{self._name}-{number}"
-                    slot.thread = threading.Thread(target=self._loop, args=(slot,), name=name, daemon=True)
-                    slot.thread.start()
+                self._start()
                 self._open = True
                 if self._stopping:
                     self._open = False
                     self._end_threads()
                     return
         self.refuse()
+
+    def _start(self) -> None:
+        """Start the threads, or as many as the process may have; raises RuntimeError if that is none."""
+        for number, slot in enumerate(self._slots):
+            name = f"{self._name}-{number}"
+            slot.thread = threading.Thread(target=self._loop, args=(slot,), name=name, daemon=True)
+            self._running += 1  # before it may end
+            try:
+                slot.thread.start()
+            except RuntimeError:  # "can't start new thread"
+                slot.thread = None
+                self._running -= 1
+                if not self._running:
+                    raise
+                return
 
     def _end_threads(self) -> None:
         for _ in self._slots:

@@ -22,7 +22,8 @@ def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, .
     """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one."""
     if has_switch(module):
         return _switched(module, partial(checkpoint, use_reentrant=False), forward, args, kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    # Bound, as checkpoint has keyword arguments of its own, which a block may have too.
+    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
 
 
 def again(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -81,11 +81,6 @@ class Watch:
             self.saved[number] = *saved[:2], at_s
             self.prompt.add(number)
 
-    @property
-    def in_vain(self) -> bool:
-        """Whether all that was saved has died before backward: a forward that nobody wanted the gradients of."""
-        return not self.turned and bool(self.saved) and self.saved.keys() <= self.freed.keys()
-
     def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int] | None:
         """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, if any."""
         found = self.near.get(id(root.untyped_storage())) if root is not None else None

@@ -144,14 +144,10 @@ class Compressor:
         needed = self._preset[kind]
         if record.codec is None or needed.properties.kept_bits <= record.codec.properties.kept_bits:
             return True
-        if record.encoded is not None or record.state is not PENDING or self._is_waiting(record):
+        if record.encoded is not None or record.state is not PENDING or record.examined:
             return False
         record.use_codec(needed)
         return True
-
-    def _is_waiting(self, record: Record) -> bool:
-        """Whether an encode of the record has begun and is still to be finished."""
-        return any(entry.record is record.ref for entry in self.waiting)
 
     def choose(self, record: Record, kind: Saved) -> None:
         """Give a new record the codec of its class; `also` may change it."""
@@ -169,6 +165,7 @@ class Compressor:
                 if pending.verbatim:
                     return True
                 if record.stream is not None and pending.flag is not None:
+                    record.examine(True)
                     self.waiting.append(_Waiting(record.ref, codec, pending, *streams.fetch(pending.flag)))
                     return False
                 self._finish(record, codec, pending, None)
@@ -188,6 +185,7 @@ class Compressor:
             if record is None:
                 continue
             entry.there.synchronize()
+            record.examine(False)
             if record.alias is not None and not record.is_edited():
                 with streams.on(record.stream):
                     self._finish(record, entry.codec, entry.pending, entry.flag)

@@ -47,6 +47,7 @@ from .worth import Worth
 _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
+_MOST_PLACES = 1 << 16  # of recipes that came out wrong
 _MOST_WAITING = 8  # comparisons under way on a device: a few layers' worth, in no more memory than their tensors
 
 
@@ -111,6 +112,7 @@ class Derivations:
                 made_s = time.perf_counter()
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
+                    record.examine(True)
                     self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
@@ -134,6 +136,7 @@ class Derivations:
             if record is None or record.state is not PENDING or record.alias is None:
                 continue
             entry.there.synchronize()
+            record.examine(False)
             differs = bool(entry.differs) or record.is_edited()
             settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
         return settled
@@ -146,6 +149,8 @@ class Derivations:
             record.plan(None)
             if known is not None:
                 self._wrong[known[0]] = known[1]
+                if len(self._wrong) > _MOST_PLACES:  # forwards without a backward end no step, and places go on
+                    del self._wrong[next(iter(self._wrong))]
             return False
         for packed in found.sources:
             if isinstance(packed[0], Record):

@@ -14,6 +14,7 @@ from __future__ import annotations
 # for that, and not for the link.
 _SETTLING_STEPS = (1, 2, 4)
 _FORGET = 0.9
+_MOST_PLACES = 1 << 16  # whose costs are known: sizes may differ from step to step, and all be new
 
 
 class Worth:
@@ -52,7 +53,10 @@ class Worth:
     def note(self, place: int, nbytes: int, run_s: float, compare_s: float) -> None:
         """Note what running a recipe and comparing its result took; the last time counts."""
         derive_s = 2 * run_s + compare_s
-        self._derive_s[place, nbytes] = derive_s
+        if self._leaves:
+            self._derive_s[place, nbytes] = derive_s
+            if len(self._derive_s) > _MOST_PLACES:
+                del self._derive_s[next(iter(self._derive_s))]
         self._noted_s += derive_s
         self._noted_bytes += nbytes
 

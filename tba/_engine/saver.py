@@ -248,14 +248,15 @@ class Saver(ForkAware):
         with self.locked():
             if self.steps.backward_seen:
                 self.end_step()
+            elif self.steps.open:
+                self.settle()
+                self._passing.begin_anew()
             key = self.rest.key(args, kwargs) if self.watches else None
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
             light, has_room = self.light, self.write_behind.has_room
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
                 light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
-                if self._remains:
-                    self.settle()
                 self.planner.begin_forward(key)
                 # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
                 self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)

@@ -96,6 +96,7 @@ class Record(Source):
         last_view: of a restored record with several views, the last that an operator was given: the next wants it too.
         recipe: how to make the bytes again; None where they are kept.
         stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
+        examined: a device compares or encodes its bytes as they are now, and has not said what came of it.
         goes: it is to be moved by plan, however much room there is.
         wanted: read-ahead or backward asked for it while it was being written, or was to be: it stays in memory.
         saves: how many saved tensors are views of it.
@@ -104,9 +105,9 @@ class Record(Source):
     """
 
     __slots__ = (
-        *("__weakref__", "asks", "codec", "decoded", "encoded", "goes", "last_view", "lent", "logical_bytes", "number"),
-        *("offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves", "state", "stays", "stream"),
-        *("view", "wanted", "write"),
+        *("__weakref__", "asks", "codec", "decoded", "encoded", "examined", "goes", "last_view", "lent"),
+        *("logical_bytes", "number", "offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves"),
+        *("state", "stays", "stream", "view", "wanted", "write"),
     )
 
     def __init__(
@@ -131,7 +132,7 @@ class Record(Source):
         self.logical_bytes = logical_bytes
         self.offloaded = offloaded
         self.stays = stays
-        self.goes = False
+        self.examined = self.goes = False
         self.state: RecordState = PENDING
         self.write: Ticket | None = None
         self.read: Ticket | None = None
@@ -285,6 +286,10 @@ class Record(Source):
         self.address, self.storage_bytes = storage.data_ptr(), storage.nbytes()
         self.stays = self.stays or not self.nbytes
 
+    def examine(self, examined: bool) -> None:
+        """Note that a device has begun to compare or encode the bytes, or has ended."""
+        self.examined = examined
+
     def keep_decoded(self, whole: Tensor | None, stream: object = None) -> None:
         """Keep the unpacked bytes, made on `stream`, for the next that asks; None to let them go."""
         self.decoded = None if whole is None else (whole, stream)
@@ -325,7 +330,9 @@ class Record(Source):
         return self.state is RESIDENT and self.encoded is None and alias is not None and not self.is_edited()
 
     def is_where_it_was(self) -> bool:
-        """Whether its bytes are in the memory that was saved, and nowhere else."""
+        """Whether its bytes are in the memory that was saved, and nowhere else, nor about to be elsewhere."""
+        if self.examined:
+            return False
         if self.state is not PENDING and (self.state is not RESIDENT or self.write is not None):
             return False
         alias = self.alias

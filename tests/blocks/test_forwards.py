@@ -95,6 +95,19 @@ def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
     assert all(map(torch.equal, *gradients))
 
 
+@pytest.mark.parametrize(
+    "name", ["debug", "early_stop", "context_fn", "function", "use_reentrant", "determinism_check"]
+)
+def test_recompute_gives_a_block_its_own_arguments_though_checkpoint_has_some_of_that_name(name: str) -> None:
+    def forward(x: Tensor, **kwargs: float) -> Tensor:
+        return (x * kwargs[name]).exp()
+
+    x = torch.ones(3, requires_grad=True)
+    recompute(nn.Module(), forward, (x,), {name: 2.0}).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * torch.full((3,), 2.0).exp())
+
+
 def test_a_layer_whose_call_looks_at_the_switch_has_none_for_us() -> None:
     """As in older versions of transformers: a block's forward does not come through it."""
 

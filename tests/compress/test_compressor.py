@@ -43,7 +43,10 @@ def test_a_stricter_saver_gets_its_own_record_while_a_device_is_asked() -> None:
     compressor.choose(record, LOSSY)
     assert record.codec is not None
     pending = record.codec.begin(torch.randn(64, 64), key(0, 0))
+    assert record.is_where_it_was()
+    record.examine(True)
     compressor.waiting.append(_Waiting(record.ref, record.codec, pending, torch.zeros(1), None))
+    assert not record.is_where_it_was()  # an alias that has been edited by a counter of its own has other bytes
     assert compressor.also(record, LOSSY)
     assert not compressor.also(record, EXACT)
     assert record.codec is PRESET[LOSSY]
@@ -58,6 +61,7 @@ class _Late(Compressor):
         assert record.alias is not None
         pending = codec.begin(record.alias, 0)
         there = SimpleNamespace(query=lambda: False, synchronize=lambda: None)
+        record.examine(True)
         self.waiting.append(_Waiting(record.ref, codec, pending, torch.as_tensor(pending.flag), there))
         return False
 

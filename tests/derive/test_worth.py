@@ -57,6 +57,20 @@ def test_a_link_that_binds_is_remembered_for_some_steps() -> None:
     assert steps == 4  # 0.9 ** 4 of 3 ms are less than 2
 
 
+def test_costs_of_ever_new_sizes_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba._derive.worth._MOST_PLACES", 4)
+    worth = Worth(on_disk=True, leaves=True)
+    for nbytes in range(10):
+        worth.note(0, nbytes, run_s=1.0, compare_s=0.0)
+    assert len(worth._derive_s) == 4
+    settle(worth, 1e-12)
+    assert not worth.pays(0, 9)
+    assert worth.pays(0, 5)  # forgotten
+    never_asked = Worth(on_disk=True, leaves=False)
+    never_asked.note(0, MIB, run_s=1.0, compare_s=0.0)
+    assert not never_asked._derive_s
+
+
 def test_a_step_that_moved_nothing_tells_nothing() -> None:
     worth = Worth(on_disk=True, leaves=True)
     worth.note(0, MIB, run_s=1.0, compare_s=0.0)

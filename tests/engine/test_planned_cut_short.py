@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,36 @@ def test_a_forward_without_a_backward_is_no_part_of_the_step_that_follows(
             if offload.plan is not None:
                 planned_bytes.add(offload.plan.facts.saved_bytes)
     assert len(planned_bytes) == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_forward_that_is_given_up_leaves_the_plan_as_it_is(auto: Callable[..., Offloader], raises: bool) -> None:
+    """One whose loss is not finite, say, or that raises half way, in each step."""
+    training = Training()
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+    planner = offload._saver.planner
+    assert planner is not None
+    for number in range(6):
+        with offload:
+            training.step(number=number)
+    plan = offload.plan
+    assert plan is not None
+    assert not plan.idle
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError("half way")
+
+    followed = []
+    for number in range(6, 10):
+        with offload:
+            failing = training.model.head.register_forward_pre_hook(fail) if raises else None
+            with pytest.raises(ArithmeticError) if raises else nullcontext():
+                training.model(torch.zeros(ROWS, WIDTH))
+            if failing is not None:
+                failing.remove()
+                gc.collect()  # the error's frames hold the graph
+            training.step(number=number)
+            followed.append(planner.kind.plan is not None and not planner.kind.departures)
+    assert followed == [True] * 4
+    assert offload.plan is not None
+    assert offload.plan.decides_as(plan)

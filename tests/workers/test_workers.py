@@ -34,6 +34,57 @@ def test_a_store_needs_a_worker() -> None:
         Workers(0, "tba-test", never)
 
 
+def limit_threads(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Have the process start so many threads more, as a container may."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) >= most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+def test_as_many_threads_as_can_be_started_do_all_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(monkeypatch, 1)
+    with running(3) as workers:
+        tickets = [workers.submit(ticket_of(nothing), urgent=True) for _ in range(5)]
+        assert all(ticket.wait(WAIT_S) for ticket in tickets)
+        assert len(threads_of(workers)) == 1
+    assert workers.ended
+
+
+def test_without_any_thread_a_submission_fails_and_a_later_one_may_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    workers = Workers(2, "tba-test", lambda: stopped.append(True))
+    with monkeypatch.context() as patch:
+        limit_threads(patch, 0)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            workers.submit(ticket_of(nothing), urgent=True)
+    ticket = workers.submit(ticket_of(nothing), urgent=True)
+    assert ticket.wait(WAIT_S)
+    threads = threads_of(workers)
+    assert len(threads) == 2
+    workers.stop()
+    workers.join()
+    assert workers.ended
+    assert stopped == [True]
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_stopping_without_any_thread_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    workers = Workers(2, "tba-test", lambda: stopped.append(True))
+    limit_threads(monkeypatch, 0)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        workers.submit(ticket_of(nothing), urgent=True)
+    workers.stop()
+    assert workers.ended
+    assert stopped == [True]
+
+
 def test_reads_go_ahead_of_writes_each_in_order() -> None:
     order: list[str] = []
     with running() as workers:

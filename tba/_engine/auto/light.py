@@ -131,16 +131,21 @@ class Light:
         if self._counts_now and found is not None:
             self._count(*found)
 
+    def forget(self) -> None:
+        """Begin the step under way anew: nothing is left of what it has saved."""
+        self.on = self.turned = False
+        self.course = self._notes = self._kind = None
+        self._counted_bytes = 0
+        self._by_address.clear()
+
     def end_step(self, room_bytes: int | None) -> None:
         """End a step. `room_bytes`: what there is room for, if it is one of those that fit."""
         if room_bytes is None:
             self.fitted_bytes = 0
         elif self._counted_bytes <= room_bytes:
             self.fitted_bytes = max(self.fitted_bytes, self._counted_bytes)
-        self.on = self.turned = False
-        self.course = self._notes = self._kind = None
-        self.passed_bytes = self._counted_bytes = 0
-        self._by_address.clear()
+        self.forget()
+        self.passed_bytes = 0
 
     @property
     def written_down(self) -> list[Entry] | None:

@@ -38,10 +38,15 @@ class Passed:
     @property
     def nbytes(self) -> int:
         """The sum."""
+        return self.living_bytes + self._reserved_bytes
+
+    @property
+    def living_bytes(self) -> int:
+        """What a graph of the engine's holds, without what the program has too."""
         while self._gone:
             reference = self._alive.pop(id(self._gone.popleft()))
             self._nbytes -= reference.nbytes
-        return self._nbytes + self._reserved_bytes
+        return self._nbytes
 
     def end_step(self) -> None:
         """End a step. Graphs that live on count on."""

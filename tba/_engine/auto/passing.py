@@ -44,6 +44,15 @@ class Passing:
             if light.on:
                 planner.follow()
 
+    def begin_anew(self) -> None:
+        """Forget what the step under way was, if all that it saved has died: nobody wanted that forward's gradients."""
+        self.pass_on(None)
+        newest = next(reversed(self._read_ahead.records), -1)
+        if newest < self._read_ahead.step_number and not self._write_behind.passed.living_bytes:
+            self._light.forget()
+            if self._planner is not None:
+                self._planner.forget()
+
     def tensor(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor that is saved outside of backward; None if the full hooks are to do it."""
         light = self._light

@@ -136,7 +136,7 @@ class Planner:
         kind = self._kinds.pop(key, Kind())
         self._kinds[key] = kind  # at the end: the last that was called is the last to be forgotten
         seen = self._now
-        if seen is not None and (seen.in_vain or max(len(seen.saved), len(seen.visits)) > _MOST_WATCHED):
+        if seen is not None and max(len(seen.saved), len(seen.visits)) > _MOST_WATCHED:
             self._now = None
         if (self._strict or self._by_rule) and not kind.watched:
             self._candidates(kind)
@@ -273,6 +273,12 @@ class Planner:
 
     # -- between steps -----------------------------------------------------------------------------------------------
 
+    def forget(self) -> None:
+        """Begin the step under way anew: nothing is left of what it has saved."""
+        self._now, self.follows, self._spoilt = None, False, False
+        self.put_aside.clear()
+        self._write_behind.replay_bytes = 0
+
     def end_step(self, *, whole: bool, course: list[Entry] | None) -> None:
         """End a step. If all of it was seen, learn from it, and plan the next of its kind.
 
@@ -280,15 +286,13 @@ class Planner:
             whole: all of it was seen.
             course: what it was, if that was written down.
         """
-        seen, self._now, self.follows = self._now, None, False
-        whole, self._spoilt = whole and not self._spoilt, False
-        self.put_aside.clear()
+        seen, whole = self._now, whole and not self._spoilt
+        self.forget()
         if whole and seen is not None and seen.turned:
             kind, plan = self.kind, self.kind.plan
             self._learn(kind, seen)
             if course is not None and plan is not None and kind.plan is not None and kind.plan.decides_as(plan):
                 kind.course = course
-        self._write_behind.replay_bytes = 0
         self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
 
     def _learn(self, kind: Kind, seen: Watch) -> None:
