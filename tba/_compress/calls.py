@@ -72,11 +72,15 @@ class SavedBy(TorchFunctionMode):
         linear: called for every `torch.nn.functional.linear`, and every `torch.addmm` that is one (transformers'
             Conv1D), with x [..., n], weight [out, n] and bias [out] or None, while gradients are recorded. It returns
             the result [..., out], or None to leave the call alone. Tensors saved within it are UNKNOWN.
+
+    Attributes:
+        end: removes what was put on a model for it.
     """
 
     def __init__(self, linear: Linear | None = None) -> None:
         super().__init__()
         self._linear = linear
+        self.end: Callable[[], None] = lambda: None
 
     if TYPE_CHECKING:  # torch's are untyped, and torch.compile accepts no mode that overrides them
 

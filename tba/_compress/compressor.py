@@ -105,7 +105,8 @@ class Compressor:
             return None
         mode = SavedBy(self.projection(model))
         if model is not None:
-            weakref.finalize(self, mode.norms(model)).atexit = False
+            mode.end = mode.norms(model)
+            weakref.finalize(self, mode.end).atexit = False
         return mode
 
     def projection(self, model: nn.Module | None) -> ProjectedLinear | None:

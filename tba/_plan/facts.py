@@ -95,6 +95,11 @@ class Link:
     step_s_per_byte: float = 0.0
     in_flight_bytes: int = 40 << 20
 
+    def slowed(self, times: float) -> Link:
+        """Return a link that is so many times slower."""
+        rates = self.write_bytes_per_s / times, self.read_bytes_per_s / times
+        return replace(self, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1])
+
     def times(self, other: Link) -> float:
         """How many times faster or slower it is than another, out or back."""
         out, back = self.write_bytes_per_s / other.write_bytes_per_s, self.read_bytes_per_s / other.read_bytes_per_s

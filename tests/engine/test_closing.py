@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from io_backends.testing import Fault, Operation
 from support.engine import activation, chain, engine, save
 from support.exactness import assert_bit_equal
-from tba import Offloader, OffloadWarning
+from tba import Offloader, OffloadWarning, offload_context
 
 N = 1 << 15
 LENGTH = 8
@@ -115,3 +115,25 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
             offload.close()
         assert offload.stats().errors == 1
         del y
+
+
+class RMSNorm(nn.Module):
+    """A norm written in Python, which a lossy preset looks at."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
+
+
+def test_a_closed_offloader_leaves_no_hook_on_the_model(scratch: Path) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), RMSNorm(), nn.Linear(64, 64))
+
+    def hooks() -> int:
+        return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+    offload = offload_context(model, tier="nvme", storage_paths=scratch, min_tensor_bytes=0, compress="safe8")
+    with offload:
+        loss = model(torch.randn(64, 64)).sum()
+    assert hooks() == 2
+    loss.backward()
+    offload.close()
+    assert not hooks()

@@ -12,6 +12,9 @@ from ..._plan.facts import Place
 from ..._plan.plan import Plan
 from .course import Entry
 
+_OFF = 0.05  # share of a step by which it waits longer, or less, than its plan foresees, where more than chance does it
+_TIMES = 2  # such steps in a row: in one of them others may have used the disk
+
 
 @dataclass
 class Kind:
@@ -26,6 +29,7 @@ class Kind:
         visits: the module of each block, in order of forward.
         places: where it saves what, by its plan.
         course: what a step by its plan was, if one has been written down.
+        slower: times slower than it carries that the link counts as, since more is waited for it than plans foresee.
     """
 
     modules: list[weakref.ref[nn.Module]] = field(default_factory=list)
@@ -38,3 +42,23 @@ class Kind:
     sends: dict[Place, int] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
     course: list[Entry] | None = None
+    slower: float = 1.0
+    _off_steps: int = 0
+
+    def compare(self, waited_s: float) -> bool:
+        """Compare how long a step by plan has waited with what the plan foresees; whether `slower` has changed.
+
+        A link may carry as fast as it was seen to, and bring late all the same: where memory at the budget leaves a
+        read no room in time, or a rule beneath the plan sends what it would keep.
+        """
+        assert self.plan is not None
+        found, link = self.plan.predicted, self.plan.facts.link
+        carried_s = found.moved_bytes / link.write_bytes_per_s + found.read_bytes / link.read_bytes_per_s
+        late_s = waited_s - found.waited_s
+        off = carried_s > 0 and abs(late_s) > _OFF * found.step_s
+        self._off_steps = self._off_steps + 1 if off else 0
+        if self._off_steps < _TIMES:
+            return False
+        before, self.slower = self.slower, max(1.0, self.slower * (1 + late_s / carried_s))
+        self._off_steps = 0
+        return self.slower != before

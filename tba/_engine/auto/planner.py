@@ -336,12 +336,13 @@ class Planner:
             kind.departures += 1
             return
         kind.departures = 0
-        drift = link.times(plan.facts.link)
+        late = kind.compare(self._mover.cost.waited_s)
+        drift = (link := link.slowed(kind.slower)).times(plan.facts.link)
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
         plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
         computed_s, expected_s = seen.step_s - self._pace.lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
-        changed = drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
+        changed = late or drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
         facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(len(plan.facts.saved)))
         changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
