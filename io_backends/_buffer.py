@@ -13,7 +13,8 @@ class Buffer(NamedTuple):
 
     `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
     `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
-    that this memory has no other user, so that a store in memory may keep it instead of a copy.
+    that this memory has no other user, so that a store in memory may keep it instead of a copy. `shared` warns that
+    others may change bytes of it while it is written, which nobody will look at: it is not compared when it is read.
     """
 
     address: int
@@ -21,6 +22,7 @@ class Buffer(NamedTuple):
     owner: object
     padded: bool = False
     given: bool = False
+    shared: bool = False
 
     @staticmethod
     def of(memory: Any, *, writable: bool = False) -> Buffer:
@@ -69,7 +71,7 @@ def on_device(owner: object) -> bool:
 class Location(NamedTuple):
     """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
 
-    `checksum` is that of its bytes, or of a sample of them; None in stores that compare nothing.
+    `checksum` is that of its bytes, or of a sample of them; None of shared buffers, and in stores that compare nothing.
     """
 
     offset: int

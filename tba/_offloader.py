@@ -271,7 +271,7 @@ class Offloader:
         if not self._saver.stop():
             return
         if self._saved_by is not None:
-            self._saved_by.end()
+            self._saved_by.remove()
         untie, self._untie = self._untie, None
         if untie is not None:
             untie()

@@ -66,7 +66,7 @@ class BatchWriter:
         file, space = self._open_file(), self._space
         locations = [extent_of(ticket, file.alignment) for ticket in tickets]
         buffers = [ticket.buffer for ticket in tickets if ticket.buffer is not None]  # of all: none has been written
-        checksums = [self._digest(buffer.address, buffer.nbytes) for buffer in buffers]
+        checksums = [None if each.shared else self._digest(each.address, each.nbytes) for each in buffers]
         length = sum(location.length for location in locations)
         offset = space.take(length)
         try:

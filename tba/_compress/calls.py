@@ -74,13 +74,13 @@ class SavedBy(TorchFunctionMode):
             the result [..., out], or None to leave the call alone. Tensors saved within it are UNKNOWN.
 
     Attributes:
-        end: removes what was put on a model for it.
+        remove: removes what was put on a model for it.
     """
 
     def __init__(self, linear: Linear | None = None) -> None:
         super().__init__()
         self._linear = linear
-        self.end: Callable[[], None] = lambda: None
+        self.remove: Callable[[], None] = lambda: None
 
     if TYPE_CHECKING:  # torch's are untyped, and torch.compile accepts no mode that overrides them
 

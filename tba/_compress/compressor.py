@@ -105,8 +105,8 @@ class Compressor:
             return None
         mode = SavedBy(self.projection(model))
         if model is not None:
-            mode.end = mode.norms(model)
-            weakref.finalize(self, mode.end).atexit = False
+            mode.remove = mode.norms(model)
+            weakref.finalize(self, mode.remove).atexit = False
         return mode
 
     def projection(self, model: nn.Module | None) -> ProjectedLinear | None:

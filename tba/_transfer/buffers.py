@@ -42,7 +42,10 @@ class Buffers:
         """Find what to write, and what to call before that is touched. Raises RuntimeError, MemoryError, StoreFull."""
         begin, nbytes, stream = record.begin, record.nbytes, record.stream
         if stream is None:
-            return streams.out(alias, begin, nbytes, stream, None)
+            buffer, arrived = streams.out(alias, begin, nbytes, stream, None)
+            if record.logical_bytes < nbytes and not record.is_whole():  # others may edit what lies between its bytes
+                buffer = buffer._replace(shared=True)
+            return buffer, arrived
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
             return streams.lend(alias, begin, nbytes, stream)
         return streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment))

@@ -18,6 +18,8 @@ from torch.nn import functional
 from campaigns.programs.operators import Detach
 from support.engine import activation, engine, save
 from support.exactness import assert_bit_equal
+from support.stores import Held
+from tba import OffloadConfig, Offloader
 
 
 class Viewless(Detach):
@@ -125,6 +127,25 @@ def test_tensors_without_a_common_base_are_told_apart(scratch: Path, program: St
             with offload:
                 found = program(activation(64, 64)[1], offload.flush)
             assert_bit_equal(found, expected)
+
+
+def test_an_edit_between_columns_while_they_are_written_is_no_damage_of_theirs(scratch: Path) -> None:
+    """The range that is written has bytes of the other tensor, whose checksum would have been taken before the edit."""
+    held = Held()
+    left, right = torch.unsafe_chunk(activation(64, 64)[1], 2, dim=1)
+    config = OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0)
+    offload = Offloader(None, config, store=held.store(scratch))
+    with offload:
+        kept = save(left)
+        other = save(activation(8, 8)[1])
+        held.await_begun()
+        with torch.no_grad():
+            right.add_(1)
+        held.release.set()
+        offload.flush()
+    assert_bit_equal(torch.autograd.grad(kept.sum(), left)[0], 2 * left.detach())
+    del other
+    offload.close()
 
 
 @pytest.mark.parametrize("tier", ["nvme", "keep"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from io_backends import PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket
+from io_backends import Buffer, PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket
 from io_backends._file import space
 from support.stores import WAIT_S, Failing, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
 
@@ -227,3 +227,18 @@ def test_a_failed_transfer_lets_go_of_its_memory(store: PosixStore, writing: Lat
         assert watched() is None
     finally:
         gc.enable()
+
+
+def test_a_buffer_that_others_change_meanwhile_is_not_compared(scratch: Path) -> None:
+    """As bytes between the columns of a tensor, which belong to another one."""
+    memory = bytearray(bytes(range(256)) * 64)
+    whole = Buffer.of(memory)
+    store = PosixStore(scratch)
+    for shared in (True, False):
+        ticket = store.write(whole._replace(shared=shared))
+        assert ticket.wait(WAIT_S)
+        assert (ticket.location.checksum is None) is shared
+        back = bytearray(len(memory))
+        assert store.read(ticket.location, back).wait(WAIT_S)
+        assert back == memory
+    store.close()
