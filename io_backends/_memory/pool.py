@@ -192,7 +192,7 @@ class BufferPool:
             if ended:
                 self._limit_idle()
         # Not by Buffer(...), which is a Python function: there is a lease for every read.
-        return view, tuple.__new__(Buffer, (address + start, nbytes, view, True, False))
+        return view, tuple.__new__(Buffer, (address + start, nbytes, view, True, False, False))
 
     def retain(self, owner: object, ready: Callable[[], bool]) -> None:
         """Keep what holds a lease until `ready()`, a device's answer that its copy is over.
