@@ -22,6 +22,7 @@ from support.exactness import assert_bit_equal
 from tba import ConfigError, attach, offload_context
 from tba._torch import private
 from tba._torch.foreign import line_to_delete
+from tba._torch.hook_stack import _stack
 
 
 class Interrupted(nn.Module):
@@ -43,13 +44,7 @@ class Interrupted(nn.Module):
 
 
 def _pairs_on_the_stack() -> int:
-    pairs = []
-    while (top := private.top_hooks(True)) is not None:
-        private.pop_hooks()
-        pairs.append(top)
-    for pair in reversed(pairs):
-        private.push_hooks(*pair)
-    return len(pairs)
+    return len(_stack())
 
 
 def _interrupt(model: Interrupted) -> None:
