@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from io_backends import interrupts
 
+from .communication import Communication
+
 # The switch of transformers: a layer's forward that finds it on drops caches from its arguments, which a second run
 # would write to again, and has itself called by the function beside it.
 _LAYER = "GradientCheckpointingLayer"
@@ -19,11 +21,20 @@ _SWITCH, _CALLS = "gradient_checkpointing", "_gradient_checkpointing_func"
 
 @interrupts.lets_through
 def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one."""
+    """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one.
+
+    Raises:
+        RuntimeError: by `backward`: the block communicates with other ranks, which it did not when it was tried.
+    """
+
+    @interrupts.lets_through
+    def twice(function: Callable[..., Any], *inputs: Any) -> Any:
+        return checkpoint(_alone(module, function), *inputs, use_reentrant=False)
+
     if has_switch(module):
-        return _switched(module, partial(checkpoint, use_reentrant=False), forward, args, kwargs)
+        return _switched(module, twice, forward, args, kwargs)
     # Bound, as checkpoint has keyword arguments of its own, which a block may have too.
-    return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+    return twice(partial(forward, **kwargs), *args)
 
 
 def again(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -41,6 +52,28 @@ def has_switch(module: nn.Module) -> bool:
     kinds = (kind for kind in type(module).__mro__ if kind.__name__ == _LAYER)
     is_layer = any("__init_subclass__" in vars(kind) and "__call__" not in vars(kind) for kind in kinds)
     return is_layer and module.training and getattr(module, _SWITCH, None) is False
+
+
+def _alone(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function that runs twice raise where it communicates each time; once it may be another thread."""
+    communicated: list[bool] = []
+
+    @interrupts.lets_through
+    def runs(*inputs: Any) -> Any:
+        communication = Communication()
+        try:
+            with communication:
+                return function(*inputs)
+        finally:  # checkpoint leaves the second run by an exception
+            communicated.append(communication.seen)
+            if len(communicated) > 1 and all(communicated):
+                raise RuntimeError(
+                    f"{type(module).__name__} recomputes on this rank and communicates with others, which it did not "
+                    "in the step when it was tried: gradients would be wrong from here on. Name other blocks (blocks=)"
+                    ", or have this one communicate in each step, so that it never recomputes"
+                )
+
+    return runs
 
 
 @interrupts.lets_through

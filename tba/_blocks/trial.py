@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from io_backends import interrupts
 
+from .communication import Communication
 from .recompute import again, has_switch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -80,12 +81,14 @@ class Trial:
             saved.append(_shape(tensor))
             return self._keep(tensor)
 
-        with torch.autograd.graph.saved_tensors_hooks(note, self._give):
+        with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         last = next((tensor for tensor in reversed(outputs) if tensor.requires_grad and not tensor.is_leaf), None)
         if last is None:
             self._tell("its output needs no gradient")
+        elif communication.seen:
+            self._tell("it communicates with other ranks, which may plan otherwise")
         elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
             self._tell("it returns a sparse or nested tensor, which is not compared")
         elif (odd := self._odd(args, kwargs)) is not None:
@@ -101,7 +104,8 @@ class Trial:
             with self._apart():
                 inputs = [self._pack(leaf) for leaf in leaves]
                 kept = [self._pack(tensor) for tensor in outputs]
-            last.register_hook(lambda _: self._try(inputs, form, kept, saved, state))
+            # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
+            last.grad_fn.register_prehook(lambda _: self._try(inputs, form, kept, saved, state))  # type: ignore[union-attr]
         return out
 
     def _odd(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:

@@ -159,3 +159,9 @@ def is_shard(tensor: Tensor) -> bool:
     if module is None or not isinstance(tensor, module.DTensor):
         return False
     return not any(placement.is_partial() for placement in tensor.placements)
+
+
+def process_groups() -> list[Any]:
+    """Return the groups of `torch.distributed` that this process is in."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return [] if module is None else list(module._world.pg_map)

@@ -6,8 +6,8 @@ may recompute; the third is planned. Until then, and from where a step departs f
 `WriteBehind` alone holds: over budget, the oldest goes first. It stays beneath every plan. A storage counts with the
 bytes that a codec leaves of it, which are what is kept and what moves.
 
-Guarantees: a block recomputes only after its second run has given equal bits (`Trial`); a storage moves by plan only
-where one of as many bytes was seen in its place; outside the model's forward the model is as it was.
+Guarantees: a block recomputes only if it talks to no other rank and its second run has given equal bits (`Trial`); a
+storage moves by plan only where one of as many bytes was seen in its place; outside its forward a model is as it was.
 
 `end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock; all else wants it held.
 """

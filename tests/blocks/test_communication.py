@@ -1,0 +1,112 @@
+"""Communication: which exchanges between ranks are seen, and that a block which recomputes and has some raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from support.ranks import process_group
+from tba._blocks import communication as communication_module
+from tba._blocks.communication import Communication
+from tba._blocks.recompute import recompute
+
+if not dist.is_available():
+    pytest.skip("torch was built without distributed", allow_module_level=True)
+
+
+def _functional(x: Tensor) -> None:
+    from torch.distributed._functional_collectives import all_reduce
+
+    all_reduce(x, "sum", dist.group.WORLD).sum()
+
+
+def _passed_on(x: Tensor) -> None:
+    if dist.get_rank():
+        dist.send(x, 0)
+    else:
+        dist.recv(x, 1)
+
+
+class Sometimes(nn.Module):
+    """Communicates where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.communicates = nn.Linear(4, 4), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.communicates:
+            dist.all_reduce(x.detach().clone())
+        return self.linear(x)
+
+
+def _seen(function: Callable[[Tensor], Any]) -> bool:
+    with Communication() as communication:
+        function(torch.ones(4))
+    return communication.seen
+
+
+def _two_ranks(rank: int, folder: str) -> None:
+    methods = [getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")]
+    with process_group(rank, 2, folder):
+        group = dist.new_group([0, 1])
+        for function in (dist.all_reduce, _functional, _passed_on, lambda x: dist.broadcast(x, 1, group=group)):
+            assert _seen(function)
+            assert not _seen(torch.exp)
+        assert methods == [getattr(dist.ProcessGroup, name) for name in ("send", "recv", "recv_anysource")]
+
+        block, x = Sometimes(), torch.ones(3, 4, requires_grad=True) * 1.0
+        out = recompute(block, block.forward, (x,), {})
+        dist.all_reduce(torch.ones(1))  # between its runs, by others
+        out.sum().backward()
+        block.communicates = True
+        out = recompute(block, block.forward, (x,), {})
+        with pytest.raises(RuntimeError, match="Sometimes recomputes on this rank and communicates"):
+            out.sum().backward()
+
+
+def test_each_exchange_is_seen_and_recomputing_one_raises(scratch: Path) -> None:
+    mp.spawn(_two_ranks, (str(scratch),), nprocs=2)
+
+
+class _Group:
+    """A group of two ranks, as NCCL's counts: sends and receives are not among the operations."""
+
+    _device_types = (torch.device("cpu"),)
+
+    def __init__(self, *, counts: bool) -> None:
+        self._counts = counts
+
+    def size(self) -> int:
+        return 2
+
+    def _get_backend(self, _: torch.device) -> _Group:
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        if not self._counts:
+            raise RuntimeError("does not implement sequence numbers")
+        return 7
+
+
+def test_sends_are_seen_where_the_backend_counts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication_module, "process_groups", lambda: [_Group(counts=True)])
+    with Communication() as outer:
+        with Communication() as inner:
+            pass
+        assert not inner.seen
+        with pytest.raises(TypeError):
+            dist.ProcessGroup.send(None, [torch.ones(1)], 0, 0)  # type: ignore[arg-type]
+    assert outer.seen
+
+
+def test_a_backend_that_does_not_count_may_communicate_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication_module, "process_groups", lambda: [_Group(counts=False)])
+    assert _seen(torch.exp)
