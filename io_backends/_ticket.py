@@ -30,6 +30,8 @@ class TicketState(enum.Enum):
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = TicketState
 # A tuple: members are compared by identity there, while a set would call the enum's slow hash.
 _ENDED = (DONE, FAILED, CANCELLED)
+_CLAIMED: list[None] = []  # one for all tickets, and always empty
+_one_event = threading.Lock()  # of several waiters for one ticket
 
 
 class Watch(Protocol):
@@ -53,8 +55,8 @@ Before = Callable[[], None] | None
 class Ticket:
     """One transfer: wait for it, cancel it before it starts, learn its error.
 
-    It needs no lock, so a finaliser may cancel it at any bytecode, and costs the submitting thread little: most of its
-    attributes are the class's until they change. `dict.setdefault` decides every race, as it is atomic.
+    Only its waiters meet at a lock, so a finaliser may cancel it at any bytecode: `list.pop`, which is atomic, decides
+    who has it. It lives as long as what was written, so it has slots: the garbage collector would walk a dict too.
 
     Attributes:
         nbytes: bytes asked to move.
@@ -66,14 +68,10 @@ class Ticket:
         watch: what has the ticket in hand; set by the store.
     """
 
-    state: TicketState = QUEUED
-    error: BaseException | None = None
-    moved_bytes = 0
-    started_s = 0.0
-    ended_s = 0.0
-    cpu_s = 0.0
-    watch: Watch | None = None
-    _event: threading.Event | None = None  # made by the first waiter: most transfers have none
+    __slots__ = (
+        *("_before", "_event", "_on_done", "_unclaimed", "_work", "buffer", "cpu_s", "ended_s", "error", "location"),
+        *("moved_bytes", "nbytes", "started_s", "state", "watch"),
+    )
 
     def __init__(
         self,
@@ -89,6 +87,13 @@ class Ticket:
         self._work: Callable[[Ticket], None] | None = work
         self._on_done = on_done
         self._before = before
+        self._unclaimed = [None]
+        self._event: threading.Event | None = None  # made by the first waiter: most transfers have none
+        self.state: TicketState = QUEUED
+        self.error: BaseException | None = None
+        self.moved_bytes = 0
+        self.started_s = self.ended_s = self.cpu_s = 0.0
+        self.watch: Watch | None = None
 
     @property
     def waits(self) -> bool:
@@ -116,7 +121,8 @@ class Ticket:
         return True
 
     def _await_end(self, timeout_s: float | None) -> bool:
-        event: threading.Event = self.__dict__.setdefault("_event", threading.Event())
+        with _one_event:
+            event = self._event = self._event or threading.Event()
         begun_s = time.perf_counter()
         while self.state not in _ENDED:  # after the event is there; the end of a ticket does the reverse
             period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
@@ -138,8 +144,7 @@ class Ticket:
 
     def cancel(self) -> bool:
         """Take the transfer back; True if it had not started (its buffer is released then), else False."""
-        mine = object()
-        if self.state is not QUEUED or self.__dict__.setdefault("_claimed", mine) is not mine:
+        if self.state is not QUEUED or not self._claim():
             return False
         self.buffer = self._work = self._on_done = self._before = None
         self.state = CANCELLED
@@ -149,10 +154,18 @@ class Ticket:
 
     def start(self) -> bool:
         """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
-        mine = object()  # of several callers, here and in `cancel`, one gets its own back
-        if self.__dict__.setdefault("_claimed", mine) is not mine:
+        if not self._claim():
             return False
         self.state = RUNNING
+        return True
+
+    def _claim(self) -> bool:
+        """Give the ticket to one of all that call `start` and `cancel`."""
+        try:
+            self._unclaimed.pop()
+        except IndexError:
+            return False
+        self._unclaimed = _CLAIMED
         return True
 
     def run(self, clock: Callable[[], float]) -> None:

@@ -21,6 +21,12 @@ from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
 
 
+class _Write(Ticket):
+    """A write, and the bytes of the budget that it holds until it is discarded: taken from its dict with `pop`."""
+
+    held_bytes: int
+
+
 class HostStore(Store):
     """A `Store` whose locations are buffers.
 
@@ -39,8 +45,8 @@ class HostStore(Store):
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         reserved = self._reserve(buffer.nbytes)
-        ticket = Ticket(buffer, None, self._store if reserved else self._refuse, on_done, before)
-        vars(ticket)["held_bytes"] = buffer.nbytes * reserved  # of the budget, until it is discarded
+        ticket = _Write(buffer, None, self._store if reserved else self._refuse, on_done, before)
+        ticket.held_bytes = buffer.nbytes * reserved
         try:
             return self._workers.submit(ticket, urgent=False)
         except StoreError:
