@@ -108,8 +108,8 @@ class WriteBehind:
         """Count bytes that stay without a record, as long as their graph has them."""
         if type(packed) is Detached:
             self.passed.add(packed[0], nbytes)
-        else:  # a leaf, which the program has too
-            self.passed.reserve(nbytes)
+        else:
+            self.passed.add_leaf(packed[0], nbytes)
         self._meet(nbytes)
         self.note()
 
