@@ -31,7 +31,6 @@ QUEUED, RUNNING, DONE, FAILED, CANCELLED = TicketState
 # A tuple: members are compared by identity there, while a set would call the enum's slow hash.
 _ENDED = (DONE, FAILED, CANCELLED)
 _CLAIMED: list[None] = []  # one for all tickets, and always empty
-_one_event = threading.Lock()  # of several waiters for one ticket
 
 
 class Watch(Protocol):
@@ -55,8 +54,8 @@ Before = Callable[[], None] | None
 class Ticket:
     """One transfer: wait for it, cancel it before it starts, learn its error.
 
-    Only its waiters meet at a lock, so a finaliser may cancel it at any bytecode: `list.pop`, which is atomic, decides
-    who has it. It lives as long as what was written, so it has slots: the garbage collector would walk a dict too.
+    It needs no lock, so a finaliser may cancel it at any bytecode: `list.pop`, which is atomic, decides who has it. It
+    lives as long as what was written, so it has slots: the garbage collector would walk a dict too.
 
     Attributes:
         nbytes: bytes asked to move.
@@ -70,7 +69,7 @@ class Ticket:
 
     __slots__ = (
         *("_before", "_event", "_on_done", "_unclaimed", "_work", "buffer", "cpu_s", "ended_s", "error", "location"),
-        *("moved_bytes", "nbytes", "started_s", "state", "watch"),
+        *("__weakref__", "moved_bytes", "nbytes", "started_s", "state", "watch"),
     )
 
     def __init__(
@@ -121,8 +120,7 @@ class Ticket:
         return True
 
     def _await_end(self, timeout_s: float | None) -> bool:
-        with _one_event:
-            event = self._event = self._event or threading.Event()
+        event = self._event = self._event or threading.Event()  # of two at once, one looks again after a period
         begun_s = time.perf_counter()
         while self.state not in _ENDED:  # after the event is there; the end of a ticket does the reverse
             period_s = self.watch.period_s if self.watch is not None else _PERIOD_S

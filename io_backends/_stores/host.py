@@ -59,6 +59,8 @@ class HostStore(Store):
     def discard(self, ticket: Ticket) -> None:
         # No lock: a finaliser may call this while its own thread holds it.
         ticket.cancel()
+        if not isinstance(ticket, _Write):
+            return
         held_bytes = vars(ticket).pop("held_bytes", 0)
         if held_bytes:
             self._given_back.append(held_bytes)

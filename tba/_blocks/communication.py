@@ -2,7 +2,8 @@
 
 Each rank plans for itself. A block with a collective inside that runs again on one rank alone would meet, in backward,
 whatever its peers exchange next: where the shapes are equal, gradients are wrong and nothing raises. So a block that
-communicates is neither tried nor recomputed.
+communicates is neither tried nor recomputed; nor is one whose parts have hooks that gather weights, which communicate
+in one run and not in another.
 
 Process groups count the operations that they have begun: those of Gloo all, those of NCCL but for sends and receives,
 which are seen where Python calls them. Unseen stays what goes around `torch.distributed`'s groups (symmetric memory,
@@ -17,17 +18,26 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from torch import nn
+
 from .._torch.private import process_groups
 
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
-_UNKNOWN = -1
+_FSDP = ("FSDPModule", "FullyShardedDataParallel")  # of version 2 and 1; neither need be imported
 
 
 class Communication:
-    """A region, and whether it communicates: `seen`, once it has ended."""
+    """A region, and what it exchanges with other ranks.
+
+    Attributes:
+        counts: operations that each group has begun in it, on each kind of device; 0 of a backend that does not count.
+        sent: whether Python has called for a send or a receive.
+        untold: a backend does not count.
+    """
 
     def __init__(self) -> None:
-        self.seen = False
+        self.counts: list[int] = []
+        self.sent = self.untold = False
 
     def __enter__(self) -> Communication:
         self._before = _begun()
@@ -39,19 +49,32 @@ class Communication:
         if self._before:
             _watched.remove(self)
         after = _begun()
-        self.seen = self.seen or after != self._before or _UNKNOWN in after
+        self.untold = None in after
+        self.counts = [(new or 0) - (old or 0) for old, new in zip(self._before, after, strict=False)]
+
+    @property
+    def possible(self) -> bool:
+        """Whether it may have communicated."""
+        return self.sent or self.untold or any(self.counts)
 
 
-def _begun() -> list[int]:
-    """Give how many operations each group of several ranks has begun on each kind of device."""
-    counts = []
+def _begun() -> list[int | None]:
+    """Give how many operations each group of several ranks has begun, by kind of device; None: it does not count."""
+    counts: list[int | None] = []
     for group in process_groups():
         for device in group._device_types if group.size() > 1 else ():
             try:
                 counts.append(group._get_backend(device)._get_sequence_number_for_group())
-            except RuntimeError:  # a backend that does not count
-                counts.append(_UNKNOWN)
+            except RuntimeError:
+                counts.append(None)
     return counts
+
+
+def gathers(module: nn.Module) -> bool:
+    """Whether hooks inside of a module gather weights: of DeepSpeed's ZeRO-3, or of FSDP around its parts."""
+    parts = [part for part in module.modules() if part is not module]
+    sharded = any(kind.__name__ in _FSDP for part in parts for kind in type(part).__mro__)
+    return sharded or any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 class _Watched:
@@ -83,8 +106,8 @@ class _Watched:
 
     def _told(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def tells(*args: Any, **kwargs: Any) -> Any:
-            for region in self._regions:
-                region.seen = True
+            for region in tuple(self._regions):  # another thread may end one
+                region.sent = True
             return original(*args, **kwargs)
 
         return tells

@@ -12,6 +12,8 @@ from .._errors import ConfigError
 
 # Containers, which repeat by accident of how a model is put together.
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+# Wrappers whose forward gathers weights, by name, as they need not be imported: what they wrap may be a block.
+_GATHERS = "FullyShardedDataParallel"
 # Those that have no forward, so that naming one can only mean its children.
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 _MOST_NAMED = 5  # names that an error lists
@@ -26,7 +28,9 @@ def candidates(model: nn.Module) -> list[nn.Module]:
     traced = _in_compiled(model)
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in model.modules():
-        if module is not model and not isinstance(module, _CONTAINERS) and any(module.children()):
+        if isinstance(module, _CONTAINERS) or type(module).__name__ == _GATHERS:
+            continue
+        if module is not model and any(module.children()):
             by_class.setdefault(type(module), []).append(module)
     alike = (module for same in by_class.values() if len(same) > 1 for module in same)
     return [module for module in alike if module not in traced and wrappable(module)]

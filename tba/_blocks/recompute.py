@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from io_backends import interrupts
 
+from .._errors import OffloadError
 from .communication import Communication
 
 # The switch of transformers: a layer's forward that finds it on drops caches from its arguments, which a second run
@@ -24,7 +25,7 @@ def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, .
     """Call a block's forward under non-reentrant checkpointing, by transformers' own switch where it has one.
 
     Raises:
-        RuntimeError: by `backward`: the block communicates with other ranks, which it did not when it was tried.
+        OffloadError: by `backward`: the block communicates with other ranks, which it did not when it was tried.
     """
 
     @interrupts.lets_through
@@ -55,8 +56,8 @@ def has_switch(module: nn.Module) -> bool:
 
 
 def _alone(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Have a function that runs twice raise where it communicates each time; once it may be another thread."""
-    communicated: list[bool] = []
+    """Have a function that runs twice raise where both runs communicate in one group; once it may be another thread."""
+    exchanged: list[list[int]] = []
 
     @interrupts.lets_through
     def runs(*inputs: Any) -> Any:
@@ -65,9 +66,10 @@ def _alone(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any
             with communication:
                 return function(*inputs)
         finally:  # checkpoint leaves the second run by an exception
-            communicated.append(communication.seen)
-            if len(communicated) > 1 and all(communicated):
-                raise RuntimeError(
+            exchanged.append([communication.sent, *communication.counts])
+            first, last = exchanged[0], exchanged[-1]  # which ends with the last tensor that is saved
+            if len(exchanged) > 1 and any(0 < again <= once for once, again in zip(first, last, strict=False)):
+                raise OffloadError(
                     f"{type(module).__name__} recomputes on this rank and communicates with others, which it did not "
                     "in the step when it was tried: gradients would be wrong from here on. Name other blocks (blocks=)"
                     ", or have this one communicate in each step, so that it never recomputes"

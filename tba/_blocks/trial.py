@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from io_backends import interrupts
 
-from .communication import Communication
+from .._torch.private import innermost
+from .communication import Communication, gathers
 from .recompute import again, has_switch
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -84,10 +85,12 @@ class Trial:
         with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-        last = next((tensor for tensor in reversed(outputs) if tensor.requires_grad and not tensor.is_leaf), None)
+        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
+        last = next(made, None)
         if last is None:
             self._tell("its output needs no gradient")
-        elif communication.seen:
+        elif communication.possible or gathers(self._module):
             self._tell("it communicates with other ranks, which may plan otherwise")
         elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
             self._tell("it returns a sparse or nested tensor, which is not compared")
@@ -151,9 +154,11 @@ class Trial:
         try:
             buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
             args, kwargs = tree_unflatten(leaves, form)
-            with state.restored(note):
+            with state.restored(note), Communication() as communication:
                 begun_s = saved_s = time.perf_counter()
                 out = again(self._module, self._forward, args, kwargs)
+            after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
+            equal = len(after) == len(before) and all(map(_equal, before, after))
         except Exception as error:
             self._tell(f"its second run raises {type(error).__name__}")
             return
@@ -162,12 +167,13 @@ class Trial:
             for buffer, copy in changed:
                 with torch.no_grad():
                     buffer.copy_(copy)
-        after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
         if changed:
             self._tell("it changes its buffers")
+        elif communication.possible:
+            self._tell("its second run communicates with other ranks")
         elif saved != again_saved:
             self._tell("its second run saves other tensors")
-        elif len(after) != len(before) or not all(map(_equal, before, after)):
+        elif not equal:
             self._tell("its second run gives other values")
         else:
             self._tell("", saved_s - begun_s)
@@ -229,7 +235,12 @@ def _never(_: None) -> Tensor:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit."""
+    """Whether two tensors are equal bit for bit; of DTensors the parts that this rank has, as it is alone with them."""
+    parts, others = innermost(one), innermost(other)
+    return one.shape == other.shape and len(parts) == len(others) and all(map(_equal_bits, parts, others))
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     one, other = (each.detach().resolve_conj().resolve_neg().contiguous().view(-1) for each in (one, other))

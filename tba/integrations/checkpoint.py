@@ -33,6 +33,7 @@ Policy = Callable[..., CheckpointPolicy | bool]
 States = dict[torch.device, Tensor]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
+_COLLECTIVES = "_c10d_functional"  # the namespace of operators that return before their result is there
 _STORED = frozenset(
     {
         *(CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
@@ -115,6 +116,8 @@ class _Store(TorchDispatchMode):
             )
         stored = None
         if chosen in _STORED:
+            if func.namespace == _COLLECTIVES:  # it may still be under way, and nothing of its result tells
+                tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, out)
             with in_place_is_seen(), unclassed():
                 stored = _Result(tree_map_only(Tensor, self._packed, out), before, _states(before))
         self._results.of.setdefault(func, []).append(stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from support.ranks import process_group
+from tba import OffloadError
 from tba._blocks import communication as communication_module
 from tba._blocks.communication import Communication
 from tba._blocks.recompute import recompute
+from tba._blocks.trial import Trial, Verdict
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -50,7 +53,7 @@ class Sometimes(nn.Module):
 def _seen(function: Callable[[Tensor], Any]) -> bool:
     with Communication() as communication:
         function(torch.ones(4))
-    return communication.seen
+    return communication.possible
 
 
 def _two_ranks(rank: int, folder: str) -> None:
@@ -68,12 +71,39 @@ def _two_ranks(rank: int, folder: str) -> None:
         out.sum().backward()
         block.communicates = True
         out = recompute(block, block.forward, (x,), {})
-        with pytest.raises(RuntimeError, match="Sometimes recomputes on this rank and communicates"):
+        with pytest.raises(OffloadError, match="Sometimes recomputes on this rank and communicates"):
             out.sum().backward()
 
 
 def test_each_exchange_is_seen_and_recomputing_one_raises(scratch: Path) -> None:
     mp.spawn(_two_ranks, (str(scratch),), nprocs=2)
+
+
+def _one_rank_tries(rank: int, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    with process_group(rank, 2, folder):
+        mesh, verdicts = init_device_mesh("cpu", (2,)), list[Verdict]()
+        block = nn.Linear(4, 4)
+        for name, parameter in list(block.named_parameters()):
+            whole = DTensor.from_local(parameter.detach(), mesh, [Replicate()], run_check=False)
+            setattr(block, name, nn.Parameter(whole))
+        local = torch.full((3, 4), float(rank), requires_grad=True) * 1.0
+        x = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        with Communication() as whole_step:
+            if rank == 0:
+                trial = Trial(block, block.forward, lambda kept: kept, lambda kept: kept, nullcontext, verdicts.append)
+                out = trial.call((x,), {})
+            else:
+                out = block(x)
+            out.to_local().sum().backward()
+        assert not whole_step.possible
+        assert [verdict.why_not for verdict in verdicts] == [""] * (rank == 0)
+
+
+def test_a_trial_on_one_rank_compares_dtensors_without_asking_the_others(scratch: Path) -> None:
+    mp.spawn(_one_rank_tries, (str(scratch),), nprocs=2)
 
 
 class _Group:
@@ -101,10 +131,11 @@ def test_sends_are_seen_where_the_backend_counts_none(monkeypatch: pytest.Monkey
     with Communication() as outer:
         with Communication() as inner:
             pass
-        assert not inner.seen
+        assert not inner.possible
         with pytest.raises(TypeError):
             dist.ProcessGroup.send(None, [torch.ones(1)], 0, 0)  # type: ignore[arg-type]
-    assert outer.seen
+    assert outer.possible
+    assert not any(outer.counts)
 
 
 def test_a_backend_that_does_not_count_may_communicate_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
 from support.exactness import assert_bit_equal
 from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import BLOCKS, Llama, plain_step, process_group, train
+from support.ranks import BLOCKS, Block, Llama, plain_step, process_group, train
 from tba import offload_context
 
 if not dist.is_available():
@@ -25,6 +26,15 @@ Wrap = Callable[[nn.Module, Any], nn.Module | None]
 
 def _ddp(model: nn.Module, _: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
+
+
+def _fsdp1(model: nn.Module, _: Any) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True, device_id=torch.device("cpu")
+    )
 
 
 def _blocks_sharded(model: nn.Module, mesh: Any) -> None:
@@ -75,6 +85,7 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
     ("wrap", "communicates"),
     [
         (_ddp, False),
+        (_fsdp1, False),
         (_blocks_sharded, False),
         (_parts_of_blocks_sharded, True),
         (tensor_parallel, True),
