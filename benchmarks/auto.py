@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from ._processes.arms import Spec
+from ._processes.arms import Spec, in_turns, running
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
+from ._report.progress import progress
 from ._report.ratios import doubt, median_ratio, ratios
 from ._report.results import Grid, Result, mib
 from ._report.steps import Measured, memory_share, same_gradients
@@ -26,6 +27,7 @@ FIXED = (PLAIN, NVME, CHECKPOINT, TBA)
 # Steps until a plan stands: two are watched, and what they were predicted to take is corrected by the next ones.
 _WARM_UP = 6
 _SLOWER_BAR, _CHECKPOINT_BAR = 1.02, 0.85
+_PAIRS = 8  # a round, of steps with and without the hooks where all fits
 _IDLE_BAR = 1.005  # of plain's CPU seconds, where nothing moves
 _MEETS, _EQUAL = 1.02, 1.05  # a peak so many times another's counts as no higher, as equal
 
@@ -59,6 +61,8 @@ def run_auto(
         specs = make_arms(family, threads, saved_bytes, rate_bytes_per_s, shares, regions)
         arms = measure(specs, rounds=rounds, title=f"auto {family}", warm_up=_WARM_UP, starts=starts)
         bars = make_bars(arms, saved_bytes)
+        if rate_bytes_per_s is None:  # nothing moves
+            bars += fits_bars(family, threads, saved_bytes, rounds=_PAIRS * rounds * starts)
         about = arms[PLAIN].about["family"]
         note = (
             f"A plain step saves {mib(saved_bytes)} MiB. Peak: resident, over idle. Held: most bytes that saved "
@@ -133,9 +137,6 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
             step = abs(moved["predicted_step"] - 1)
             bars.append(Bar(what=f"{auto.name}: |predicted / measured step - 1|", measured=step, limit=0.10))
     if (fits := arms.get(_auto(FITS))) is not None:
-        found = ratios(fits.cpu_s, arms[PLAIN].cpu_s)
-        what = f"{fits.name}, which fits: CPU / plain"
-        bars.append(Bar(what=what, measured=median(found), limit=_IDLE_BAR, spread=doubt(found)))
         moved_bytes = fits.moved["written_bytes"] + fits.moved["read_bytes"]
         bars.append(Bar(what=f"{fits.name}, which fits: moved", measured=moved_bytes, limit=0.0, unit=" bytes"))
     for arm in arms.values():
@@ -150,6 +151,27 @@ def make_bars(arms: Mapping[str, Measured], saved_bytes: int) -> list[Bar]:
         found = ratios(near[-1].wall_s, checkpoint.wall_s)
         what = f"{near[-1].name}: wall / checkpoint, its peak {near[-1].peak_bytes / checkpoint.peak_bytes:.2f} of that"
         bars.append(Bar(what=what, measured=median(found), limit=_CHECKPOINT_BAR, spread=doubt(found)))
+    return bars
+
+
+def fits_bars(family: str, threads: int, saved_bytes: int, *, rounds: int) -> list[Bar]:
+    """Limit what tier "auto" costs a step where all fits, with a budget and with none, by pairs in one process."""
+    bars = []
+    for name, settings in ((f"auto {FITS:.2f}", {"memory_budget": int(FITS * saved_bytes)}), ("auto, no budget", {})):
+        options = {"family": family, "settings": settings}
+        spec = Spec(name=name, role="fits:FitsArm", options=options, allocator="auto", threads=threads)
+        pairs: dict[str, list[float]] = {"cpu_s": [], "wall_s": []}
+        with progress(f"{name} {family}", _WARM_UP + rounds) as bar, running([spec]) as arms:
+            for arm, number, answer in in_turns(arms, range(_WARM_UP + rounds)):
+                for kind in pairs if number >= _WARM_UP else ():
+                    pairs[kind].append(answer["fits"][kind] / answer["plain"][kind])
+                bar.advance(f"{arm.spec.name}: {answer['fits']['wall_s']:.2f} s")
+            moved_bytes = answer["moved_bytes"]
+            arms[0].close()
+        for kind, limit in (("cpu_s", _IDLE_BAR), ("wall_s", None)):
+            what = f"{name}, which fits: {'CPU' if limit else 'wall'} / plain, {rounds} pairs in one process"
+            bars.append(Bar(what=what, measured=median(pairs[kind]), limit=limit, spread=doubt(pairs[kind])))
+        bars.append(Bar(what=f"{name}, which fits: moved in these", measured=moved_bytes, limit=0.0, unit=" bytes"))
     return bars
 
 

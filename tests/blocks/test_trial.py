@@ -100,3 +100,22 @@ def test_a_result_without_plain_memory_is_not_compared(make: Callable[[Tensor], 
     trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
     trial.call((torch.ones(3, 4, requires_grad=True),), {})[1].sum().backward()
     assert [verdict.why_not for verdict in verdicts] == ["it returns a sparse or nested tensor, which is not compared"]
+
+
+def test_a_block_is_tried_when_backward_reaches_what_it_made_and_not_what_it_was_given() -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+            return self.linear(x) + bias, bias
+
+    block, verdicts, known = Passes(), list[Verdict](), list[int]()
+    x, bias = torch.ones(3, 4), torch.ones(4, requires_grad=True) * 1.0
+    bias.register_hook(lambda _: known.append(len(verdicts)))
+    trial = Trial(block, block.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    made, given = trial.call((x, bias), {})
+    (made.sum() + given.sum()).backward()
+    assert [verdict.why_not for verdict in verdicts] == [""]
+    assert known == [1]
