@@ -38,6 +38,7 @@ class Watch:
         shared: numbers of records that are saved by a block and again elsewhere: they are none of that block's.
         lent: shared records that a block was given or has made, by where they are saved again.
         found: places of shared storages that have been met in this step.
+        given: what blocks were given by position.
         near: storages of the arguments of the block under way, or of the last one's results: positions, by id.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
@@ -60,6 +61,7 @@ class Watch:
     shared: set[int] = field(default_factory=set)
     lent: dict[tuple[int, int], int] = field(default_factory=dict)
     found: set[Place] = field(default_factory=set)
+    given: Given = field(default_factory=lambda: Given())
     near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -105,6 +107,12 @@ class Watch:
     def lends(self) -> dict[tuple[int, int], Place]:
         """Give where else what is shared may be saved first: the place where it was, by the whereabouts."""
         return {where: self.saved[number][0] for where, number in self.lent.items()}
+
+    def visit(self, module: nn.Module, at_s: float, args: tuple[Any, ...]) -> int:
+        """Note that a block's forward begins; returns the number of the visit."""
+        nbytes = self.given.new_bytes(filter(_has_storage, args))
+        self.visits.append((weakref.ref(module), at_s, nbytes))
+        return len(self.visits) - 1
 
     @property
     def held_bytes(self) -> int:
@@ -202,9 +210,24 @@ class Places:
         return place
 
 
-def input_bytes(args: tuple[Any, ...]) -> int:
-    """Bytes of the tensors that a block is given by position: what is saved where it recomputes."""
-    return sum({arg.untyped_storage().data_ptr(): arg.nbytes for arg in args if _has_storage(arg)}.values())
+class Given:
+    """The tensor objects that blocks of one class have been given in a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # by id, which another may have once it has died
+
+    def new_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Count the bytes that none was given before: what a block saves where it recomputes.
+
+        A mask or a bias that all blocks are given is saved once.
+        """
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            known = self._known.get(id(tensor))
+            if known is None or known() is not tensor:
+                self._known[id(tensor)] = weakref.ref(tensor)
+                found[id(tensor.untyped_storage())] = tensor.nbytes
+        return sum(found.values())
 
 
 def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:

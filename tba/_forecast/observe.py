@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from .._audit.calls import call, scalar
 from .._blocks import find
+from .._blocks.watch import Given
 from .._errors import ConfigError
 from .._plan import policy
 from .._plan.facts import OUTSIDE, Block, Place, Saved
@@ -95,6 +97,7 @@ class _Watch:
     weights: set[int]
     min_tensor_bytes: int
     visits: list[_Visit] = field(default_factory=list)
+    given: dict[type, Given] = field(default_factory=lambda: defaultdict(Given))
     open: list[int] = field(default_factory=list)
     entries: list[_Entry] = field(default_factory=list)
     _chains: Chains = field(default_factory=Chains)
@@ -137,8 +140,8 @@ class _Watch:
         return len(self.entries) - 1
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        storages = {id(a.untyped_storage()): a.nbytes for a in args if isinstance(a, Tensor)}
-        self.visits.append(_Visit(module, self.clock.now_s, sum(storages.values()), tuple(self.open)))
+        nbytes = self.given[type(module)].new_bytes(arg for arg in args if isinstance(arg, Tensor))
+        self.visits.append(_Visit(module, self.clock.now_s, nbytes, tuple(self.open)))
         self.open.append(len(self.visits) - 1)
 
     def leave(self, *_: Any) -> None:

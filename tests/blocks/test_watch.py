@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tba._blocks.watch import Places, Watch, by_storage
+from tba._blocks.watch import Given, Places, Watch, by_storage
 from tba._plan.facts import OUTSIDE, Place
 
 SHARED = Place(OUTSIDE, -1)
@@ -37,3 +37,12 @@ def test_what_is_shared_but_not_near_is_told_by_its_bytes() -> None:
 def test_where_the_block_that_saved_it_first_saves_it_nothing_is_lent() -> None:
     places = Places({SHARED: 8, Place(1, 0): 4}, {Place(0, 2): SHARED})
     assert places.find(Watch(0.0), 1, None, 8) is None
+
+
+def test_what_blocks_are_given_counts_once() -> None:
+    given, mask = Given(), torch.zeros(3)
+    x, y = torch.zeros(5), torch.zeros(7)
+    assert given.new_bytes([x, mask, x.view(5), x]) == (5 + 3) * 4
+    assert given.new_bytes([y, mask]) == 7 * 4
+    del y
+    assert given.new_bytes([torch.zeros(7), mask]) == 7 * 4  # perhaps where the other was

@@ -31,7 +31,7 @@ from ..._blocks import find
 from ..._blocks.forwards import Forwards
 from ..._blocks.recompute import recompute
 from ..._blocks.trial import Trial, Verdict
-from ..._blocks.watch import Places, Watch, by_storage, input_bytes
+from ..._blocks.watch import Places, Watch, by_storage
 from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
@@ -185,8 +185,7 @@ class Planner:
         if self._block != OUTSIDE or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
         seen = self._seen()
-        visit = self._block = len(seen.visits)
-        seen.visits.append((weakref.ref(module), self._pace.at(seen), input_bytes(args)))
+        visit = self._block = seen.visit(module, self._pace.at(seen), args)
         seen.near = by_storage((args, kwargs))
         out = None
         try:
