@@ -100,7 +100,7 @@ def test_a_written_tensor_leaves_few_objects_for_the_garbage_collector(scratch: 
         offload.flush()
         gc.collect()  # tuples that hold only plain values leave its list by and by, from the inside outwards
         gc.collect()
-        assert len(gc.get_objects()) - before <= most * count
+        assert len(gc.get_objects()) - before < (most + 1) * count  # and a few of the step
         y.sum().backward()
 
 
