@@ -83,16 +83,17 @@ class _Watched:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._regions: list[Communication] = []
-        self._originals: dict[str, Callable[..., Any]] = {}
+        self._originals: dict[str, Any] = {}
 
     def add(self, region: Communication) -> None:
         from torch.distributed import ProcessGroup  # only where there are groups
 
         with self._lock:
             if not self._regions:
-                self._originals = {name: getattr(ProcessGroup, name) for name in _POINT_TO_POINT}
-                for name, original in self._originals.items():
-                    setattr(ProcessGroup, name, self._told(original))
+                # As the class has them: what `getattr` gives is bound to no group once it is put back.
+                self._originals = {name: vars(ProcessGroup)[name] for name in _POINT_TO_POINT}
+                for name in _POINT_TO_POINT:
+                    setattr(ProcessGroup, name, self._told(getattr(ProcessGroup, name)))
             self._regions.append(region)
 
     def remove(self, region: Communication) -> None:
