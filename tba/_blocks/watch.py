@@ -21,6 +21,26 @@ from .trial import Verdict
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
 
 
+class Given:
+    """The tensor objects that blocks of one class have been given in a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}  # by id, which another may have once it has died
+
+    def new_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Count the bytes that none was given before: what a block saves where it recomputes.
+
+        A mask or a bias that all blocks are given is saved once.
+        """
+        found: dict[int, int] = {}
+        for tensor in tensors:
+            known = self._known.get(id(tensor))
+            if known is None or known() is not tensor:
+                self._known[id(tensor)] = weakref.ref(tensor)
+                found[id(tensor.untyped_storage())] = tensor.nbytes
+        return sum(found.values())
+
+
 @dataclass
 class Watch:
     """What has been seen of the step under way.
@@ -61,7 +81,7 @@ class Watch:
     shared: set[int] = field(default_factory=set)
     lent: dict[tuple[int, int], int] = field(default_factory=dict)
     found: set[Place] = field(default_factory=set)
-    given: Given = field(default_factory=lambda: Given())
+    given: Given = field(default_factory=Given)
     near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
@@ -208,26 +228,6 @@ class Places:
         place = self.elsewhere[first]
         seen.found.add(place)
         return place
-
-
-class Given:
-    """The tensor objects that blocks of one class have been given in a step."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}  # by id, which another may have once it has died
-
-    def new_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Count the bytes that none was given before: what a block saves where it recomputes.
-
-        A mask or a bias that all blocks are given is saved once.
-        """
-        found: dict[int, int] = {}
-        for tensor in tensors:
-            known = self._known.get(id(tensor))
-            if known is None or known() is not tensor:
-                self._known[id(tensor)] = weakref.ref(tensor)
-                found[id(tensor.untyped_storage())] = tensor.nbytes
-        return sum(found.values())
 
 
 def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
