@@ -5,8 +5,9 @@ the first number it asked for, under the shape of that first record; a later wal
 on alike, wherever in the sequence its graph was packed. Micro-batches that are alike, in whatever order pipeline
 schedules interleave them, therefore share one order, and no boundary between graphs has to be known.
 
-Before an order is known: reverse pack order. Where backward departs from the prediction, the walk takes it up again at
-the record really asked for; what cannot be found is read when it is asked for, later, not wrong.
+Before an order is known: reverse pack order, and so where a walk goes on past the end of the one that was learned, as
+with a recurrent network whose sequences differ in length. Where backward departs from the prediction, the walk takes it
+up again at the record really asked for; what cannot be found is read when it is asked for, later, not wrong.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Walk:
         self._first = first
         self._expected = expected
         self._places = {distance: place for place, distance in enumerate(expected)} if expected else {}
+        self._lowest = min(self._places, default=0)  # what was packed first
         self._next_place = 0  # in `expected`: the first neither asked for, nor passed, nor taken
         self._next_down = first  # the same where reverse pack order is all there is to go by
         self._asked: set[int] = set()
@@ -37,6 +39,9 @@ class Walk:
         distance = number - self._first
         self.distances.append(distance)
         self._next_down = min(self._next_down, number - 1)
+        if self._expected is not None and self._next_place >= len(self._expected) and distance < self._lowest:
+            # Only now: at the end of an order nothing tells whether what lies below belongs to this graph.
+            self._expected = None
         self._next_place = max(self._next_place, self._places.get(distance, -1) + 1)
         return True
 

@@ -151,6 +151,22 @@ def test_what_was_not_foreseen_disturbs_nothing() -> None:
     assert ahead(again) == [50, 4]  # and is expected the next time
 
 
+def test_a_walk_that_goes_on_past_its_order_goes_on_downwards() -> None:
+    orders = Orders()
+    walked(orders, [9, 7, 8])
+    walk = orders.begin(29, "kind")
+    for number in (29, 27):
+        walk.ask(number)
+    assert ahead(walk) == [28]  # below may be another graph's
+    walk.ask(40)  # a later graph beneath the same backward
+    assert walk.peek(0) is None
+    walk.ask(28)
+    walk.ask(26)
+    assert ahead(walk, lowest=22) == [25, 24, 23, 22]
+    orders.learn(walk)
+    assert ahead(orders.begin(9, "kind")) == [9, 7, 20, 8, 6]
+
+
 def test_only_so_many_kinds_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_order, "_MAX_ORDERS", 3)
     orders = Orders()
