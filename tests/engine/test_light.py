@@ -119,29 +119,19 @@ def test_after_a_step_that_was_too_large_those_that_fit_are_light_again(scratch:
         assert _records(offload) == made
 
 
-def test_several_forwards_before_a_backward_are_counted_together(scratch: Path) -> None:
-    model = Model()
+def test_forwards_before_a_backward_are_counted_together_and_those_given_up_are_not(scratch: Path) -> None:
+    model, x = Model(), torch.randn(ROWS, WIDTH)
     with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
         for _ in range(3):
             _step("attach", offload, model)
-        x = torch.randn(ROWS, WIDTH)
-        (model(x) + model(x) + model(x)).backward()
-        assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
-        assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
-
-
-def test_forwards_that_are_given_up_do_not_count(scratch: Path) -> None:
-    model = Model()
-    with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
-        made, moved = _records(offload), offload.stats().offloaded_bytes
-        x = torch.randn(ROWS, WIDTH)
+        made = _records(offload)
         for _ in range(2):
             model(x)  # whose memory the next has again
         model(x).backward()
-        offload.stats()
-        assert (_records(offload), offload.stats().offloaded_bytes) == (made, moved)
+        assert (offload.stats().offloaded_bytes, _records(offload)) == (0, made)
+        (model(x) + model(x) + model(x)).backward()
+        assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
+        assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
 
 
 def test_what_is_saved_ahead_of_the_forward_keeps_its_records(scratch: Path) -> None:
