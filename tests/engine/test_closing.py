@@ -110,8 +110,8 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
         with offload:
             y = save(x)
         assert begun.wait(60)  # one that has not begun is called off
-        threading.Timer(0.1, go_on.set).start()
         with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
+            threading.Timer(0.1, go_on.set).start()
             offload.close()
         assert offload.stats().errors == 1
         del y
