@@ -110,9 +110,13 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
         with offload:
             y = save(x)
         assert begun.wait(60)  # one that has not begun is called off
-        with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
-            threading.Timer(0.1, go_on.set).start()
+
+        def close() -> None:
+            threading.Timer(0.1, go_on.set).start()  # where the warning is looked for: it comes from a worker, at once
             offload.close()
+
+        with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
+            close()
         assert offload.stats().errors == 1
         del y
 
