@@ -10,6 +10,7 @@ All of it stands on public seams of PyTorch: a torch-function mode and `saved_te
 
 from __future__ import annotations
 
+import abc
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +43,7 @@ class Packed(Protocol):
     def restore(self) -> Tensor: ...
 
 
-class PlacedHooks:
+class PlacedHooks(abc.ABC):
     """Hooks of a model that pack tensors by their place.
 
     Subclasses say what is held (`encode`) and learn from the training (`learn`): every `period` steps, and before the
@@ -67,13 +68,13 @@ class PlacedHooks:
         self._kept: dict[int, int] = {}
         self.forwards, self.learn_s = 0, 0.0
 
+    @abc.abstractmethod
     def encode(self, place: Place, tensor: Tensor) -> Packed | None:
         """Pack a tensor; None keeps it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def learn(self, run: Callable[[], None]) -> None:
         """Learn what packing needs from `run`, a forward and backward of the step whose gradients nobody else needs."""
-        raise NotImplementedError
 
     @property
     def held_bytes(self) -> int:

@@ -12,7 +12,7 @@ import sys
 import torch
 from torch import Tensor
 
-if sys.byteorder != "little":  # pragma: no cover
+if sys.byteorder != "little":
     raise ImportError("compact packs bits by little-endian words; this machine is big-endian")
 
 # Bits per code -> the integer type that holds the codes of one packed byte, one code in each of its bytes.

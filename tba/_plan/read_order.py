@@ -26,7 +26,7 @@ class Walk:
         self._first = first
         self._expected = expected
         self._places = {distance: place for place, distance in enumerate(expected)} if expected else {}
-        self._lowest = min(self._places, default=0)  # what was packed first
+        self._lowest = min(self._places, default=0)  # distance of what was packed first
         self._next_place = 0  # in `expected`: the first neither asked for, nor passed, nor taken
         self._next_down = first  # the same where reverse pack order is all there is to go by
         self._asked: set[int] = set()

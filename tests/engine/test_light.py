@@ -129,6 +129,7 @@ def test_forwards_before_a_backward_are_counted_together_and_those_given_up_are_
             model(x)  # whose memory the next has again
         model(x).backward()
         assert (offload.stats().offloaded_bytes, _records(offload)) == (0, made)
+        model(x)
         (model(x) + model(x) + model(x)).backward()
         assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
         assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
