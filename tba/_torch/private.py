@@ -53,7 +53,7 @@ hooks_are_enabled: Callable[[], bool] = _find("_autograd._saved_tensors_hooks_is
 dispatch_mode_count: Callable[[], int] = _find("_len_torch_dispatch_stack")
 function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
 _function_mode_at: Callable[[int], Any] = _find("_get_function_stack_at")
-_push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
+push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _find("_pop_torch_function_stack")
 DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")
 # Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
@@ -69,11 +69,23 @@ _ModeKey: Any = _find("_TorchDispatchModeKey")
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
 )
+# A context in which edits of a tensor do not count as new versions of it.
+keeping_version: Callable[[Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 # Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 _APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def function_modes() -> list[Any]:
+    """List the torch-function modes of this thread, from the outermost."""
+    return [_function_mode_at(number) for number in range(function_mode_count())]
+
+
+def take_function_modes() -> list[Any]:
+    """Take all torch-function modes off this thread's stack; lists them from the outermost."""
+    return [_pop_function_mode() for _ in range(function_mode_count())][::-1]
 
 
 def top_function_mode() -> object:
@@ -97,7 +109,7 @@ def take_function_mode(mode: object, below: object) -> None:
         if above and above[0] is below:
             del above[0]
     for each in reversed(above):
-        _push_function_mode(each)
+        push_function_mode(each)
 
 
 def in_place_is_seen() -> AbstractContextManager[None]:
