@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from io_backends import interrupts
 
 from .._errors import OffloadError
+from .._state.found import Found
 from .._torch import modes
 from .communication import Communication
-from .state import Found
 
 
 @interrupts.lets_through

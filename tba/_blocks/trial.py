@@ -2,7 +2,7 @@
 
 A block that recomputes must give in backward what it gave in forward. Nobody can tell from outside whether it does: it
 may read what a hook has left somewhere, write to a cache, update buffers or route at random. So each block is watched
-in a step that saves everything. What its call may change is read before it (`state`): a block that has changed any of
+in a step that saves everything. What its call may change is read before it (`_state`): a block that has changed any of
 it is not tried, nor is one of which not all can be read. Of the others, inputs and outputs are kept as autograd's own
 saved tensors are, and compared with those of a second run, at the point where a recomputation would run. That run finds
 what the first one found, and leaves no trace. The step itself does not depend on it.
@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves
 
 from io_backends import interrupts
 
+from .._state.found import Found, fingerprint, plain_leaves
+from .._state.holders import equal_bits
 from .._torch import modes
 from .._torch.private import innermost
 from .communication import Communication, gathers
-from .holders import equal_bits
-from .state import Found, fingerprint, plain_leaves
 
 
 @dataclass(frozen=True)

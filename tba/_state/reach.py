@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import array
 import builtins
-import dis
-import os
 import pickle
 import random
 import sys
-import sysconfig
+import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from contextvars import ContextVar
-from functools import _lru_cache_wrapper, cache, cached_property, lru_cache, partial, partialmethod
+from functools import _lru_cache_wrapper, cached_property, partial, partialmethod
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -45,12 +43,13 @@ from types import (
     UnionType,
     WrapperDescriptorType,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .code import names_of
 from .holders import (
     MISSING,
     PLAIN,
@@ -71,6 +70,7 @@ from .holders import (
     Tensors,
     cell_contents,
 )
+from .origins import OURS, Kind, is_compiled, of_file
 
 _MOST = 200_000  # objects that are walked through
 
@@ -103,52 +103,9 @@ _PASSED = frozenset(
 )
 
 
-def _folder(path: str) -> str:
-    return os.path.join(path, "")
-
-
-_OURS = tuple(_folder(os.path.dirname(sys.modules[name].__file__ or "")) for name in ("tba", "io_backends", "compact"))
-_NUMERIC = _folder(os.path.dirname(torch.__file__)), _folder(os.path.dirname(np.__file__))
-_INSTALLED = tuple(_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
-_STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-
-
-@cache
-def _origin(file: str) -> str:
-    """Tell whose code a file is: "program", "library", or "apart", which is not followed."""
-    if file.startswith((*_OURS, *_NUMERIC, "<frozen")):
-        return "apart"
-    if file.startswith(_INSTALLED):
-        return "library"
-    return "apart" if file.startswith(_STANDARD) else "program"
-
-
-@lru_cache(4096)  # each keeps a function's code alive
-def _names(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Give the globals that a function's code names, inner functions' included, and all names that it has."""
-    found: set[str] = set()
-    names = {*code.co_names, *(each for each in code.co_consts if type(each) is str)}
-    raw, more = code.co_code, 0
-    for at in range(0, len(raw), 2):
-        number, more = raw[at + 1] | more, 0
-        operation = dis.opname[raw[at]]
-        if operation == "EXTENDED_ARG":
-            more = number << 8
-        elif operation == "LOAD_GLOBAL":  # whose lowest bit is no part of the name
-            found.add(code.co_names[number >> 1])
-        elif operation in ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
-            found.add(code.co_names[number])
-    for inner in code.co_consts:
-        if type(inner) is CodeType:
-            inner_globals, inner_names = _names(inner)
-            found |= inner_globals
-            names |= inner_names
-    return frozenset(found), frozenset(names)
-
-
 def is_ours(value: Any) -> bool:
     """Whether a function is one that the engine puts into modules."""
-    return type(value) is FunctionType and value.__code__.co_filename.startswith(_OURS)
+    return type(value) is FunctionType and value.__code__.co_filename.startswith(OURS)
 
 
 class Reach:
@@ -260,9 +217,15 @@ class Reach:
             meet(value.__wrapped__, "", library)
         elif isinstance(value, (bytearray, array.array, np.ndarray)):
             self._numbers(value, name, library)
+        elif isinstance(value, threading.local):
+            held = vars(value)  # this thread's
+            self._hold(Attributes(held, kind.__name__, is_ours))
+            for key, each in held.items():
+                meet(each, key, library)
+            self._class(kind)
         elif (state := _generator(value, name)) is not None:
             self._hold(state)
-        elif not _kind_of(kind).apart:
+        elif not Kind.of(kind).stateless:
             self._object(value, name, library=library)
 
     def _tensor(self, tensor: Tensor, name: str) -> None:
@@ -285,9 +248,9 @@ class Reach:
     def _object(self, value: Any, name: str = "", *, library: bool = False, block: bool = False) -> None:
         """Walk on from an object: its attributes, slots and class."""
         kind = type(value)
-        if _kind_of(kind).compiled:
+        if Kind.of(kind).hidden:
             self._cannot_see(value, name, library)
-        within = _kind_of(kind).origin != "program"
+        within = Kind.of(kind).origin != "program"
         held = object.__getattribute__(value, "__dict__") if kind.__dictoffset__ else None
         if type(held) is dict:
             self._hold(Attributes(held, kind.__name__, is_ours))
@@ -296,7 +259,7 @@ class Reach:
                 if is_module and (key in _OTHER_HOOKS or (block and key in _HOOKS) or is_ours(each)):
                     continue
                 self._meet(each, key if type(key) is str else "", within)
-        if slots := _kind_of(kind).slots:
+        if slots := Kind.of(kind).slots:
             holder = Slots((value, slots), kind.__name__)
             self._hold(holder)
             for each, slot in zip(holder.read(), slots, strict=True):
@@ -305,10 +268,10 @@ class Reach:
 
     def _class(self, kind: type) -> None:
         for each in kind.__mro__:
-            if id(each) in self._classes or _kind_of(each).origin == "apart":
+            if id(each) in self._classes or Kind.of(each).origin == "apart":
                 continue
             self._classes.add(id(each))
-            library = _kind_of(each).origin == "library"
+            library = Kind.of(each).origin == "library"
             if not library:
                 self._hold(Class(each, each.__name__))
             runs = issubclass(each, torch.autograd.Function)  # its methods are called by the one that is named
@@ -325,8 +288,8 @@ class Reach:
                     self._meet(value, name, library)
 
     def _function(self, function: FunctionType) -> None:
-        code, origin = function.__code__, _origin(function.__code__.co_filename)
-        if code.co_filename.startswith(_OURS):
+        code, origin = function.__code__, of_file(function.__code__.co_filename)
+        if code.co_filename.startswith(OURS):
             return
         library = origin != "program"
         for cell in function.__closure__ or ():
@@ -336,7 +299,7 @@ class Reach:
                 self._meet(each, "", library)
         if origin == "apart":
             return
-        named, names = _names(code)
+        named, names = names_of(code)
         for name in names - self._called:
             self._called.add(name)
             for waiting, inside in self._uncalled.pop(name, ()):
@@ -356,7 +319,7 @@ class Reach:
             self._module(value, names, library)
         elif (id(space), name) not in self._globals:
             self._globals.add((id(space), name))
-            if not (library and isinstance(value, (FunctionType, BuiltinFunctionType, type))):
+            if not library:
                 self._hold(Global((space, name), name))
             if value is not MISSING:
                 self._meet(value, name, library)
@@ -366,11 +329,11 @@ class Reach:
         file = getattr(module, "__file__", None)
         if not library and module.__name__ in _ANYTHING:
             self._unseen[""] = f"its code uses the module {module.__name__}"
-        elif file is not None and not file.endswith((".py", ".pyc")):
-            if not library and _origin(file) != "apart":
+        elif file is not None and is_compiled(module):
+            if not library and of_file(file) != "apart":
                 self._unseen[""] = f"its code calls {module.__name__}, which is compiled"
-        elif file is not None and _origin(file) != "apart":
-            inside = library or _origin(file) == "library"
+        elif file is not None and of_file(file) != "apart":
+            inside = library or of_file(file) == "library"
             for name in names & vars(module).keys():
                 self._global(vars(module), name, names, inside)
 
@@ -380,65 +343,6 @@ class Reach:
 
 
 _BUILTINS = vars(builtins)
-# Instances of classes of these modules are no state of a program's.
-_STATELESS = frozenset(
-    {
-        *("torch._C", "torch._dynamo", "torch._ops", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit"),
-        *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "threading", "abc", "_abc"),
-        *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "_io", "importlib", "concurrent", "builtins"),
-    }
-)
-# Built-in classes whose instances are, though.
-_ITERATORS = ("generator", "coroutine", "async_generator", "enumerate", "zip", "map", "filter", "reversed", "super")
-
-
-class _Kind(NamedTuple):
-    """What is known of a class: whose code it is, whether objects hold what nobody can read, or nothing that counts."""
-
-    origin: str
-    compiled: bool
-    apart: bool
-    slots: tuple[Any, ...]
-
-
-_kinds: weakref.WeakKeyDictionary[type, _Kind] = weakref.WeakKeyDictionary()
-
-
-def _kind_of(kind: type) -> _Kind:
-    found = _kinds.get(kind)
-    if found is None:
-        apart = _is_apart(kind)
-        found = _kinds[kind] = _Kind(_origin_of(kind), not apart and _is_compiled(kind), apart, _slots(kind))
-    return found
-
-
-def _is_apart(kind: type) -> bool:
-    module = str(kind.__module__)
-    parts = module.split(".")
-    if module == "builtins":
-        return not (kind.__name__.endswith("iterator") or kind.__name__ in _ITERATORS)
-    return any(".".join(parts[:length]) in _STATELESS for length in range(1, len(parts) + 1))
-
-
-def _origin_of(kind: type) -> str:
-    module = sys.modules.get(str(kind.__module__))
-    file = getattr(module, "__file__", None)
-    if file is None:
-        return "apart" if module is not None and kind.__module__ != "__main__" else "program"
-    return _origin(file)
-
-
-def _is_compiled(kind: type) -> bool:
-    for each in kind.__mro__:
-        module = sys.modules.get(str(each.__module__))
-        if module is None or each.__module__ in ("__main__", "builtins", "collections", "torch", "_abc"):
-            continue
-        if not (getattr(module, "__file__", None) or "").endswith((".py", ".pyc")):
-            return True
-    return kind.__module__ == "builtins" and kind.__name__ not in _CONTAINERS
-
-
-_CONTAINERS = frozenset({"object", "dict", "list", "set", "tuple", "frozenset", "type"})
 
 
 def _functions(value: Any) -> tuple[Any, ...]:
@@ -452,19 +356,6 @@ def _functions(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (partialmethod, cached_property)):
         return (value.func,)
     return ()
-
-
-def _slots(kind: type) -> tuple[Any, ...]:
-    """Give the descriptors of the slots of a class's objects."""
-    found = []
-    for each in kind.__mro__:
-        names = vars(each).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            mangled = f"_{each.__name__.lstrip('_')}{name}" if name[:2] == "__" and name[-2:] != "__" else name
-            slot = vars(each).get(mangled)
-            if type(slot) is MemberDescriptorType:
-                found.append(slot)
-    return tuple(found)
 
 
 # The generators that a program shares and no recomputation restores; both live as long as the process.
