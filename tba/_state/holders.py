@@ -96,14 +96,19 @@ class Dict(Holder):
     __slots__ = ()
 
     def read(self) -> Reading:
-        return (*dict.keys(self.of), *dict.values(self.of))
+        kind = _kind(self.of)
+        return (*kind.keys(self.of), *kind.values(self.of))
 
     def write(self, reading: Reading) -> None:
         half = len(reading) // 2
-        kind: Any = OrderedDict if isinstance(self.of, OrderedDict) else dict  # which keeps an order of its own
+        kind = _kind(self.of)
         kind.clear(self.of)
         for key, value in zip(reading[:half], reading[half:], strict=True):
             kind.__setitem__(self.of, key, value)
+
+
+def _kind(held: dict[Any, Any]) -> Any:
+    return OrderedDict if isinstance(held, OrderedDict) else dict  # which keeps an order of its own
 
 
 class Attributes(Dict):
@@ -361,7 +366,10 @@ class Context(Holder):
 
     def read(self) -> Reading:
         variable: ContextVar[Any] = self.of
-        return (variable.get(MISSING),)
+        try:
+            return (variable.get(),)
+        except LookupError:
+            return (MISSING,)
 
     def write(self, reading: Reading) -> None:
         if reading[0] is not MISSING:

@@ -292,8 +292,8 @@ class Reach:
         if code.co_filename.startswith(OURS):
             return
         library = origin != "program"
-        for cell in function.__closure__ or ():
-            self._meet(cell, "", library)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._meet(cell, name, library)
         for each in (function.__defaults__, function.__kwdefaults__, vars(function)):
             if each:
                 self._meet(each, "", library)
