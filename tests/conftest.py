@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from support.clock import Counted
 from support.engine import STORES
 from tba._engine import backward
+from tba._plan import clock
 
 # Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
 torch.set_num_threads(1)
@@ -47,6 +49,13 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made from what a test does, and not from how fast it does it; those of a device from both."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(clock, "current", Counted())
 
 
 @functools.cache

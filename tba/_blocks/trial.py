@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from io_backends import interrupts
 
+from .._plan import clock
 from .._torch.private import innermost
 from .communication import Communication, gathers
 from .recompute import again, has_switch
@@ -148,14 +148,14 @@ class Trial:
 
         def note(tensor: Tensor) -> None:
             nonlocal saved_s
-            saved_s = time.perf_counter()
+            saved_s = clock.current.now_s()
             again_saved.append(_shape(tensor))
 
         try:
             buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
             args, kwargs = tree_unflatten(leaves, form)
             with state.restored(note), Communication() as communication:
-                begun_s = saved_s = time.perf_counter()
+                begun_s = saved_s = clock.current.now_s()
                 out = again(self._module, self._forward, args, kwargs)
             after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
             equal = len(after) == len(before) and all(map(_equal, before, after))
