@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from support import samples
 from support.clock import Counted
 from support.engine import STORES
 from tba._engine import backward
@@ -49,6 +50,11 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[samples.CASES] = samples.mark(items)
 
 
 @pytest.fixture(autouse=True)

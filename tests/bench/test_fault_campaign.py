@@ -73,6 +73,7 @@ def assert_exact(outcome: Outcome) -> None:
 # -- the campaign ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
     with Campaign(scratch) as campaign:
@@ -93,6 +94,7 @@ def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> Non
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_command_counts_what_it_runs(scratch: Path) -> None:
     command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch)]

@@ -151,7 +151,7 @@ def innermost(tensor: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def process_group(rank: int, ranks: int, folder: str) -> Iterator[None]:
-    """Be one rank for the rest of the process, which ends here if all goes well. Its plans have a clock of their own."""
+    """Be one rank for the rest of the process, which ends here if all goes well; its plans go by a counted clock."""
     put(Counted())
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
