@@ -34,7 +34,7 @@ for _devices in (torch.cuda, torch.mtia, torch.xpu):
         _devices.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
+_GRACE_S = 60.0  # a thread that was told to end may need a moment on a busy machine
 
 
 _frozen_modules = 0

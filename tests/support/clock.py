@@ -1,6 +1,6 @@
 """A clock for tests of plans: its time follows from what the program does, on any machine and beside anything.
 
-Each operator that autograd records takes `OPERATOR_S`, and twice as long in backward, which is as far as the node that
+Each operator that autograd records takes as long, and twice as long in backward, which is as far as the node that
 it has come to. What moves takes a link of `RATE` bytes/s, or of a limit that is set below it, and no CPU seconds; no
 step waits for it. All of these are powers of two, so their sums are exact in whatever order they are added up.
 """
@@ -19,6 +19,7 @@ from tba._plan import clock
 from tba._plan.clock import Carried, Clock
 
 OPERATOR_S = 2.0**-12
+SHORT_S = 2.0**-16  # of operators on a few KiB
 RATE = 1 << 30  # that of a link which has not carried enough to tell
 
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -29,11 +30,11 @@ class Counted(Clock):
     """Counts autograd's nodes: those it makes, where a forward or a second run goes on, and those it has gone through.
 
     Args:
-        rate_bytes_per_s: of the link, a power of two.
+        operator_s: that an operator takes, a power of two.
     """
 
-    def __init__(self, rate_bytes_per_s: int = RATE) -> None:
-        self._rate_bytes_per_s = rate_bytes_per_s
+    def __init__(self, operator_s: float = OPERATOR_S) -> None:
+        self._operator_s = operator_s
         self._nodes = 0
         self._moved_s = 0.0
         self._local = threading.local()  # autograd numbers nodes by thread
@@ -46,14 +47,14 @@ class Counted(Clock):
             before, last_at = getattr(local, "seen", (made, made))
             self._nodes += made - before + (2 * max(0, last_at - at) if node is not None else 0)
             local.seen = made, at
-        return self._nodes * OPERATOR_S
+        return self._nodes * self._operator_s
 
     def waited_s(self, seconds: float) -> float:
         return 0.0
 
     def carried(self, ticket: Ticket) -> Carried:
         begun_s = self._moved_s
-        self._moved_s += ticket.moved_bytes / self._rate_bytes_per_s
+        self._moved_s += ticket.moved_bytes / RATE
         return Carried(begun_s, self._moved_s, 0.0)
 
 
