@@ -7,11 +7,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
-	@echo "make test   run every test"
+	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too"
 	@echo "make lint   ruff, format check, mypy strict"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
@@ -49,9 +49,13 @@ allocator: $(VENV)/.installed
 	     $(BIN)/python -m pip install --quiet --constraint constraints.txt cmeel-mimalloc; } \
 	|| echo "neither jemalloc (apt-get) nor mimalloc (PyPI) can be had here: expect more memory or slower steps"
 
-# Tests that want a device to themselves are left to `make gpu`, which runs one at a time.
+# Five minutes at most on 2 cores: every promise is tested, by the samples that differ most. `make test-all` runs all of
+# them. Tests that want a device to themselves are left to `make gpu`, which runs one at a time.
 test: $(VENV)/.installed
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not exhaustive"
+
+test-all: $(VENV)/.installed
+	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

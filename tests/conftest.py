@@ -18,8 +18,11 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from support import samples
+from support.clock import Counted
 from support.engine import STORES
 from tba._engine import backward
+from tba._plan import clock
 
 # Elementwise kernels are not bit-stable across thread counts, and two workers of xdist share the machine.
 torch.set_num_threads(1)
@@ -31,7 +34,7 @@ for _devices in (torch.cuda, torch.mtia, torch.xpu):
         _devices.manual_seed_all = lambda seed: None  # type: ignore[attr-defined]
 
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-_GRACE_S = 5.0  # a thread that was told to end may need a moment on a busy machine
+_GRACE_S = 60.0  # a thread that was told to end may need a moment on a busy machine
 
 
 _frozen_modules = 0
@@ -47,6 +50,18 @@ def pytest_runtest_setup() -> None:
         gc.collect()
         gc.freeze()
         _frozen_modules = len(sys.modules)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is not asked for
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[samples.CASES] = samples.mark(items)
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made from what a test does, and not from how fast it does it; those of a device from both."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(clock, "current", Counted())
 
 
 @functools.cache

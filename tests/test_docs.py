@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import tba
+from support import samples
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -56,6 +59,18 @@ def test_each_guarantee_names_a_test_that_holds_it() -> None:
     _, *sections = (ROOT / "docs" / "guarantees.md").read_text().split("\n## ")
     assert len(sections) >= 14
     assert [section.partition("\n")[0] for section in sections if not _TEST.search(section)] == []
+
+
+def test_each_test_that_a_guarantee_names_has_a_case_in_make_test(request: pytest.FixtureRequest) -> None:
+    named = {f"{file}::{test}": file for file, test in named_tests(ROOT / "docs" / "guarantees.md")}
+    cases = request.config.stash[samples.CASES]
+    files = {name.partition("::")[0] for name in cases}
+    if len(files) == 1:  # nothing else was collected, so nothing is known of it: once more, beside what is named
+        command = [sys.executable, "-m", "pytest", "-q", __file__, *set(named.values()), "-k", request.node.name]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+    assert [name for name, file in named.items() if file in files and not cases[name]] == []  # others cannot run here
+    assert f'-m "{samples.MAKE_TEST}"' in (ROOT / "Makefile").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -23,7 +23,6 @@ All but `again` must be called with the engine's lock held.
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -34,6 +33,7 @@ from torch import Tensor, nn
 
 from .._errors import OffloadError
 from .._memory import streams
+from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
 from .._record.view import View, apart, counted, is_edited, span
@@ -105,11 +105,11 @@ class Derivations:
             return False
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
-        begun_s = time.perf_counter()
+        begun_s = clock.current.now_s()
         try:
             with streams.on(record.stream):
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
-                made_s = time.perf_counter()
+                made_s = clock.current.now_s()
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
                     record.examine(True)
@@ -124,7 +124,7 @@ class Derivations:
         if differs:
             return self._end(record, found, known, differs=True)
         self._made = record.ref, made
-        self._worth.note(place, record.nbytes, made_s - begun_s, time.perf_counter() - made_s)
+        self._worth.note(place, record.nbytes, made_s - begun_s, clock.current.now_s() - made_s)
         return self._end(record, settled, known, differs=False)
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:

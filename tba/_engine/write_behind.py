@@ -197,7 +197,7 @@ class WriteBehind:
             begun_s = time.perf_counter()
             staging.wait_for_room(0, room_bytes)
             ended_s = time.perf_counter()
-            self._mover.cost.waited_s += ended_s - begun_s
+            self._mover.cost.wait(ended_s - begun_s)
             self._counters.backpressure_s += ended_s - begun_s
             self._mover.recorder.note("room", begun_s, ended_s, 0, "")
 

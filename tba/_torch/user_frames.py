@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -42,7 +43,7 @@ def warn(message: str) -> None:
     """
     # No name here may stay bound to a frame of ours: it would hold itself, and through its callers what they pack.
     main = threading.main_thread().ident or 0
-    frame = _users_frame(sys._getframe()) or _users_frame(sys._current_frames().get(main))
+    frame = _users_frame(sys._getframe()) or _users_frame(_frames().get(main))
     if frame is None:
         warnings.warn(message, OffloadWarning, stacklevel=2)
         return
@@ -50,6 +51,22 @@ def warn(message: str) -> None:
     registry = place.setdefault("__warningregistry__", {})  # once for each line, as `warnings.warn` does
     file, line = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, OffloadWarning, file, line, place.get("__name__"), registry)
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the frame that each thread is at.
+
+    CPython 3.11.7 and others may collect garbage while they look, under a lock that the end of a `threading.local`
+    waits for: the whole process then stands still (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:

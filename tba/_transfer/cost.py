@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from io_backends import Ticket
 
+from .._plan import clock
+from .._plan.clock import Carried
+
 _TOO_FEW_BYTES = 4 << 20  # to tell a rate by
 
 
@@ -22,11 +25,11 @@ class Way:
     busy_s: float = 0.0
     _until_s: float = float("-inf")
 
-    def add(self, ticket: Ticket) -> None:
+    def add(self, nbytes: int, carried: Carried) -> None:
         """Count a transfer that has ended."""
-        self.nbytes += ticket.moved_bytes
-        self.busy_s += max(0.0, ticket.ended_s - max(ticket.started_s, self._until_s))
-        self._until_s = max(self._until_s, ticket.ended_s)
+        self.nbytes += nbytes
+        self.busy_s += max(0.0, carried.ended_s - max(carried.started_s, self._until_s))
+        self._until_s = max(self._until_s, carried.ended_s)
 
     @property
     def bytes_per_s(self) -> float:
@@ -58,14 +61,20 @@ class Cost:
 
     def add(self, ticket: Ticket, way: Way) -> None:
         """Count a transfer that has ended, on its `way`."""
-        nbytes, cpu_s = ticket.moved_bytes, ticket.cpu_s
+        nbytes = ticket.moved_bytes
         if not nbytes:
             return
-        way.add(ticket)
+        carried = clock.current.carried(ticket)
+        way.add(nbytes, carried)
+        cpu_s = carried.cpu_s
         least = self.least_cpu_s_per_byte
         self.least_cpu_s_per_byte = min(cpu_s / nbytes, least) if self.nbytes else cpu_s / nbytes
         self.nbytes += nbytes
         self.cpu_s += cpu_s
+
+    def wait(self, seconds: float) -> None:
+        """Count a wait."""
+        self.waited_s += clock.current.waited_s(seconds)
 
     @property
     def busy_per_byte_s(self) -> float:

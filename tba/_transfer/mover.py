@@ -96,7 +96,7 @@ class Mover:
             begun_s = time.perf_counter()
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
             ended_s = time.perf_counter()
-            self.cost.waited_s += ended_s - begun_s
+            self.cost.wait(ended_s - begun_s)
             self.counters.backpressure_s += ended_s - begun_s
             self.recorder.note("room", begun_s, ended_s, nbytes, "")
             if not room:
@@ -239,7 +239,7 @@ class Mover:
             ended_s = time.perf_counter()
             with self.lock:
                 self.counters.wait_s += ended_s - begun_s
-                self.cost.waited_s += ended_s - begun_s
+                self.cost.wait(ended_s - begun_s)
                 if self.recorder.trace is not None:
                     self.recorder.note("wait", begun_s, ended_s, record.nbytes, record.name())
 

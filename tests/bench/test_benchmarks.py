@@ -30,6 +30,7 @@ from support.benchmarks import quick, run_benchmark
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_forecast_stands_beside_what_was_run(tmp_path: Path) -> None:
     found = quick("forecast", tmp_path)
@@ -40,6 +41,7 @@ def test_forecast_stands_beside_what_was_run(tmp_path: Path) -> None:
     assert 0.8 * peak_bytes < found["peak_bytes"]["conv, all kept"] < 2 * peak_bytes
 
 
+@pytest.mark.exhaustive
 def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> None:
     [family] = quick("auto", tmp_path, "--regions", "GroupNorm")["families"].values()
     assert family["gradients_bit_equal"] is True
@@ -60,6 +62,7 @@ def test_auto_shows_each_budget_beside_the_fixed_policies(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
     found = quick("step", tmp_path, "--explain")

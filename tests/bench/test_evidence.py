@@ -31,6 +31,7 @@ def measured(name: str, peak_bytes: int, *wall_s: float) -> Measured:
     return Measured(name=name, allocator="none", about=about, peak_bytes=peak_bytes, wall_s=list(wall_s))
 
 
+@pytest.mark.exhaustive
 def test_rok_places_every_arm_and_draws(tmp_path: Path) -> None:
     found = run_benchmark("rok", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
     [batches] = found["families"].values()
@@ -89,6 +90,7 @@ def test_rok_on_a_card(tmp_path: Path) -> None:
     assert curve["arms"]["plain"]["allocator"] == "as Python comes"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("card_here")
 def test_peers_on_a_card(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
@@ -158,6 +160,7 @@ def test_peers_train_with_plain_gradients(family: str, name: str, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_peers_are_measured_and_judged(tmp_path: Path) -> None:
     found = run_benchmark("peers", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
     assert found["arms"].keys() == {"plain", "checkpoint", "tutorial's files", NVME, "SSDTrain's rule", "tba auto 0.40"}
@@ -218,6 +221,7 @@ def test_a_case_that_hangs_or_dies_is_ended(tmp_path: Path) -> None:
     assert run_case("no such peer", "graph dropped", timeout_s=100, directory=tmp_path).kind == "crash"
 
 
+@pytest.mark.exhaustive
 def test_knee_measures_slow_links_beside_a_prediction(tmp_path: Path) -> None:
     found = run_benchmark("knee", "--threads", "1", "--out", str(tmp_path / "out"), scratch=tmp_path)
     assert found["gradients_bit_equal"] is True
@@ -280,6 +284,7 @@ def test_report_answers_from_what_is_filed(tmp_path: Path) -> None:
     assert "| rok, gpt, batch 8: nvme | 0.30x |" in text
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_all_runs_what_it_is_told_and_names_what_fails() -> None:
     found = run_all(["hooks", "no-such"], quick=True, options=[])
@@ -303,6 +308,7 @@ def test_a_power_law_is_fitted() -> None:
     assert found["peak less gradients, MiB"]["plain"].values == [3.0, 7.0, 15.0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_scale_fits_and_finishes_under_a_limit(tmp_path: Path) -> None:
     out = str(tmp_path / "out")

@@ -37,6 +37,7 @@ LETTERS = Text(torch.randint(97, 123, (4000,), dtype=torch.uint8, generator=torc
 # -- end to end ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_every_arm_is_trained_on_every_seed_and_measured_and_drawn(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with arms_in_this_process(tmp_path):

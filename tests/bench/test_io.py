@@ -143,7 +143,7 @@ def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
             with lock:
                 under_way[kind] += 1
                 seen.add((under_way["read"], under_way["write"]))
-            time.sleep(0.002)  # long enough for the other worker to begin
+            time.sleep(0.02)  # long enough for the other worker to begin
             try:
                 return call(*arguments)
             finally:

@@ -106,6 +106,7 @@ def test_what_more_cards_share_leaves_more_room() -> None:
     assert 0 < rooms[1] < rooms[2] < CARD.device.memory_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_simulation_says_that_it_is_one_beside_a_real_step(tmp_path: Path) -> None:
     for _ in range(4):  # beside other tests a plan may recompute all, and then nothing moves

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from io_backends import Buffer, BufferPool, StoreFull
 from io_backends._memory import pool
 from io_backends._memory.arena import HostArena
+from support.samples import examples
 
 PAGE = mmap.PAGESIZE
 SEGMENT = 8 * PAGE
@@ -41,7 +42,7 @@ STEPS = st.lists(
     ),
     max_size=40,
 )
-model = settings(derandomize=True, deadline=None, max_examples=150)
+model = settings(derandomize=True, deadline=None, max_examples=examples(150))
 
 
 class Model:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from compact import Spec
 from compact._codecs.strided import Target, flat, shares_memory, stored
 from support.exactness import assert_bit_equal
+from support.samples import examples
 
 LAYOUTS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 13)), max_size=4)
 
@@ -22,7 +23,7 @@ def offsets(shape: tuple[int, ...], stride: tuple[int, ...]) -> list[int]:
     return [sum(map(math.prod, zip(i, stride, strict=True))) for i in itertools.product(*map(range, shape))]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(LAYOUTS)
 def test_any_strides_come_back(dims: list[tuple[int, int]]) -> None:
     shape, stride = tuple(n for n, _ in dims), tuple(s for _, s in dims)
@@ -36,7 +37,7 @@ def test_any_strides_come_back(dims: list[tuple[int, int]]) -> None:
     assert_bit_equal(target.tensor(), tensor)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(LAYOUTS)
 def test_each_place_is_stored_once_in_the_order_of_memory(dims: list[tuple[int, int]]) -> None:
     shape, stride = tuple(n for n, _ in dims), tuple(s for _, s in dims)
@@ -50,7 +51,7 @@ def test_each_place_is_stored_once_in_the_order_of_memory(dims: list[tuple[int, 
         assert shares_memory(shape, stride)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(LAYOUTS)
 def test_logical_order_keeps_strides_unless_elements_share_memory(dims: list[tuple[int, int]]) -> None:
     shape, stride = tuple(n for n, _ in dims), tuple(s for _, s in dims)

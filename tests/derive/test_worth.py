@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ from torch.nn import functional
 from support.engine import activation, engine
 from support.exactness import equal
 from tba._derive.worth import Worth
+from tba._plan import clock
+from tba._plan.clock import Clock
 from tba._transfer.cost import Cost
 
 MIB = 1 << 20
@@ -96,7 +99,8 @@ def test_derivations_of_a_step_are_added_up() -> None:
     assert (worth.derive_s, worth.derived_bytes) == (0.0, 0)
 
 
-def test_the_cost_of_transfers() -> None:
+def test_the_cost_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "current", Clock())  # what stores have measured
     cost = Cost()
     assert (cost.per_byte_s, cost.per_further_byte_s) == (0.0, 0.0)
     transfers = ((0, 5.0, 0.0, 9.0), (100, 1.0, 1.0, 2.0), (300, 1.0, 1.5, 4.0))  # the first of an empty tensor
@@ -108,7 +112,7 @@ def test_the_cost_of_transfers() -> None:
     assert cost.out.bytes_per_s == 0.0  # too few bytes to tell
     assert cost.busy_per_byte_s == cost.per_byte_s == 2 * 2.0 / 400  # out and back, and each CPU second once
     assert cost.per_further_byte_s == pytest.approx(2 * 1.0 / 300)
-    cost.waited_s = 40.0  # the link binds
+    cost.wait(40.0)  # the link binds
     assert cost.per_byte_s == cost.per_further_byte_s == 2 * 40.0 / 400
     assert cost.busy_per_byte_s == 2 * 2.0 / 400
 
@@ -119,6 +123,8 @@ def test_only_time_depends_on_what_is_left(
     byte_s: float, derives: bool, compress: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Cost, "per_byte_s", property(lambda cost: byte_s))
+    seconds = itertools.count()
+    monkeypatch.setattr(clock.current, "now_s", lambda: float(next(seconds)))  # each derivation takes some
     torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
     x = activation(32, 64)[1].detach()

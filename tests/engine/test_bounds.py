@@ -50,6 +50,7 @@ def test_kill_9_in_mid_step_leaves_no_file(scratch: Path) -> None:
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.sampled(2)
 def test_a_thousand_steps_leave_the_file_flat(scratch: Path, store_kind: str) -> None:
     sizes = []
     with engine(scratch, store_kind=store_kind, prefetch_bytes=0) as offload:

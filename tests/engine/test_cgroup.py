@@ -126,6 +126,7 @@ def test_a_training_finishes_where_plain_is_killed(cgroup: Path, scratch: Path) 
     assert found["losses"] == plain["losses"][:2]
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_saves_four_times_the_limit_finishes(cgroup: Path, scratch: Path) -> None:
     (status, plain), *ours = _train(scratch, cgroup, "plain,78,1,free", "nvme,78,1,limited", "auto,78,1,limited")
     assert status == 0, plain

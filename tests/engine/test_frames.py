@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import linecache
 import os
+import subprocess
+import sys
 import threading
 import traceback
 import warnings
@@ -132,6 +134,51 @@ def test_a_worker_points_at_what_the_main_thread_does() -> None:
         worker.start()
         worker.join()
     assert line.text in ("worker.start()", "worker.join()")
+
+
+COLLECTS = """
+import faulthandler, gc, threading, time, warnings
+import io_backends
+from tba._torch import user_frames
+
+warnings.simplefilter("ignore")
+faulthandler.dump_traceback_later(100, exit=True)
+
+class Cycle:
+    pass
+
+WORK = '''
+def work():  # among a worker's frames none is the user's
+    for number in range(1000):
+        gc.disable()
+        gc.collect(0)
+        one = Cycle()
+        one.me, one.local = one, threading.local()
+        one.local.x = 1
+        del one
+        gc.set_threshold(gc.get_count()[0] + number % 10)  # a collection comes within some objects
+        time.sleep(0.00003)
+        gc.enable()
+        user_frames.warn("from a worker")
+'''
+exec(compile(WORK, io_backends.__file__, "exec"))
+gc.collect()
+gc.freeze()
+worker = threading.Thread(target=work)
+worker.start()
+
+def wait():
+    time.sleep(0.00001)
+
+while worker.is_alive():
+    wait()
+print("ended")
+"""
+
+
+def test_a_worker_that_warns_while_garbage_is_collected_stops_nobody() -> None:
+    done = subprocess.run([sys.executable, "-c", COLLECTS], capture_output=True, text=True, check=False)
+    assert done.stdout == "ended\n", done.stderr
 
 
 def test_where_no_frame_is_the_users_it_is_said_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

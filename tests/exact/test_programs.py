@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from campaigns.programs.check import WAYS, Outcome, ShortCollections, compare, difference, through_engine, through_plain
 from campaigns.programs.machine import EDITED, NAMES, Instruction
 from support.engine import ALL_INT8, engine
+from support.samples import examples
 from tba import OffloadStats
 
 NUMBERS = st.integers(0, 255)
@@ -19,7 +20,7 @@ PROGRAMS = st.lists(st.tuples(st.sampled_from(NAMES), NUMBERS, NUMBERS, NUMBERS)
 SOME = settings(
     derandomize=True,
     deadline=None,
-    max_examples=25,
+    max_examples=examples(25),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

@@ -12,9 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from io_backends import _extents
 from io_backends._extents import Extents, align_up
 from support.interrupts import interrupted_everywhere
+from support.samples import examples
 
 # The same examples every time and nothing written to disk: a failure here is a failure everywhere.
-STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=60, stateful_step_count=60)
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=examples(60), stateful_step_count=60)
 
 
 def end_of(extents: Extents) -> int:

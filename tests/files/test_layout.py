@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from io_backends._extents import align_up
 from io_backends._file import layout
+from support.samples import examples
 
-STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=300)
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=examples(300))
 BOUNCE = 1 << 50  # far from any buffer below
 
 

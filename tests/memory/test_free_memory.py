@@ -217,7 +217,7 @@ with open(f"{scratch}/cached", "wb") as file:
     file.write(bytes(96 * MIB))
     file.flush()
     os.fsync(file.fileno())
-deadline = time.monotonic() + 5
+deadline = time.monotonic() + 60
 while True:  # the kernel folds its counts per CPU together every two seconds
     seen["cached"] = free_memory.free_bytes()
     with open(f"{directory}/memory.usage_in_bytes") as file:

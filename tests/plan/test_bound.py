@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import MIB, layers, storages
+from support.samples import examples
 from tba._plan.bound import lower_bound_s
 from tba._plan.facts import Link
 from tba._plan.greedy import decide
@@ -40,7 +41,7 @@ def test_without_recomputation_the_link_has_to_carry_it() -> None:
     assert bound == pytest.approx(2 * gone_s, rel=0.05)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
 def test_no_plan_of_storages_is_below(sizes: list[int], share: float, rate: float) -> None:
     facts = storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB)
@@ -53,7 +54,7 @@ def test_no_plan_of_storages_is_below(sizes: list[int], share: float, rate: floa
             assert found.step_s >= bound - 1e-9
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(2, 24), st.integers(1, 12), st.floats(0.2, 1.0), st.sampled_from([2e9, 4e8, 1e8, 5e7]))
 def test_no_plan_that_is_made_is_below(blocks: int, each: int, share: float, rate: float) -> None:
     facts = layers(blocks, each, rate=rate)

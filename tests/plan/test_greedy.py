@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.plans import MIB, layers, storages
+from support.samples import examples
 from tba._plan.facts import Cap, Facts, Link
 from tba._plan.greedy import decide, diffuse, make, spread
 from tba._plan.simulate import simulate
@@ -137,7 +138,7 @@ def capped(facts: Facts, share: float | None) -> Facts:
     return facts if share is None else replace(facts, cap=Cap(int(share * facts.saved_bytes), "a small disk"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=8), *SMALL_CASES)
 def test_the_best_of_all_where_all_can_be_tried(sizes: list[int], share: float, rate: float, cap: float | None) -> None:
     facts = capped(storages([size * MIB for size in sizes], Link(rate, rate, 1e-10), read_ahead_bytes=4 * MIB), cap)
@@ -147,7 +148,7 @@ def test_the_best_of_all_where_all_can_be_tried(sizes: list[int], share: float, 
     assert best is None or plan.predicted.step_s == pytest.approx(best)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(2, 3), st.integers(2, 3), *SMALL_CASES)
 def test_the_best_of_all_blocks_and_storages(
     blocks: int, each: int, share: float, rate: float, cap: float | None
@@ -176,7 +177,7 @@ def test_a_small_disk_is_kept_to_by_recomputing_more(share: float) -> None:
 
 
 @given(st.floats(0, 1), st.floats(0.1, 1.0), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_no_plan_moves_more_than_may(share: float, budget: float, recomputes: bool) -> None:
     facts = capped(layers(8, 6, rate=4e8, replay_s=0.0 if recomputes else None), share)
     plan = decide(facts, int(budget * facts.saved_bytes))

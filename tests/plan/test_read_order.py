@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.samples import examples
 from tba._plan import read_order
 from tba._plan.read_order import Orders, Walk
 
-STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=100)
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=examples(100))
 
 
 def walked(orders: Orders, asked: list[int], kind: str = "kind") -> Walk:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compact import _seeds
+from support.samples import examples
 
 _MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 
@@ -43,7 +44,7 @@ def _unsigned(words: torch.Tensor) -> list[int]:
     return [word & _MASK32 for word in words.tolist()]
 
 
-@settings(deadline=None, max_examples=40, derandomize=True)
+@settings(deadline=None, max_examples=examples(40), derandomize=True)
 @given(st.integers(0, _MASK64), st.integers(0, 40))
 def test_words_are_those_of_plain_integers(key: int, count: int) -> None:
     words = _seeds.uniform_bits(key, count, "cpu")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from support.engine import engine, save
+from support.samples import examples
 from tba._record.known import Known
 from tba._record.record import POISONED, Record, Remains
 
@@ -30,7 +31,7 @@ def _record(root: Tensor, begin: int, end: int, remains: deque[Remains]) -> Reco
 
 
 @given(actions)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_save_joins_a_record_exactly_where_one_has_its_bytes(steps: list[tuple[str, int, tuple[int, int]]]) -> None:
     roots = [torch.zeros(_NBYTES, dtype=torch.uint8) for _ in range(2)]
     remains: deque[Remains] = deque()
@@ -59,7 +60,7 @@ def test_a_save_joins_a_record_exactly_where_one_has_its_bytes(steps: list[tuple
 
 
 @given(st.lists(ranges, max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_no_record_is_missed_while_all_live_and_may_be_joined(saves: list[tuple[int, int]]) -> None:
     root, remains, known = torch.zeros(_NBYTES, dtype=torch.uint8), deque[Remains](), Known()
     alive: list[Record] = []

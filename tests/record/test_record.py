@@ -16,12 +16,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import tba
 from compact import Exact, Packed
 from io_backends import Buffer, Ticket
+from support.samples import examples
 from tba._derive.recipe import Recipe
 from tba._record.encoded import Encoded
 from tba._record.record import IN_MEMORY, Record, RecordState, Remains
 
 N = 16
-STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=150, stateful_step_count=30)
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=examples(150), stateful_step_count=30)
 
 # What the docstring of `Record` promises: from which states a transition may start, and where it leads.
 TRANSITIONS: dict[str, tuple[set[str], str]] = {

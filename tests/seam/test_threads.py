@@ -27,7 +27,7 @@ def _without_frames(*calls: Callable[[], Any]) -> None:
     ended, results = _thread.allocate_lock(), list[Any]()
     ended.acquire()
     _thread.start_new_thread(results.extend, (map(operator.call, [*calls, ended.release]),))
-    assert ended.acquire(timeout=20)
+    assert ended.acquire(timeout=60)
 
 
 def _backward(root: Tensor, *, create_graph: bool = False) -> Callable[[], Any]:

@@ -104,7 +104,7 @@ def test_close_gives_up_on_a_hung_device_whose_file_closes_when_it_ends(scratch:
     running = store.write(buffer_of(pattern_at(0, 50_000)))
     held.await_begun()
     fd = store.open().fd
-    with pytest.raises(StoreStalled, match=r"no byte of the store has moved for 0\.\d+ s .* 50000 bytes"):
+    with pytest.raises(StoreStalled, match=r"no byte of the store has moved for [\d.]+ s .* 50000 bytes"):
         running.wait()
     store.close()  # returns
     assert is_open(fd)
@@ -119,7 +119,7 @@ def test_close_gives_up_on_a_hung_device_whose_file_closes_when_it_ends(scratch:
 
 def test_a_slow_link_has_not_stalled(scratch: Path) -> None:
     """Each piece moves within the timeout, all of them together take twice as long."""
-    store = PosixStore(scratch, timeout_s=0.25, write_rate_bytes_per_s=100_000)
+    store = PosixStore(scratch, timeout_s=1.0, write_rate_bytes_per_s=25_000)
     array = pattern_at(0, 50_000)
     ticket = store.write(buffer_of(array))
     assert ticket.wait()

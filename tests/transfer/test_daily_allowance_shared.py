@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.daily_allowance import DAY_S, Clock, allowance, clock_in_force, counts, the_file
+from support.samples import examples
 from tba import OffloadWarning
 from tba._transfer import daily_allowance
 
@@ -159,7 +160,7 @@ operations = st.lists(
 )
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
+@settings(derandomize=True, deadline=None, max_examples=examples(60))
 @given(operations)
 def test_two_users_of_one_file_against_a_model(steps: list[tuple[str, int, int]]) -> None:
     limit = 100

@@ -6,10 +6,10 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import math
-import time
 
 from ..._blocks.watch import Watch
 from ..._config import OffloadConfig
+from ..._plan import clock
 from ..._plan.facts import Link
 from ..._transfer.mover import Mover
 
@@ -50,7 +50,7 @@ class Pace:
 
     def at(self, seen: Watch) -> float:
         """Seconds of computation since the step began."""
-        return time.perf_counter() - seen.begun_s - self.lost_s(seen)
+        return clock.current.now_s() - seen.begun_s - self.lost_s(seen)
 
     def lost_s(self, seen: Watch) -> float:
         """Seconds of the step that it has waited, that trials took, and that transfers have taken from it."""

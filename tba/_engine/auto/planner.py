@@ -14,7 +14,6 @@ storage moves by plan only where one of as many bytes was seen in its place; out
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
@@ -36,6 +35,7 @@ from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
 from ..._memory.pressure import release
+from ..._plan import clock
 from ..._plan.facts import OUTSIDE, Cap, Facts, Link
 from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
@@ -256,7 +256,7 @@ class Planner:
         if seen is None or self._aside:
             return
         seen.turned = True
-        seen.step_s = time.perf_counter() - seen.begun_s
+        seen.step_s = clock.current.now_s() - seen.begun_s
         if record is not None and self.kind.plan is None and record.number not in seen.asked:
             seen.asked[record.number] = self._pace.at(seen)
 
@@ -383,7 +383,7 @@ class Planner:
 
     def _seen(self) -> Watch:
         if self._now is None:
-            self._now = Watch(time.perf_counter())
+            self._now = Watch(clock.current.now_s())
         return self._now
 
     @contextmanager
