@@ -7,7 +7,8 @@ Guarantees:
 2. The class of the operator that saved a tensor decides the codec. A storage that several operators saved gets the
    strictest of their codecs. If it is encoded already it serves only operators whose codec is no stricter; others get a
    record of their own.
-3. A tensor that would hardly become smaller stays as it is.
+3. A tensor that would hardly become smaller stays as it is. So does one whose storage was resized or replaced since it
+   was saved: it is an alias then, as without compression.
 4. Forward never waits for a device: where values decide, a later hook reads the flag once it is on the host.
 
 Tiers, budgets and statistics see only the encoded bytes: the record's alias is then a flat byte tensor that the engine
@@ -157,7 +158,7 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Encode a record whose operator has finished. False if its flag must reach the host first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or record.is_edited() or not record.is_whole():
+        if codec is None or alias is None or record.is_edited() or record.was_moved() or not record.is_whole():
             return True
         begun_s = time.perf_counter()
         try:
@@ -187,7 +188,7 @@ class Compressor:
                 continue
             entry.there.synchronize()
             record.examine(False)
-            if record.alias is not None and not record.is_edited():
+            if record.alias is not None and not record.is_edited() and not record.was_moved():
                 with streams.on(record.stream):
                     self._finish(record, entry.codec, entry.pending, entry.flag)
             done.append(record)

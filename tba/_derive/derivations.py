@@ -100,7 +100,8 @@ class Derivations:
         off = max(map(_off, found.sources), default=0.0)
         place, signature = record.number - self._first_number, (found.signature, off)
         too_far = off and (record.codec is None or record.codec.properties.exact)
-        if too_far or self._wrong.get(place) == signature or record.is_edited() or not record.is_whole():
+        touched = record.is_edited() or record.was_moved()
+        if too_far or self._wrong.get(place) == signature or touched or not record.is_whole():
             record.plan(None)
             return False
         known = None if off and found.amplifies else (place, signature)
@@ -137,7 +138,7 @@ class Derivations:
                 continue
             entry.there.synchronize()
             record.examine(False)
-            differs = bool(entry.differs) or record.is_edited()
+            differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
         return settled
 
