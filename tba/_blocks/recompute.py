@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from io_backends import interrupts
 
 from .._errors import OffloadError
+from .._torch.hook_stack import steps_aside
 from .communication import Communication
 
 # The switch of transformers: a layer's forward that finds it on drops caches from its arguments, which a second run
@@ -61,6 +62,7 @@ def _alone(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any
 
     @interrupts.lets_through
     def runs(*inputs: Any) -> Any:
+        steps_aside()  # checkpoint's pair of this run: without a plan there would be none to refuse
         communication = Communication()
         try:
             with communication:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from io_backends import interrupts
 
+from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost
 from .communication import Communication, gathers
 from .recompute import again, has_switch
@@ -82,6 +83,7 @@ class Trial:
             saved.append(_shape(tensor))
             return self._keep(tensor)
 
+        steps_aside(note)
         with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
@@ -205,6 +207,7 @@ class _State:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())
+            steps_aside(note)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
 
