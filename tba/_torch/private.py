@@ -87,7 +87,8 @@ shows_packed: bool = all(
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# From 2.14 on it has no code: then no compiled graph is recognised, and what one saves moves as anything else.
+_APPLY = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
 
 
 def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
@@ -138,7 +139,7 @@ def compiled_graph(frame: FrameType | None) -> int | None:
     """
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("tba."):
         frame = frame.f_back
-    if frame is None or frame.f_code is not _APPLY:
+    if frame is None or _APPLY is None or frame.f_code is not _APPLY:
         return None
     return getattr(frame.f_locals["cls"], "_aot_id", None)
 

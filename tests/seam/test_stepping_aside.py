@@ -22,7 +22,7 @@ from tba._torch import hook_stack, private
 
 REFUSED = "don't yet support saved tensor hooks"
 # Forward-mode transforms script a few functions when they are first used.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 
 
 @pytest.fixture(autouse=True)
