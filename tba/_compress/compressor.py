@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
-from .._memory import streams
+from .._memory import shortage, streams
 from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
 from .._stats import Counters
@@ -173,6 +173,10 @@ class Compressor:
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
             record.use_codec(None)
+        except shortage.ENDS as error:  # no memory for the packed bytes beside it: so too
+            if not shortage.lacks_memory(error):
+                raise
+            record.use_codec(None)
         finally:
             if record.stream is None:  # on a device it is only queued
                 self._encode_s += time.perf_counter() - begun_s
@@ -189,8 +193,13 @@ class Compressor:
             entry.there.synchronize()
             record.examine(False)
             if record.alias is not None and not record.is_edited() and not record.was_moved():
-                with streams.on(record.stream):
-                    self._finish(record, entry.codec, entry.pending, entry.flag)
+                try:
+                    with streams.on(record.stream):
+                        self._finish(record, entry.codec, entry.pending, entry.flag)
+                except shortage.ENDS as error:
+                    if not shortage.lacks_memory(error):
+                        raise
+                    record.use_codec(None)
             done.append(record)
         return done
 

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import OffloadError
-from .._memory import streams
+from .._memory import shortage, streams
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
 from .._record.view import View, apart, counted, is_edited, span
@@ -118,7 +118,11 @@ class Derivations:
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
-        except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
+        except shortage.ENDS as error:  # an operand was edited, is too large for a copy, or its operator ran in place
+            if shortage.lacks_memory(error):
+                known = None
+            elif not isinstance(error, RuntimeError):
+                raise
             differs = True
         finally:
             self._comparing = 0
