@@ -85,6 +85,7 @@ def test_a_lack_that_passes_costs_what_was_read_ahead_and_no_more(
     scarce = Scarce(monkeypatch, name, LACKS[lack])
     with engine(scratch, prefetch_bytes=4 * N * 4, **settings) as offload:
         leaf, x = activation(N)
+        wanted = None
         for fails in (False, True):
             leaf.grad = None
             with offload:
@@ -119,7 +120,7 @@ def test_a_lack_that_stays_raises_pytorchs_error_and_a_smaller_batch_works(
             y.sum().backward()
         error = caught.value
         assert is_known(error)
-        assert isinstance(error, torch.OutOfMemoryError) == ("torch on a device" == lack or lack == "CUDA")
+        assert isinstance(error, torch.OutOfMemoryError) == (lack in ("torch on a device", "CUDA"))
         assert not isinstance(error, TransferError)
         (note,) = error.__notes__
         assert re.search(r"float32\[16384\] #\d was to be brought back", note)
@@ -239,9 +240,12 @@ def test_another_error_of_a_codec_is_raised(scratch: Path, monkeypatch: pytest.M
         raise RuntimeError("something else")
 
     monkeypatch.setattr("compact._codecs.quantized.Quantized.begin", wrong)
-    with engine(scratch, tier="keep", compress=ALL_INT8) as offload:
-        with pytest.raises(RuntimeError, match="something else"), offload:
-            chain(activation(N)[1])
+    with (
+        engine(scratch, tier="keep", compress=ALL_INT8) as offload,
+        pytest.raises(RuntimeError, match="something else"),
+        offload,
+    ):
+        chain(activation(N)[1])
 
 
 def _derived(offload: Offloader) -> tuple[Tensor, list[Tensor]]:
@@ -310,7 +314,7 @@ def test_a_pool_takes_less_where_the_system_has_no_more(monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="no memory"):
         pool.lease(2 << 20)
     del lease
-    lease = pool.lease(100_000)
+    pool.lease(100_000)
     assert len(asked) == 4  # the one that was given back serves
     pool.close()
 
