@@ -14,6 +14,7 @@ from io_backends import interrupts
 from .._errors import OffloadError
 from .._state.found import Found
 from .._torch import modes
+from .._torch.hook_stack import steps_aside
 from .communication import Communication
 
 
@@ -41,6 +42,7 @@ def _twice(module: nn.Module, function: Callable[..., Any], found: Found) -> Cal
 
     @interrupts.lets_through
     def first(*inputs: Any) -> Any:
+        steps_aside()  # checkpoint's pair of this run: without a plan there would be none to refuse
         communication = Communication()
         try:
             with communication:
@@ -50,6 +52,7 @@ def _twice(module: nn.Module, function: Callable[..., Any], found: Found) -> Cal
 
     @interrupts.lets_through
     def second(*inputs: Any) -> Any:
+        steps_aside()
         if lost := found.lost():
             raise OffloadError(
                 f"{type(module).__name__} recomputes, and {lost} was edited in place since its forward began, which "

@@ -13,14 +13,7 @@ that backward goes through is that of the first run, the program's own call; a s
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import time
 from collections.abc import Callable, Iterator, Sequence
-=======
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
->>>>>>> suite
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,13 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from io_backends import interrupts
 
-<<<<<<< HEAD
+from .._plan import clock
 from .._state.found import Found, fingerprint, plain_leaves
 from .._state.holders import equal_bits
 from .._torch import modes
-=======
-from .._plan import clock
->>>>>>> suite
+from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost
 from .communication import Communication, gathers
 
@@ -95,6 +86,7 @@ class Trial:
             first.saved.append(_shape(tensor))
             return self._keep(tensor)
 
+        steps_aside(note)
         with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -133,8 +125,7 @@ class Trial:
 
         def note(tensor: Tensor) -> None:
             nonlocal saved_s
-<<<<<<< HEAD
-            saved_s = time.perf_counter()
+            saved_s = clock.current.now_s()
             saved.append(_shape(tensor))
 
         if lost := first.found.lost():
@@ -142,7 +133,7 @@ class Trial:
         with first.found.as_found(), modes.without_programs():
             try:
                 with first.surroundings.restored(note), Communication() as communication:
-                    begun_s = saved_s = time.perf_counter()
+                    begun_s = saved_s = clock.current.now_s()
                     out = self._forward(*args, **kwargs)
             except Exception as error:
                 return f"its second run raises {type(error).__name__}", None
@@ -156,37 +147,6 @@ class Trial:
             if not (len(after) == len(before) and all(map(_equal, before, after))):
                 return "its second run gives other values", None
         return "", saved_s - begun_s
-=======
-            saved_s = clock.current.now_s()
-            again_saved.append(_shape(tensor))
-
-        try:
-            buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
-            args, kwargs = tree_unflatten(leaves, form)
-            with state.restored(note), Communication() as communication:
-                begun_s = saved_s = clock.current.now_s()
-                out = again(self._module, self._forward, args, kwargs)
-            after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-            equal = len(after) == len(before) and all(map(_equal, before, after))
-        except Exception as error:
-            self._tell(f"its second run raises {type(error).__name__}")
-            return
-        finally:
-            changed = [(buffer, copy) for buffer, version, copy in buffers if buffer._version != version]
-            for buffer, copy in changed:
-                with torch.no_grad():
-                    buffer.copy_(copy)
-        if changed:
-            self._tell("it changes its buffers")
-        elif communication.possible:
-            self._tell("its second run communicates with other ranks")
-        elif saved != again_saved:
-            self._tell("its second run saves other tensors")
-        elif not equal:
-            self._tell("its second run gives other values")
-        else:
-            self._tell("", saved_s - begun_s)
->>>>>>> suite
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         report, self._report = self._report, None
@@ -288,6 +248,7 @@ class _Surroundings:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())
+            steps_aside(note)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
 

@@ -67,13 +67,8 @@ def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
 
 def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch ends a recomputation there: what a block computes with what it saved last is not computed again."""
-<<<<<<< HEAD
     times_s = iter([0.0, 1.0, *[11.0] * 9])
-    monkeypatch.setattr(trial_module.time, "perf_counter", lambda: next(times_s))
-=======
-    clock = [0.0]
-    monkeypatch.setattr(trial_module.clock.current, "now_s", lambda: clock[0])
->>>>>>> suite
+    monkeypatch.setattr(trial_module.clock.current, "now_s", lambda: next(times_s))
 
     class Slow(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
