@@ -70,6 +70,35 @@ def families(
     _finish(result, json, save, machine)
 
 
+@app.command()
+def state(
+    seeds: Annotated[str, typer.Option(help="The first seed and the one after the last, as FIRST:END.")] = "0:5000",
+    kind: Annotated[str | None, typer.Option(help="A kind of state: all models have one of it, and no other.")] = None,
+    show: Annotated[int | None, typer.Option(help="Print the source code of this seed's model, and run it.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Random models whose blocks keep hidden state, under budgets; exit status 1 if one is not as plain PyTorch."""
+    from .state.command import run_state
+    from .state.program import describe, draw, kinds
+
+    if kind is not None and kind not in kinds():
+        raise typer.BadParameter(f"no such kind; one of: {', '.join(kinds())}")
+    first, _, end = seeds.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise typer.BadParameter("seeds are FIRST:END, such as 0:5000")
+    chosen = range(int(first), int(end))
+    if show is not None:
+        typer.echo(describe(draw(show, kind)))
+        chosen = range(show, show + 1)
+    result = run_state(chosen[:100] if quick else chosen, kind, jobs=jobs, path=path)
+    _finish(result, json, save, machine)
+
+
 def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
     finish(result, as_json, save, machine)
     if result.data["bad"]:

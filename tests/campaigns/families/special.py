@@ -8,8 +8,11 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chu
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4}
 _QWEN4 = {
-    "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
-    "indexer_budget": 8, "indexer_compress_ratio": 2,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 2,
 }
 _CONVNEXT = {"hidden_sizes": [16, 16, 32, 32], "depths": [2, 2, 2, 2]}
 
