@@ -29,8 +29,7 @@ def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, .
         OffloadError: by `backward`: the block communicates with other ranks, or edits large tensors or its weights in
             place, which it did not when it was tried; or its weights were edited since.
     """
-    found = Found.of(module, forward, args, kwargs)
-    if found.unseen or modes.programs():
+    if modes.programs() or (found := Found.of(module, forward, args, kwargs)).unseen:
         return forward(*args, **kwargs)
     # Bound, as checkpoint has keyword arguments of its own, which a block may have too.
     return checkpoint(_twice(module, partial(forward, **kwargs), found), *args, use_reentrant=False)

@@ -75,12 +75,16 @@ class Trial:
     @interrupts.lets_through
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward for the first time, and have it tried when backward comes to what it returns."""
+        if modes.programs():  # before anything is read, which a mode might count
+            self._tell("a mode of the program's is on, which sees what runs")
+            return self._forward(*args, **kwargs)
         with self._apart():
             found = Found.of(self._module, self._forward, args, kwargs)
-            first = First(self._module, args, kwargs, found)
-        if why := found.unseen or ("a mode of the program's is on, which sees what runs" if modes.programs() else ""):
-            self._tell(why)
+        if found.unseen:
+            self._tell(found.unseen)
             return self._forward(*args, **kwargs)
+        with self._apart():
+            first = First(self._module, args, kwargs, found)
 
         def note(tensor: Tensor) -> Any:
             first.saved.append(_shape(tensor))

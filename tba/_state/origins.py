@@ -12,7 +12,8 @@ import sys
 import sysconfig
 import weakref
 from functools import cache
-from types import MemberDescriptorType
+from importlib.machinery import EXTENSION_SUFFIXES
+from types import MemberDescriptorType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ OURS = (
 _NUMERIC = tuple(_folder(os.path.dirname(package.__file__ or "")) for package in (torch, np))
 _INSTALLED = tuple(_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-_PYTHON = (".py", ".pyc")
+_COMPILED = tuple(EXTENSION_SUFFIXES)
 
 # Objects of classes of these modules are no state of a program's.
 _STATELESS = frozenset(
@@ -61,9 +62,17 @@ def of_file(file: str) -> Origin:
     return "apart" if file.startswith(_STANDARD) else "program"
 
 
-def is_compiled(module: object) -> bool:
+def is_compiled(module: ModuleType) -> bool:
     """Whether a module is no Python code."""
-    return not (getattr(module, "__file__", None) or "").endswith(_PYTHON)
+    return module.__name__ in sys.builtin_module_names or (getattr(module, "__file__", None) or "").endswith(_COMPILED)
+
+
+def of_module(module: ModuleType) -> Origin:
+    """Tell whose code a module is."""
+    file = getattr(module, "__file__", None)
+    if file is not None:
+        return of_file(file)
+    return "apart" if module.__name__ in sys.builtin_module_names else "program"  # made at run time
 
 
 class Kind(NamedTuple):
@@ -97,10 +106,7 @@ _kinds: weakref.WeakKeyDictionary[type, Kind] = weakref.WeakKeyDictionary()
 
 def _origin(kind: type) -> Origin:
     module = sys.modules.get(str(kind.__module__))
-    file = getattr(module, "__file__", None)
-    if file is not None:
-        return of_file(file)
-    return "apart" if module is not None and kind.__module__ != "__main__" else "program"
+    return "program" if module is None else of_module(module)
 
 
 def _is_stateless(kind: type) -> bool:

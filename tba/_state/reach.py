@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import builtins
+import gc
 import pickle
 import random
 import sys
@@ -70,7 +71,7 @@ from .holders import (
     Tensors,
     cell_contents,
 )
-from .origins import OURS, Kind, is_compiled, of_file
+from .origins import OURS, Kind, is_compiled, of_file, of_module
 
 _MOST = 200_000  # objects that are walked through
 
@@ -173,7 +174,7 @@ class Reach:
             for key, each in dict.items(value):
                 if isinstance(each, Tensor) and id(each) not in self._seen:
                     self._seen[id(each)] = each
-                    self._tensor(each, str(key))
+                    self._tensor(each, key if type(key) is str else "")
                 meet(each, "", library)
             if kind not in (dict, OrderedDict, defaultdict):
                 self._object(value, name, library=library)
@@ -210,12 +211,14 @@ class Reach:
         elif isinstance(value, weakref.ref):
             meet(value(), name, library)
         elif kind is ContextVar:
-            self._hold(Context(value, value.name))
-            meet(value.get(MISSING), "", library)
+            context = Context(value, value.name)
+            self._hold(context)
+            meet(context.read()[0], "", library)
         elif kind is _lru_cache_wrapper:
-            self._hold(Calls(value, value.__name__))
             meet(value.__wrapped__, "", library)
-        elif isinstance(value, (bytearray, array.array, np.ndarray)):
+            if not library:
+                self._cache(value, name)
+        elif isinstance(value, (bytearray, array.array, memoryview, np.ndarray)):
             self._numbers(value, name, library)
         elif isinstance(value, threading.local):
             held = vars(value)  # this thread's
@@ -227,6 +230,14 @@ class Reach:
             self._hold(state)
         elif not Kind.of(kind).stateless:
             self._object(value, name, library=library)
+
+    def _cache(self, function: Any, name: str) -> None:
+        """Walk on from a function that remembers its results. How many those are shows in nothing but `cache_info`."""
+        self._unseen.setdefault("cache_info", "its code asks what a cache knows of its calls")
+        self._hold(Calls(function, name or "a cache"))
+        for each in gc.get_referents(function):
+            for result in each.values() if type(each) is dict else (each,):
+                self._meet(result, "", False)
 
     def _tensor(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, nn.Parameter):
@@ -250,7 +261,7 @@ class Reach:
         kind = type(value)
         if Kind.of(kind).hidden:
             self._cannot_see(value, name, library)
-        within = Kind.of(kind).origin != "program"
+        within = library or Kind.of(kind).origin == "library"
         held = object.__getattribute__(value, "__dict__") if kind.__dictoffset__ else None
         if type(held) is dict:
             self._hold(Attributes(held, kind.__name__, is_ours))
@@ -309,10 +320,10 @@ class Reach:
 
     def _global(self, space: dict[str, Any], name: str, names: frozenset[str], library: bool) -> None:
         value = space.get(name, MISSING)
-        if value is MISSING and name in _BUILTINS:
+        if value is MISSING and (value := vars(builtins).get(name, MISSING)) is not MISSING:
             if name in _ANYWHERE and not library:
                 self._unseen[""] = f"its code calls {name}()"
-            return
+            space = vars(builtins)  # where a program may have put more
         if value is MISSING and name in sys.modules:  # imported within the function
             value = sys.modules[name]
         if type(value) is ModuleType:
@@ -326,23 +337,24 @@ class Reach:
 
     def _module(self, module: ModuleType, names: frozenset[str], library: bool) -> None:
         """Walk on from a Python module by the names that some code has."""
-        file = getattr(module, "__file__", None)
+        origin = of_module(module)
         if not library and module.__name__ in _ANYTHING:
             self._unseen[""] = f"its code uses the module {module.__name__}"
-        elif file is not None and is_compiled(module):
-            if not library and of_file(file) != "apart":
+        elif origin != "apart" and is_compiled(module):
+            if not library:
                 self._unseen[""] = f"its code calls {module.__name__}, which is compiled"
-        elif file is not None and of_file(file) != "apart":
-            inside = library or of_file(file) == "library"
+        else:
+            inside = library or origin == "library"
             for name in names & vars(module).keys():
-                self._global(vars(module), name, names, inside)
+                value = vars(module)[name]
+                if origin != "apart":
+                    self._global(vars(module), name, names, inside)
+                elif not library and not isinstance(value, (ModuleType, FunctionType, BuiltinFunctionType, type)):
+                    self._global(vars(module), name, names, False)  # a program may have put it there
 
     def _cannot_see(self, value: Any, name: str, library: bool) -> None:
         if not library:
             self._unseen.setdefault(name, f"it holds a {type(value).__name__}, whose state nobody can compare")
-
-
-_BUILTINS = vars(builtins)
 
 
 def _functions(value: Any) -> tuple[Any, ...]:
