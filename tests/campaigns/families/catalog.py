@@ -31,7 +31,7 @@ TASKS = (*_TABLES, _BASE)
 
 
 class NotSmallError(RuntimeError):
-    """An architecture that cannot be built small, or that runs on nothing that we know to make; the message says why."""
+    """An architecture that cannot be built small, or runs on nothing that we know to make; the message says why."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,8 +67,8 @@ BAD = ("differs", "raised", "hung", "crashed")
 VERDICTS = ("equal", "refused", "not planned", "unsteady", "not small", *BAD)
 
 
-def run_family(family: Family, directory: Path, seed: int = 0) -> Outcome:
-    """Compare a family's training under each budget with plain training."""
+def run_family(family: Family, directory: Path, seed: int = 0, shares: Sequence[float] = SHARES) -> Outcome:
+    """Compare a family's training under budgets, of these shares of what a plain step saves, with plain training."""
     try:
         _seed(seed)
         check(family)
@@ -77,7 +77,7 @@ def run_family(family: Family, directory: Path, seed: int = 0) -> Outcome:
     nbytes = _saved_bytes(family, seed)
     plain: list[Step] = []
     _train(family, seed, lambda model: nullcontext(), plain)
-    arms = [_run_arm(family, seed, directory, share, nbytes, plain) for share in SHARES]
+    arms = [_run_arm(family, seed, directory, share, nbytes, plain) for share in shares]
     wrong = next((arm for arm in arms if arm.difference), None)
     if wrong is None:
         planned = any(arm.recomputed or arm.moved_bytes for arm in arms)
