@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
+from typing import Any
 
 import pytest
 
@@ -19,18 +19,17 @@ NAMES = ("causal/gptj", "seq2seq/mt5", "causal/llama", "masked/bert")
 
 
 @pytest.fixture(scope="module")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
-    """One process for all: MKL's kernels are chosen as it begins."""
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What came of them, from one process: MKL's kernels are chosen as it begins."""
     arguments = [str(tmp_path_factory.mktemp("families")), "0", "0.6"]
-    with closing(
-        Runner("tests.campaigns.families.worker", lambda: arguments, timeout_s=300, variables=KERNELS)
-    ) as asked:
-        yield asked
+    module = "tests.campaigns.families.worker"
+    with closing(Runner(module, lambda: arguments, timeout_s=300, variables=KERNELS)) as runner:
+        return {name: runner.ask(name) for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_by_plan_has_the_gradients_of_plain(name: str, runner: Runner) -> None:
-    found = runner.ask(name)
+def test_a_family_by_plan_has_the_gradients_of_plain(name: str, outcomes: dict[str, Any]) -> None:
+    found = outcomes[name]
     assert found["verdict"] == "equal", found["detail"]
     (arm,) = found["arms"]
     assert arm["recomputed"] or arm["moved_bytes"], arm

@@ -1,7 +1,7 @@
 """Worker: trains the families it is asked for by name, in a process of its own.
 
-`python -m tests.campaigns.families.worker DIRECTORY SEED [SHARE...]` serves the command `families`; each share, of what a
-plain step saves, is a budget.
+`python -m tests.campaigns.families.worker DIRECTORY SEED [SHARE...]` serves the command `families`. Each share, of what
+a plain step saves, is a budget.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import transformers
 
 from benchmarks._processes.serve import Tell, serve
 
-from .catalog import families
+from .catalog import family_of
 from .trial import SHARES, run_family
 
 _MOST_BYTES = 8 << 30  # a model that is not small ends this process, not the machine
@@ -30,7 +30,6 @@ class Worker:
 
     def __init__(self, directory: Path, seed: int, shares: Sequence[float]) -> None:
         self._directory, self._seed, self._shares = directory, seed, shares
-        self._families = {family.name: family for family in families()}
         torch.set_num_threads(1)
         transformers.logging.set_verbosity_error()
         logging.getLogger("tba").setLevel(logging.ERROR)
@@ -40,7 +39,7 @@ class Worker:
         """Run the family of a name; return its outcome."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run_family(self._families[name], self._directory, self._seed, self._shares).document()
+            return run_family(family_of(name), self._directory, self._seed, self._shares).document()
 
 
 if __name__ == "__main__":
