@@ -169,8 +169,8 @@ def _difference(ours: list[Step], theirs: list[Step]) -> str:
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True), 1):
         wrong = [name for name in other if not _same(mine[name], other[name])]
         if wrong:
-            far = max(_far(mine[name], other[name]) for name in wrong)
-            return f"step {number}: {len(wrong)} of {len(other)} differ, by {far:.1g} of their size; first {wrong[0]}"
+            far = max(_far(mine[name], other[name]) for name in wrong) / max(map(_size, other.values()))
+            return f"step {number}: {len(wrong)} of {len(other)} differ, by {far:.1g} of the largest; first {wrong[0]}"
     return ""
 
 
@@ -185,5 +185,8 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def _far(one: Tensor | None, other: Tensor | None) -> float:
     if one is None or other is None:
         return float("inf")
-    size = float(other.detach().abs().max().to_dense()) or 1.0
-    return float((one.detach() - other.detach()).abs().max().to_dense()) / size
+    return float((one.detach() - other.detach()).abs().max().to_dense())
+
+
+def _size(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None or not tensor.numel() else float(tensor.detach().abs().max().to_dense())

@@ -10,6 +10,8 @@ from .kinds import WHATS, WHENS, WHERES
 from .specials import SPECIALS, Piece
 
 STATELESS = "none"
+# PyTorch refuses them where a second forward comes before the first one's backward.
+_ONCE = ("a weight edited", "auxiliary losses that stay")
 _BANK = "a bank that others pop"  # the blocks without state read it
 _HEADER = """import array, builtins, collections, contextlib, contextvars, ctypes, dataclasses, functools, hashlib
 import heapq, io, itertools, logging, math, os, queue, random, tempfile, threading, types, weakref
@@ -114,7 +116,7 @@ def draw(seed: int, kind: str | None = None) -> Program:
     stateful = tuple(sorted(numbers.sample(range(blocks), some))) if states else ()
     if any(state.what == _BANK for state in states):
         stateful = tuple(range(blocks // 2))
-    if any(state.what.startswith("a weight edited") for state in states):  # once between a use of it and its backward
+    if any(state.what.startswith(_ONCE) for state in states):
         program = replace(program, forwards=1, twice=False)
     return replace(program, states=states, stateful=stateful)
 

@@ -162,12 +162,17 @@ SPECIALS = {
     "a weight edited past its version": Piece(forward="self.down.weight.data.mul_(0.999)"),
     "a hook of a tensor reads it": Piece(
         init="self.s@ = 0",
-        forward="self.s@ += 1\nh.register_hook(lambda gradient: mix(gradient, math.sin(self.s@)))",
+        forward=(
+            "self.s@ += 1\nif h.requires_grad:\n    h.register_hook(lambda gradient: mix(gradient, math.sin(self.s@)))"
+        ),
         dump="[layer.s@ for layer in layers]",
     ),
     "a hook of a tensor changes it": Piece(
         init="self.s@ = 0",
-        forward="def count(gradient):\n    self.s@ += 1\nh.register_hook(count)\nh = mix(h, math.sin(self.s@))",
+        forward=(
+            "def count(gradient):\n    self.s@ += 1\nif h.requires_grad:\n    h.register_hook(count)\n"
+            "h = mix(h, math.sin(self.s@))"
+        ),
         dump="[layer.s@ for layer in layers]",
     ),
     "a custom function reads it": Piece(
