@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ TASKS = (*_TABLES, _BASE)
 
 
 class NotSmallError(RuntimeError):
-    """An architecture that cannot be built small, or that runs on nothing that we know to make; the message says why."""
+    """An architecture that cannot be built small, or runs on nothing that we know to make; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,24 @@ def families() -> list[Family]:
     return list(found.values())
 
 
+def family_of(name: str) -> Family:
+    """The family of a name. Raises KeyError."""
+    return {f"{task}/{kind}": Family(f"{task}/{kind}", model) for task, kind, model in reversed([*_entries()])}[name]
+
+
 def _entries() -> Iterator[tuple[str, str, str]]:
+    """Task, kind of model and class; of the kinds that share a class, the one that it is named after comes first."""
     tables = [(task, f"MODEL_FOR_{each}_MAPPING_NAMES") for task, names in _TABLES.items() for each in names]
     for task, table in [*tables, (_BASE, "MODEL_MAPPING_NAMES")]:
         mapping: Mapping[str, Any] = getattr(auto, table)
-        for name, model in sorted(mapping.items()):
-            yield task, name, model if isinstance(model, str) else model[0]
+        models = {name: model if isinstance(model, str) else model[0] for name, model in mapping.items()}
+        for name, model in sorted(models.items(), key=lambda entry: (not _is_namesake(*entry), entry[0])):
+            yield task, name, model
+
+
+def _is_namesake(name: str, model: str) -> bool:
+    head = re.split("For|LMHead|Model", model)[0]
+    return head.lower() == name.replace("_", "").replace("-", "").lower()
 
 
 def make_batch(family: Family, model: nn.Module) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"(mamba_)?(d_state|state_size)|ssm_state_size", 8),
     (r"(mamba_)?chunk_size", 4),
     (
-        r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_target_positions|max_seq_len|max_sequence_length|"
+        r"(.*_)?(max_position_embeddings|n_positions|n_ctx|max_target_positions|max_source_positions|max_seq_len|max_sequence_length|"
         r"max_seqlen|max_length|context_length)",
         64,
     ),

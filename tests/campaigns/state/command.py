@@ -1,4 +1,4 @@
-"""The command `state`: runs random models whose blocks keep hidden state under budgets, and counts what came of them."""
+"""The command `state`: runs random models whose blocks keep hidden state under budgets, and counts outcomes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _totals(outcomes: Sequence[Outcome]) -> Grid:
     rows = [(name, str(counts[name])) for name in VERDICTS]
     rows += [(f"recompute; {name}", f"{some} of {of}") for name, (some, of) in recomputing(outcomes).items()]
     note = (
-        "Equal: losses, gradients, weights, random numbers and the hidden state are bit for bit those of plain PyTorch. "
+        "Equal: losses, gradients, weights, random numbers and the hidden state are bit for bit those of plain. "
         "Refused: a BudgetError under each budget. Invalid: plain PyTorch raises or differs from itself. Wrong, error "
         "(which plain does not raise), hung and crashed have to be 0. Models without state have to recompute on the "
         "slow link, or nothing is shown."

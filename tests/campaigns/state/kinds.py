@@ -60,7 +60,7 @@ WHATS = {
     "a list of constant length": What("[0.0, 1.0]", "LV.append(LV.pop(0) + 0.5)", "math.sin(LV[0])"),
     "a list of features": What("[]", "LV.append(h.detach().mean())\ndel LV[:-3]", "sum(LV)"),
     "a deque": What("collections.deque(maxlen=3)", "LV.append(float(h.detach().mean()))", "sum(LV)"),
-    "a deque that turns": What("collections.deque([0.1, 0.5, 0.9])", "LV.rotate(1)", "LV[0]"),
+    "a deque that turns": What("collections.deque([0.1, 0.5, 0.9, 0.3, 0.7, 0.2, 0.6])", "LV.rotate(1)", "LV[0]"),
     "a dict": What("{}", "LV[len(LV)] = 0.5", "math.sin(len(LV))"),
     "a dict whose value changes": What('{"s": 0.0}', 'LV["s"] += 0.5', 'math.sin(LV["s"])'),
     "an OrderedDict": What(
@@ -87,7 +87,7 @@ WHATS = {
     "NumPy's Generator": What("numpy.random.default_rng(3)", "v = float(LV.random())"),
     "torch.Generator": What("torch.Generator().manual_seed(3)", "v = float(torch.rand((), generator=LV))"),
     "itertools.count": What("itertools.count()", "v = math.sin(next(LV))"),
-    "itertools.cycle": What("itertools.cycle([0.1, 0.5, 0.9])", "v = next(LV)"),
+    "itertools.cycle": What("itertools.cycle([0.1, 0.5, 0.9, 0.3, 0.7, 0.2, 0.6])", "v = next(LV)"),
     "a generator": What(
         "numbers@()",
         "v = next(LV)",
@@ -165,7 +165,8 @@ WHERES = {
     "a dataclass in a dataclass": Where(
         "self.config@.inner.s",
         "[layer.config@.inner.s for layer in layers]",
-        "@dataclasses.dataclass\nclass Inner@:\n    s: object\n@dataclasses.dataclass\nclass Outer@:\n    inner: Inner@",
+        "@dataclasses.dataclass\nclass Inner@:\n    s: object\n"
+        "@dataclasses.dataclass\nclass Outer@:\n    inner: Inner@",
         init="self.config@ = Outer@(Inner@(INIT))",
     ),
     "a namespace in a tuple": Where(

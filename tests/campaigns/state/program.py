@@ -10,8 +10,11 @@ from .kinds import WHATS, WHENS, WHERES
 from .specials import SPECIALS, Piece
 
 STATELESS = "none"
-_HEADER = """import array, builtins, collections, contextlib, contextvars, ctypes, dataclasses, functools, hashlib, heapq, io
-import itertools, logging, math, os, queue, random, tempfile, threading, types, weakref
+# PyTorch refuses them where a second forward comes before the first one's backward.
+_ONCE = ("a weight edited", "auxiliary losses that stay")
+_BANK = "a bank that others pop"  # the blocks without state read it
+_HEADER = """import array, builtins, collections, contextlib, contextvars, ctypes, dataclasses, functools, hashlib
+import heapq, io, itertools, logging, math, os, queue, random, tempfile, threading, types, weakref
 import numpy, torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -111,17 +114,32 @@ def draw(seed: int, kind: str | None = None) -> Program:
     states = tuple(_draw_state(numbers, kind) for _ in range(count))
     some = numbers.choice((blocks, blocks, (blocks + 1) // 2, 1))
     stateful = tuple(sorted(numbers.sample(range(blocks), some))) if states else ()
-    if any(state.what == "a bank that others pop" for state in states):  # the later blocks read it
+    if any(state.what == _BANK for state in states):
         stateful = tuple(range(blocks // 2))
+    if any(state.what.startswith(_ONCE) for state in states):
+        program = replace(program, forwards=1, twice=False)
     return replace(program, states=states, stateful=stateful)
 
 
-def simple(kind: str) -> Program:
-    """The plainest program with a state of this kind."""
-    numbers = random.Random(0)
-    state = _draw_state(numbers, kind, where="an attribute", when="in each call", what="a count")
-    stateful = tuple(range(2 if kind == "a bank that others pop" else 4))
-    return Program(seed=0, states=(state,), blocks=4, stateful=stateful, steps=6)
+def simple(state: State) -> Program:
+    """The plainest program with a state, as long as it takes to show."""
+    late = state.when not in ("", "in each call") or "from step 4 on" in state.what
+    stateful = (0, 1) if state.what == _BANK else (0, 1, 2, 3) if late else (0, 1, 2)
+    return Program(
+        seed=0,
+        states=(state,),
+        blocks=4 if late or state.what == _BANK else 3,
+        stateful=stateful,
+        steps=7 if late else 5,
+    )
+
+
+def each_kind() -> list[State]:
+    """Every kind at least once."""
+    whats, wheres = list(WHATS), list(WHERES)
+    pairs = [State(what, wheres[number % len(wheres)], "in each call") for number, what in enumerate(whats)]
+    whens = [State("a count", "an attribute", when) for when in WHENS]
+    return [*pairs, *whens, *map(State, SPECIALS)]
 
 
 def kinds() -> list[str]:
@@ -129,21 +147,16 @@ def kinds() -> list[str]:
     return [*WHATS, *WHERES, *WHENS, *SPECIALS]
 
 
-def _draw_state(
-    numbers: random.Random,
-    kind: str | None,
-    *,
-    what: str | None = None,
-    where: str | None = None,
-    when: str | None = None,
-) -> State:
+def _draw_state(numbers: random.Random, kind: str | None) -> State:
     if kind in SPECIALS or (kind is None and numbers.random() < 0.35):
         return State(kind or numbers.choice(list(SPECIALS)))
-    what = kind if kind in WHATS else what or numbers.choice(list(WHATS))
-    where = kind if kind in WHERES else where or numbers.choice(list(WHERES))
-    often = numbers.choice(["in each call", numbers.choice(list(WHENS))])
-    when = kind if kind in WHENS else when or often
-    return State(str(what), str(where), str(when))
+    what, where = numbers.choice(list(WHATS)), numbers.choice(list(WHERES))
+    when = numbers.choice(["in each call", numbers.choice(list(WHENS))])
+    return State(
+        kind if kind in WHATS else what,
+        kind if kind in WHERES else where,
+        kind if kind in WHENS else when,
+    )
 
 
 def sources(program: Program) -> tuple[str, str]:
@@ -167,7 +180,8 @@ def sources(program: Program) -> tuple[str, str]:
     text = [
         _HEADER,
         all_of("header"),
-        f"def make_block():\n{all_of('cells', 4, 'pass')}\n{_indented(body, 4)}\n    return Block\n\nBlock = make_block()\n",
+        f"def make_block():\n{all_of('cells', 4, 'pass')}\n{_indented(body, 4)}\n    return Block\n",
+        "Block = make_block()\n",
         _NET.format(
             blocks=program.blocks,
             twice="2" if program.twice else "1",
@@ -277,7 +291,10 @@ def _piece(state: State, number: int) -> Piece:
     return Piece(**{name: _decorators(filled(_kept(text))) for name, text in _fields(piece).items()})
 
 
-_OTHER = "import array, collections, ctypes, functools, hashlib, io, itertools, math, queue, random, tempfile, weakref\nimport numpy, torch\nfrom torch import nn\n"
+_OTHER = """import array, collections, ctypes, functools, hashlib, io, itertools, math, queue, random, tempfile, weakref
+import numpy, torch
+from torch import nn
+"""
 _DECORATOR = "\0"
 
 

@@ -1,6 +1,7 @@
 """Specials: hidden state that is no place with a value: graphs that are handed on, hooks, modes, what programs change.
 
-`@` is the number of the state. In forward `h` is what the block has come to half-way, and `v` is a number that `mix(h, v)` takes.
+`@` is the number of the state. In forward `h` is what the block has come to half-way, and `v` a number that `mix(h, v)`
+takes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,10 @@ SPECIALS = {
     ),
     "a hook that collects": Piece(
         net_init="self.seen@ = []",
-        init="seen = parent.seen@\nself.up.register_forward_hook(lambda module, args, out: seen.append(out.detach().mean()))",
+        init=(
+            "seen = parent.seen@\n"
+            "self.up.register_forward_hook(lambda module, args, out: seen.append(out.detach().mean()))"
+        ),
         after="loss = mix(loss, sum(self.seen@[-9:]))\ndel self.seen@[:-50]",
         dump="net.seen@",
     ),
@@ -117,13 +121,19 @@ SPECIALS = {
         dump="[len(net.seen@)]",
     ),
     "a hook before a part": Piece(
-        header="TICKS@ = [0]\ndef tick@(module, args):\n    TICKS@[0] += 1\n    return (mix(args[0], math.sin(TICKS@[0])),)",
+        header=(
+            "TICKS@ = [0]\ndef tick@(module, args):\n    TICKS@[0] += 1\n"
+            "    return (mix(args[0], math.sin(TICKS@[0])),)"
+        ),
         init="self.up.register_forward_pre_hook(tick@)",
         dump="TICKS@",
     ),
     "a hook of the block itself": Piece(
         net_init="self.seen@ = []",
-        init="seen = parent.seen@\nself.register_forward_hook(lambda module, args, out: seen.append(out.detach().mean()))",
+        init=(
+            "seen = parent.seen@\n"
+            "self.register_forward_hook(lambda module, args, out: seen.append(out.detach().mean()))"
+        ),
         after="loss = mix(loss, sum(self.seen@))\nself.seen@.clear()",
         dump="[len(net.seen@)]",
     ),
@@ -152,12 +162,17 @@ SPECIALS = {
     "a weight edited past its version": Piece(forward="self.down.weight.data.mul_(0.999)"),
     "a hook of a tensor reads it": Piece(
         init="self.s@ = 0",
-        forward="self.s@ += 1\nh.register_hook(lambda gradient: mix(gradient, math.sin(self.s@)))",
+        forward=(
+            "self.s@ += 1\nif h.requires_grad:\n    h.register_hook(lambda gradient: mix(gradient, math.sin(self.s@)))"
+        ),
         dump="[layer.s@ for layer in layers]",
     ),
     "a hook of a tensor changes it": Piece(
         init="self.s@ = 0",
-        forward="def count(gradient):\n    self.s@ += 1\nh.register_hook(count)\nh = mix(h, math.sin(self.s@))",
+        forward=(
+            "def count(gradient):\n    self.s@ += 1\nif h.requires_grad:\n    h.register_hook(count)\n"
+            "h = mix(h, math.sin(self.s@))"
+        ),
         dump="[layer.s@ for layer in layers]",
     ),
     "a custom function reads it": Piece(
@@ -261,7 +276,8 @@ SPECIALS = {
     ),
     "a log": Piece(
         header=(
-            "class Lines@(logging.Handler):\n    def __init__(self):\n        super().__init__()\n        self.count = 0\n"
+            "class Lines@(logging.Handler):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.count = 0\n"
             "    def emit(self, record):\n        self.count += 1\nLINES@ = Lines@()\nLOG@ = logging.Logger('state')\n"
             "LOG@.addHandler(LINES@)"
         ),
@@ -312,7 +328,7 @@ SPECIALS = {
         dump="[layer.odd@ for layer in layers]",
     ),
     "a path that changes its graph": Piece(
-        header="TURN@ = itertools.cycle([0, 1, 2])",
+        header="TURN@ = itertools.cycle([0, 1, 2, 1, 0])",
         forward="for _ in range(next(TURN@)):\n    h = torch.tanh(h) + h",
         dump="[next(TURN@)]",
     ),
