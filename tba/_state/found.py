@@ -67,11 +67,12 @@ class State:
         """Whether a weight has been edited in place since."""
         return any(version(weight) != before for weight, before in zip(self._weights, self._versions, strict=True))
 
-    def put_back(self) -> None:
-        """Have all holders hold what they held. What weights hold stays."""
-        for holder, reading in zip(self._holders, self._readings, strict=True):
-            if not equal(reading, holder.read()):
-                holder.write(reading)
+    def put_back(self, now: State | None = None) -> None:
+        """Have all holders hold what they held; `now` is what they hold, if that has been read. Weights stay."""
+        readings = (holder.read() for holder in self._holders) if now is None else now._readings
+        for holder, before, found in zip(self._holders, self._readings, readings, strict=True):
+            if not equal(before, found):
+                holder.write(before)
 
 
 class Found:
@@ -109,14 +110,14 @@ class Found:
     @contextmanager
     def as_found(self) -> Iterator[None]:
         """Put it back for a region; afterwards all is as it was before the region."""
-        now = self.block.again(), self.given.again()
+        block, given = self.block.again(), self.given.again()
         try:
-            self.block.put_back()
-            self.given.put_back()
+            self.block.put_back(block)
+            self.given.put_back(given)
             yield
         finally:
-            for state in now:
-                state.put_back()
+            block.put_back()
+            given.put_back()
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()

@@ -8,6 +8,7 @@ an equal tensor has.
 from __future__ import annotations
 
 import operator
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -273,9 +274,13 @@ class Bytes(Holder):
         return (Value(bytes(memoryview(self.of).cast("B"))),)
 
     def write(self, reading: Reading) -> None:
-        view = memoryview(self.of).cast("B")
-        if len(view) == len(reading[0].value):  # else it was made longer or shorter, which a view forbids
-            view[:] = reading[0].value
+        view, held = memoryview(self.of).cast("B"), reading[0].value
+        if len(view) == len(held):
+            view[:] = held
+            return
+        view.release()  # with which it could not grow
+        del self.of[:]
+        self.of.frombytes(held) if isinstance(self.of, array) else self.of.extend(held)
 
 
 class Tensors(Holder):

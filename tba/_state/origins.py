@@ -42,8 +42,8 @@ _COMPILED = tuple(EXTENSION_SUFFIXES)
 _STATELESS = frozenset(
     {
         *("torch._C", "torch._dynamo", "torch._ops", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit"),
-        *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "threading", "abc", "_abc"),
-        *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "_io", "importlib", "concurrent", "builtins"),
+        *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "abc", "_abc"),
+        *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "importlib", "builtins"),
     }
 )
 # Built-in classes whose objects are, beside those whose name ends with "iterator".

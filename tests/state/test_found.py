@@ -135,6 +135,8 @@ CASES: dict[str, Case] = {
         lambda block: block.kept.tolist(),
     ),
     "bytes": (lambda block: block.kept.__setitem__(0, 1), bytearray(2), lambda block: bytes(block.kept)),
+    "longer bytes": (lambda block: block.kept.append(1), bytearray(2), lambda block: bytes(block.kept)),
+    "longer array": (lambda block: block.kept.append(1), array.array("l", [0]), lambda block: list(block.kept)),
     "array": (lambda block: block.kept.__setitem__(0, 1), array.array("l", [0, 0]), lambda block: list(block.kept)),
     "numpy array": (lambda block: np.add(block.kept, 1, block.kept), np.zeros(2), lambda block: block.kept.tolist()),
     "numpy view": (
