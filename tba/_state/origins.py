@@ -64,7 +64,11 @@ def of_file(file: str) -> Origin:
 
 def is_compiled(module: ModuleType) -> bool:
     """Whether a module is no Python code."""
-    return module.__name__ in sys.builtin_module_names or (getattr(module, "__file__", None) or "").endswith(_COMPILED)
+    return _is_built_in(module) or (getattr(module, "__file__", None) or "").endswith(_COMPILED)
+
+
+def _is_built_in(module: ModuleType) -> bool:
+    return getattr(getattr(module, "__spec__", None), "origin", None) == "built-in"
 
 
 def of_module(module: ModuleType) -> Origin:
@@ -72,7 +76,7 @@ def of_module(module: ModuleType) -> Origin:
     file = getattr(module, "__file__", None)
     if file is not None:
         return of_file(file)
-    return "apart" if module.__name__ in sys.builtin_module_names else "program"  # made at run time
+    return "apart" if _is_built_in(module) else "program"  # made at run time
 
 
 class Kind(NamedTuple):

@@ -127,6 +127,7 @@ class Reach:
         self._seen: dict[int, Any] = {}
         self._globals: set[tuple[int, str]] = set()
         self._classes: set[int] = set()
+        self._modules: set[tuple[int, int]] = set()
         self._stack: list[tuple[Any, str, bool]] = []
         self._later: list[tuple[Any, str, bool]] = []  # what libraries lead to
 
@@ -337,6 +338,9 @@ class Reach:
 
     def _module(self, module: ModuleType, names: frozenset[str], library: bool) -> None:
         """Walk on from a Python module by the names that some code has."""
+        if (id(module), id(names)) in self._modules:
+            return
+        self._modules.add((id(module), id(names)))
         origin = of_module(module)
         if not library and module.__name__ in _ANYTHING:
             self._unseen[""] = f"its code uses the module {module.__name__}"

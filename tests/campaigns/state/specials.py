@@ -42,9 +42,11 @@ class Piece:
     other: str = ""
 
 
+# Hooks of any kind change how often PyTorch itself detaches what it saves, which a mode sees: docs/limits.md.
 _COUNTING = (
     "class Counting@({base}):\n    count = 0\n    def {method}(self, function, kinds, args=(), kwargs=None):\n"
-    "        Counting@.count += 1\n        return function(*args, **(kwargs or {{}}))"
+    "        Counting@.count += function is not torch.ops.aten.detach.default\n"
+    "        return function(*args, **(kwargs or {{}}))"
 )
 _FUNCTIONS = _COUNTING.format(base="TorchFunctionMode", method="__torch_function__")
 _DISPATCHES = _COUNTING.format(base="TorchDispatchMode", method="__torch_dispatch__")
