@@ -73,21 +73,15 @@ class _Saved:
             call has made, until it is asked for; else None.
         version: of what was saved.
         kept: a tuple of what the engine has made of it, where there is no second call; else None.
-        last: what was given last, if that lives.
     """
 
-    __slots__ = ("__weakref__", "kept", "last", "tensor", "version")
+    __slots__ = ("__weakref__", "kept", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         # Detached: an operator's own result, held by the node that made it, would be a cycle that nobody collects.
         self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
         self.version = version(tensor)
         self.kept: tuple[Any] | None = None
-        self.last: Callable[[], Tensor | None] = _nothing
-
-
-def _nothing() -> None:
-    """Return None, what is left of nothing."""
 
 
 class _Enough(BaseException):
@@ -137,12 +131,10 @@ class _Twice:
                 raise edited_in_place(f"{tensor.type()} {list(tensor.shape)}", version(tensor), saved.version)
             return saved.tensor
         with self._lock:
-            made = saved.last() if saved.tensor is None else saved.tensor
-            if made is None:
+            if saved.tensor is None:
                 self._run_again()
-                made = saved.tensor
-                assert made is not None
-            saved.tensor, saved.last = None, weakref.ref(made)
+            made, saved.tensor = saved.tensor, None
+            assert made is not None
             return made
 
     def _run_again(self) -> None:
