@@ -80,7 +80,7 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
             assert bool(plan.recomputed) != communicates
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "communicates"),
