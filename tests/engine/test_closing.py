@@ -56,14 +56,17 @@ class Held:
         return Fault(gate=self._closing) if operation == "write" and number == 0 else None
 
     def close(self, offload: Offloader) -> None:
-        """Close an Offloader; the write that is held back ends a moment after the store has been told."""
-        stop = offload._saver.mover.stop
+        """Close an Offloader; the write that is held back ends after the store has been told."""
+        mover = offload._saver.mover
+        stop = mover.stop
 
         def stopping() -> None:
             stop()
-            threading.Timer(0.1, self._closing.set).start()
+            assert mover.store is not None
+            mover.store.abandon()  # as closing begins, but without a wait for the write
+            self._closing.set()
 
-        offload._saver.mover.stop = stopping  # type: ignore[method-assign]
+        mover.stop = stopping  # type: ignore[method-assign]
         offload.close()
 
 
