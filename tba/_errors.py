@@ -13,7 +13,8 @@
     UserWarning
     └── OffloadWarning             training goes on, but not as asked
 
-An in-place edit of a saved tensor raises PyTorch's own RuntimeError in PyTorch's own words, so it is not in this tree.
+An in-place edit of a saved tensor raises PyTorch's own RuntimeError in PyTorch's own words, and so does a lack of
+memory for one that is to come back: they are not in this tree.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ after a pause of the disk, may leave gaps that are too small for the largest unt
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import mmap
 import threading
@@ -261,9 +262,16 @@ class BufferPool:
         found = self._find(length, [s for s in self._segments if not usual or s.memory.nbytes <= self._segment_bytes])
         if found is not None:
             return found
+        least = align_up(length, mmap.PAGESIZE)
         try:
-            mapping, memory = self._map(self._room_for(align_up(length, mmap.PAGESIZE)))
-        except StoreFull:
+            room = self._room_for(least)
+            try:
+                mapping, memory = self._map(room)
+            except OSError as error:  # the system has no room for as much, but perhaps for what is asked for
+                if error.errno != errno.ENOMEM or room == least:
+                    raise
+                mapping, memory = self._map(least)
+        except (StoreFull, OSError):
             found = self._find(length, self._segments)  # ... unless there is no room elsewhere
             if found is None:
                 raise

@@ -1,32 +1,36 @@
-"""Trial: runs a block's forward a second time when backward reaches it, and tells whether that gives equal bits.
+"""Trial: runs a block's forward a second time when backward reaches it, and tells whether that is the same.
 
 A block that recomputes must give in backward what it gave in forward. Nobody can tell from outside whether it does: it
-may read what a hook has left somewhere, write to a cache, update buffers or route at random. So each block is tried
-once in a step that saves everything: its inputs and outputs are kept as autograd's own saved tensors are, and compared
-with those of a second run, at the point where a recomputation would run. The step itself does not depend on it.
+may read what a hook has left somewhere, write to a cache, update buffers or route at random. So each block is watched
+in a step that saves everything. What its call may change is read before it (`_state`): a block that has changed any of
+it is not tried, nor is one of which not all can be read. Of the others, inputs and outputs are kept as autograd's own
+saved tensors are, and compared with those of a second run, at the point where a recomputation would run. That run finds
+what the first one found, and leaves no trace. The step itself does not depend on it.
+
+It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
+that backward goes through is that of the first run, the program's own call; a second run gives saved values alone.
 """
 
 from __future__ import annotations
 
-import random
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from io_backends import interrupts
 
 from .._plan import clock
+from .._state.found import Found, fingerprint, plain_leaves
+from .._state.holders import equal_bits
+from .._torch import modes
+from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost
 from .communication import Communication, gathers
-from .recompute import again, has_switch
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -71,112 +75,82 @@ class Trial:
     @interrupts.lets_through
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward for the first time, and have it tried when backward comes to what it returns."""
-        state = _State()
-        buffers = _versions(self._module.buffers())
-        others = [*self._module.parameters(), *filter(_is_tensor, tree_leaves((args, kwargs)))]
-        versions = _versions(others)
-        saved: list[tuple[Any, ...]] = []
-        drawn = _drawn()
+        if modes.programs():  # before anything is read, which a mode might count
+            self._tell("a mode of the program's is on, which sees what runs")
+            return self._forward(*args, **kwargs)
+        with self._apart():
+            found = Found.of(self._module, self._forward, args, kwargs)
+        if found.unseen:
+            self._tell(found.unseen)
+            return self._forward(*args, **kwargs)
+        with self._apart():
+            first = First(self._module, args, kwargs, found)
 
         def note(tensor: Tensor) -> Any:
-            saved.append(_shape(tensor))
+            first.saved.append(_shape(tensor))
             return self._keep(tensor)
 
+        steps_aside(note)
         with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
-        outputs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-        given = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        given = set(map(id, first.tensors))
         made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
         last = next(made, None)
-        if last is None:
-            self._tell("its output needs no gradient")
-        elif communication.possible or gathers(self._module):
-            self._tell("it communicates with other ranks, which may plan otherwise")
-        elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
-            self._tell("it returns a sparse or nested tensor, which is not compared")
-        elif (odd := self._odd(args, kwargs)) is not None:
-            self._tell(f"it is given a {odd}, which may remember its calls")
-        elif buffers != _versions(self._module.buffers()):
-            self._tell("it changes its buffers")
-        elif drawn != _drawn():
-            self._tell("it draws random numbers from Python's or NumPy's generator, which nobody restores")
-        elif versions != _versions(others):
-            self._tell("it edits its weights or what it is given")
-        else:
-            leaves, form = tree_flatten((args, kwargs))
-            with self._apart():
-                inputs = [self._pack(leaf) for leaf in leaves]
-                kept = [self._pack(tensor) for tensor in outputs]
-            # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
-            last.grad_fn.register_prehook(lambda _: self._try(inputs, form, kept, saved, state))  # type: ignore[union-attr]
+        with self._apart():
+            if last is None:
+                self._tell("its output needs no gradient")
+            elif communication.possible or gathers(self._module):
+                self._tell("it communicates with other ranks, which may plan otherwise")
+            elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
+                self._tell("it returns a sparse or nested tensor, which is not compared")
+            elif change := first.change():
+                self._tell(f"it changes {change}")
+            else:
+                first.keep(outputs, self._keep)
+                # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
+                last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out
 
-    def _odd(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Name the type of an argument that a second call may find changed."""
-        if has_switch(self._module):  # which takes care of caches
-            return None
-        leaves = tree_flatten((args, kwargs))[0]
-        return next((type(leaf).__name__ for leaf in leaves if not isinstance(leaf, (Tensor, *_PLAIN))), None)
-
-    def _pack(self, leaf: Any) -> tuple[bool, Any, bool]:
-        if isinstance(leaf, Tensor):
-            return True, self._keep(leaf), leaf.requires_grad
-        return False, leaf, False
-
-    def _unpack(self, packed: tuple[bool, Any, bool]) -> Any:
-        is_tensor, value, requires_grad = packed
-        return self._give(value).detach().requires_grad_(requires_grad) if is_tensor else value
-
-    def _try(self, inputs: list[Any], form: Any, kept: list[Any], saved: list[Any], state: _State) -> None:
+    def _try(self, first: First) -> None:
         if self._report is None:
             return  # a second backward through the graph
         with self._apart():
-            self._run_again(inputs, form, kept, saved, state)
+            self._tell(*self._run_again(first))
 
-    def _run_again(self, inputs: list[Any], form: Any, kept: list[Any], saved: list[Any], state: _State) -> None:
+    def _run_again(self, first: First) -> tuple[str, float | None]:
+        """Run it again; returns why that is not the same, or "" and the seconds until it saved its last tensor."""
         try:
-            leaves = [self._unpack(packed) for packed in inputs]
-            before = [self._unpack(packed) for packed in kept]
+            args, kwargs, before = first.take(self._give)
         except Exception:
-            self._tell("what it was given or returned was edited, or could not be read back")
-            return
-        inputs.clear()
-        kept.clear()
-        buffers: list[tuple[Tensor, int, Tensor]] = []
-        again_saved: list[tuple[Any, ...]] = []
+            return "what it was given or returned was edited, or could not be read back", None
+        saved: list[tuple[Any, ...]] = []
         begun_s = saved_s = 0.0
 
         def note(tensor: Tensor) -> None:
             nonlocal saved_s
             saved_s = clock.current.now_s()
-            again_saved.append(_shape(tensor))
+            saved.append(_shape(tensor))
 
-        try:
-            buffers += [(buffer, buffer._version, buffer.clone()) for buffer in self._module.buffers()]
-            args, kwargs = tree_unflatten(leaves, form)
-            with state.restored(note), Communication() as communication:
-                begun_s = saved_s = clock.current.now_s()
-                out = again(self._module, self._forward, args, kwargs)
-            after = [leaf.detach() for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-            equal = len(after) == len(before) and all(map(_equal, before, after))
-        except Exception as error:
-            self._tell(f"its second run raises {type(error).__name__}")
-            return
-        finally:
-            changed = [(buffer, copy) for buffer, version, copy in buffers if buffer._version != version]
-            for buffer, copy in changed:
-                with torch.no_grad():
-                    buffer.copy_(copy)
-        if changed:
-            self._tell("it changes its buffers")
-        elif communication.possible:
-            self._tell("its second run communicates with other ranks")
-        elif saved != again_saved:
-            self._tell("its second run saves other tensors")
-        elif not equal:
-            self._tell("its second run gives other values")
-        else:
-            self._tell("", saved_s - begun_s)
+        if lost := first.found.lost():
+            return f"{lost} was edited before backward", None
+        with first.found.as_found(), modes.without_programs():
+            try:
+                with first.surroundings.restored(note), Communication() as communication:
+                    begun_s = saved_s = clock.current.now_s()
+                    out = self._forward(*args, **kwargs)
+            except Exception as error:
+                return f"its second run raises {type(error).__name__}", None
+            after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            if change := first.found.block.change():
+                return f"its second run changes {change}", None
+            if communication.possible:
+                return "its second run communicates with other ranks", None
+            if first.saved != saved:
+                return "its second run saves other tensors", None
+            if not (len(after) == len(before) and all(map(_equal, before, after))):
+                return "its second run gives other values", None
+        return "", saved_s - begun_s
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         report, self._report = self._report, None
@@ -184,7 +158,80 @@ class Trial:
             report(Verdict(seconds, why_not))
 
 
-class _State:
+class First:
+    """The first call of a block's forward, and what a second one needs of it.
+
+    Attributes:
+        found: what it found.
+        tensors: that it was given, in order.
+        saved: what it has saved, in order.
+        surroundings: what it began in.
+    """
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> None:
+        self.found = found
+        self.tensors = [leaf for leaf in plain_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        places = {id(each): number for number, each in enumerate(self.tensors)}
+        self._values = _replaced((args, kwargs), lambda leaf: _Place(places[id(leaf)]))  # lists may grow in the call
+        self.saved: list[tuple[Any, ...]] = []
+        self.surroundings = _Surroundings()
+        self._versions = [each._version for each in self.tensors if not each.is_inference()]
+        self._weights = list(module.parameters())
+        self._sums = fingerprint(self._weights)
+        self._kept: list[tuple[Any, bool]] = []
+        self._outputs: list[Any] = []
+
+    def change(self) -> str:
+        """Name what it has changed that a second call would find changed; "" if there is nothing."""
+        if change := self.found.block.change():
+            return change
+        if self._versions != [each._version for each in self.tensors if not each.is_inference()]:
+            return "what it is given"
+        if lost := self.found.given.lost():
+            return f"{lost} that it is given"
+        return "" if all(map(torch.equal, self._sums, fingerprint(self._weights))) else "its weights"
+
+    def keep(self, outputs: Sequence[Tensor], keep: Callable[[Tensor], Any]) -> None:
+        """Keep what it was given and has returned, as saved tensors are kept."""
+        self._kept = [(keep(each), each.requires_grad) for each in self.tensors]
+        self._outputs = [keep(each) for each in outputs]
+        self.tensors, self._weights = [], []  # which the graph or the store has, as for all that is saved
+
+    def take(self, give: Callable[[Any], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Give arguments for a second call, and what the first returned."""
+        tensors = [give(kept).detach().requires_grad_(needs) for kept, needs in self._kept]
+        outputs = [give(kept).detach() for kept in self._outputs]
+        self._kept, self._outputs = [], []
+        args, kwargs = _filled(self._values, tensors)
+        return args, kwargs, outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor among arguments."""
+
+    number: int
+
+
+def _replaced(value: Any, by: Callable[[Tensor], Any]) -> Any:
+    """Copy tuples, lists and dictionaries that are nothing else, with something else in place of each tensor."""
+    if type(value) in (tuple, list):
+        return type(value)(_replaced(each, by) for each in value)
+    if type(value) is dict:
+        return {key: _replaced(each, by) for key, each in value.items()}
+    return by(value) if isinstance(value, Tensor) else value
+
+
+def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """Copy such containers with tensors in their places again."""
+    if type(value) in (tuple, list):
+        return type(value)(_filled(each, tensors) for each in value)
+    if type(value) is dict:
+        return {key: _filled(each, tensors) for key, each in value.items()}
+    return tensors[value.number] if isinstance(value, _Place) else value
+
+
+class _Surroundings:
     """The state of random generators and of autocast that a forward begins in."""
 
     def __init__(self) -> None:
@@ -205,25 +252,9 @@ class _State:
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())
+            steps_aside(note)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
             yield
-
-
-def _drawn() -> tuple[Any, ...]:
-    """Give the state of the generators that programs share and no recomputation restores."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return random.getstate()
-    kind, keys, *others = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), *others
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def _shape(tensor: Tensor) -> tuple[Any, ...]:
@@ -237,11 +268,4 @@ def _never(_: None) -> Tensor:
 def _equal(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; of DTensors the parts that this rank has, as it is alone with them."""
     parts, others = innermost(one), innermost(other)
-    return one.shape == other.shape and len(parts) == len(others) and all(map(_equal_bits, parts, others))
-
-
-def _equal_bits(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    one, other = (each.detach().resolve_conj().resolve_neg().contiguous().view(-1) for each in (one, other))
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return one.shape == other.shape and len(parts) == len(others) and all(map(equal_bits, parts, others))

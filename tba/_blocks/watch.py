@@ -181,6 +181,7 @@ class Watch:
             backward_s=last_s - turn_s,
             link=link,
             read_ahead_bytes=read_ahead_bytes,
+            watched_s=self.aside_s,
         )
 
 

@@ -7,7 +7,8 @@ Guarantees:
 2. The class of the operator that saved a tensor decides the codec. A storage that several operators saved gets the
    strictest of their codecs. If it is encoded already it serves only operators whose codec is no stricter; others get a
    record of their own.
-3. A tensor that would hardly become smaller stays as it is.
+3. A tensor that would hardly become smaller stays as it is. So does one whose storage was resized or replaced since it
+   was saved: it is an alias then, as without compression.
 4. Forward never waits for a device: where values decide, a later hook reads the flag once it is on the host.
 
 Tiers, budgets and statistics see only the encoded bytes: the record's alias is then a flat byte tensor that the engine
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
-from .._memory import streams
+from .._memory import shortage, streams
 from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
 from .._stats import Counters
@@ -157,7 +158,7 @@ class Compressor:
     def encode(self, record: Record) -> bool:
         """Encode a record whose operator has finished. False if its flag must reach the host first."""
         alias, codec = record.alias, record.codec
-        if codec is None or alias is None or record.is_edited() or not record.is_whole():
+        if codec is None or alias is None or record.is_edited() or record.was_moved() or not record.is_whole():
             return True
         begun_s = time.perf_counter()
         try:
@@ -171,6 +172,10 @@ class Compressor:
                     return False
                 self._finish(record, codec, pending, None)
         except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
+            record.use_codec(None)
+        except shortage.ENDS as error:  # no memory for the packed bytes beside it: so too
+            if not shortage.lacks_memory(error):
+                raise
             record.use_codec(None)
         finally:
             if record.stream is None:  # on a device it is only queued
@@ -187,9 +192,14 @@ class Compressor:
                 continue
             entry.there.synchronize()
             record.examine(False)
-            if record.alias is not None and not record.is_edited():
-                with streams.on(record.stream):
-                    self._finish(record, entry.codec, entry.pending, entry.flag)
+            if record.alias is not None and not record.is_edited() and not record.was_moved():
+                try:
+                    with streams.on(record.stream):
+                        self._finish(record, entry.codec, entry.pending, entry.flag)
+                except shortage.ENDS as error:
+                    if not shortage.lacks_memory(error):
+                        raise
+                    record.use_codec(None)
             done.append(record)
         return done
 

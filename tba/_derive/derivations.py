@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import OffloadError
-from .._memory import streams
+from .._memory import shortage, streams
 from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
@@ -100,7 +100,8 @@ class Derivations:
         off = max(map(_off, found.sources), default=0.0)
         place, signature = record.number - self._first_number, (found.signature, off)
         too_far = off and (record.codec is None or record.codec.properties.exact)
-        if too_far or self._wrong.get(place) == signature or record.is_edited() or not record.is_whole():
+        touched = record.is_edited() or record.was_moved()
+        if too_far or self._wrong.get(place) == signature or touched or not record.is_whole():
             record.plan(None)
             return False
         known = None if off and found.amplifies else (place, signature)
@@ -117,7 +118,11 @@ class Derivations:
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
-        except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
+        except shortage.ENDS as error:  # an operand was edited, is too large for a copy, or its operator ran in place
+            if shortage.lacks_memory(error):
+                known = None
+            elif not isinstance(error, RuntimeError):
+                raise
             differs = True
         finally:
             self._comparing = 0
@@ -137,7 +142,7 @@ class Derivations:
                 continue
             entry.there.synchronize()
             record.examine(False)
-            differs = bool(entry.differs) or record.is_edited()
+            differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
         return settled
 

@@ -35,6 +35,7 @@ from .read_ahead import ReadAhead
 
 # A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
 _SLICES = 16
+EMPTIED = "storage emptied before it was saved"
 
 # What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
 # subclass without its inner tensors, and those packed (mypy knows no recursive alias within a tuple).
@@ -142,6 +143,8 @@ class Packing:
             return self.keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
         view = View.of(tensor)
         begin, end = span(tensor, view)
+        if end > storage_bytes:  # whoever emptied it fills it again, with whatever bytes
+            return self.keep(tensor, nbytes, EMPTIED)
         nbytes = min(nbytes, end - begin)
         root = base if type(base) is Tensor else tensor
         kind = Saved.UNKNOWN if compressor is None else compressor.kind(tensor) if within is None else within.kind

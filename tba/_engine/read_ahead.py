@@ -14,9 +14,22 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from .._memory import shortage
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
-from .._record.record import DERIVED, IN_MEMORY, PENDING, POISONED, READING, RESIDENT, STORED, WRITING, Record, Remains
+from .._record.record import (
+    DERIVED,
+    IN_MEMORY,
+    PENDING,
+    POISONED,
+    READING,
+    RESIDENT,
+    RESTORED,
+    STORED,
+    WRITING,
+    Record,
+    Remains,
+)
 from .._transfer.mover import Mover
 from .write_behind import WriteBehind
 
@@ -114,6 +127,17 @@ class ReadAhead:
         if record.answer() and number in self._members:
             self._used_up[number] = self._members[number]
         self._write_behind.tell_progress()
+
+    def let_go(self, current: Record) -> None:
+        """Let go of all memory that can be had again, as there is too little; `current` is being asked for."""
+        for reference in list(self.records.values()):
+            record = reference()
+            if record is None or record is current:
+                continue
+            record.keep_decoded(None)
+            if record.number in self._members and not record.lent and (record.state is RESTORED or record.write):
+                self._evict(record, waits=False)
+        self._mover.memory.give_back()
 
     def hand_over(self, record: Record) -> None:
         """Let go of a record's memory, which now belongs to the program that asked for it."""
@@ -235,6 +259,6 @@ class ReadAhead:
                 if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
                     try:
                         self._mover.arrive(record)
-                    except RuntimeError:  # no memory on the device now: that unpack reads it again
+                    except shortage.ENDS:  # no memory on the device now: that unpack reads it again
                         self.hand_over(record)
             self._arriving.popleft()

@@ -245,7 +245,7 @@ class Saver(ForkAware):
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
         if self.dead:
             return False
-        with self.locked():
+        with self.locked(), quiet():
             if self.steps.backward_seen:
                 self.end_step()
             elif self.steps.open:

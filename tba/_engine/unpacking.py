@@ -6,7 +6,9 @@ Guarantees:
 2. Waiting for a read lets go of the engine's lock: workers take that to land, and other threads go on. (A comparison in
    pack keeps it, and so workers do not insist on having it.) Waiting for room lets go of it too, so that comes last
    of what is done with it (`ReadAhead.advance`).
-3. What had ended while the lock was held is landed as soon as it is let go of (`Mover.catch_up`).
+3. Where memory is lacking, what was read ahead is let go of and the record asked for once more. Then PyTorch's own
+   error is raised, as programs know it; the record is where it was.
+4. What had ended while the lock was held is landed as soon as it is let go of (`Mover.catch_up`).
 
 While the lock is away another thread may evict the record, or end its graph's step. So after each wait the question is
 asked anew, of the state that is found then.
@@ -24,6 +26,7 @@ from torch import Tensor
 from io_backends import interrupts
 
 from .._derive.derivations import again
+from .._memory import shortage
 from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
 from .._record.restore import restore
 from .._record.user_code import look_for_code
@@ -79,6 +82,7 @@ class Unpacking:
 
         Raises:
             RuntimeError: PyTorch's own, for a tensor that was edited in place.
+            RuntimeError, OutOfMemoryError: PyTorch's own, where there is no memory for it.
             TransferError, ClosedError: its bytes could not be brought back.
         """
         if task != backward.task:
@@ -105,13 +109,13 @@ class Unpacking:
             if again_asked and not to_code and record.shows():
                 self._read_ahead.answered(record)
                 return restore(record, view)
-            tensor = None if derived else self._give(record, view, task, to_code)
+            tensor, spared = (None, False) if derived else self._try(record, view, task, to_code, spared=False)
         if derived:
-            return again(record, view, alone=to_code)
+            return self._again(record, view, to_code)
         while tensor is None:
             mover.await_read(record)
             with self._lock:
-                tensor = self._give(record, view, task, to_code)
+                tensor, spared = self._try(record, view, task, to_code, spared=spared)
         if mover.ended:
             mover.catch_up()
         if interrupts.pending:
@@ -133,13 +137,53 @@ class Unpacking:
         if interrupts.pending:
             interrupts.deliver()
 
-    def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
-        """Return the tensor if the record is in memory; else its read is under way, and None is returned."""
+    def _try(self, record: Record, view: View, task: int, to_code: bool, *, spared: bool) -> tuple[Tensor | None, bool]:
+        """Give the tensor as `_give`, and once more where memory was lacking: `spared`, then, and returned too."""
+        asks = record.asks
+        while True:
+            try:
+                return self._give(record, view, task, to_code, counted=record.asks != asks), spared
+            except shortage.ENDS as error:
+                if not shortage.lacks_memory(error):
+                    raise
+                failure = _lack(record, error)
+            try:  # not within the other, whose error would hold this one, and this one what it holds
+                if spared:
+                    raise failure
+            finally:
+                del failure
+            self._read_ahead.let_go(record)
+            spared = True
+
+    def _again(self, record: Record, view: View, to_code: bool) -> Tensor:
+        """Make a derived record again, and once more where memory was lacking."""
+        spared = False
+        while True:
+            try:
+                return again(record, view, alone=to_code)
+            except shortage.ENDS as error:
+                if not shortage.lacks_memory(error):
+                    raise
+                failure = _lack(record, error)
+            try:
+                if spared:
+                    raise failure
+            finally:
+                del failure
+            with self._lock:
+                self._read_ahead.let_go(record)
+            spared = True
+
+    def _give(self, record: Record, view: View, task: int, to_code: bool, *, counted: bool) -> Tensor | None:
+        """Return the tensor if the record is in memory; else its read is under way, and None is returned.
+
+        `counted`: a first try has counted that it was asked for.
+        """
         read_ahead = self._read_ahead
         if record.state is READING:
             try:
                 self._mover.arrive(record)
-            except RuntimeError:  # TransferError, or no memory on the device
+            except shortage.ENDS:  # TransferError, or no memory on the device
                 read_ahead.hand_over(record)
                 raise
         else:
@@ -148,7 +192,8 @@ class Unpacking:
                 self._mover.forward(record)
         if not read_ahead.bring(record, task):
             return None
-        read_ahead.answered(record)
+        if not counted:
+            read_ahead.answered(record)
         if to_code:
             tensor, gone = look_for_code(record, view, task)
             if gone:
@@ -157,3 +202,8 @@ class Unpacking:
             tensor = restore(record, view)
         read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
+
+
+def _lack(record: Record, error: BaseException) -> RuntimeError:
+    about = f"tba: {record.name()} was to be brought back for backward; what had been read ahead was let go of first"
+    return shortage.in_torchs_words(error, record.plain_bytes, about)

@@ -26,6 +26,7 @@ from .._errors import ConfigError
 from .._plan import policy
 from .._plan.facts import OUTSIDE, Block, Place, Saved
 from .._record.view import View, span
+from .._torch.hook_stack import steps_aside
 from .._torch.weights import Chains
 from .as_cuda import AsCuda
 from .causal import leave_masks_out
@@ -201,6 +202,7 @@ def _observe(
                 stack.callback(module.register_forward_hook(watch.leave, always_call=True).remove)
             if autocast is not None:
                 stack.enter_context(torch.autocast("cpu", autocast))
+            steps_aside(watch.pack)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(watch.pack, watch.unpack))
             loss = scalar(call(model, batch, "tba plan"), None, "tba plan")
         turn_s = clock.now_s

@@ -50,6 +50,11 @@ class HostMemory:
         for pool in self._pools.values():
             pool.trim()
 
+    def give_back(self) -> None:
+        """Free all buffers that nobody uses now: memory is lacking."""
+        for _ in range(2):  # the first time those stay that were used since the last
+            self.trim()
+
     def close(self) -> None:
         """Free all buffers; those in use are freed when their lease ends."""
         for pool in self._pools.values():

@@ -130,6 +130,7 @@ class Facts:
         link: that carries what moves.
         read_ahead_bytes: most bytes read before they are asked for.
         cap: on what moves; None for none.
+        watched_s: seconds that finding out took once, beside the step: second runs of blocks, and comparing.
     """
 
     saved: tuple[Saved, ...]
@@ -139,6 +140,7 @@ class Facts:
     link: Link
     read_ahead_bytes: int
     cap: Cap | None = None
+    watched_s: float = 0.0
     by_block: dict[int, list[int]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -179,6 +179,12 @@ class Plan:
             yield f"{what} would save", f"{seconds:.3f} s", ""
         yield "  waiting", f"{found.waited_s:.3f} s", ""
         yield "  recomputing", f"{found.replayed_s:.3f} s", ""
+        if facts.watched_s:
+            yield (
+                "trying blocks took, once",
+                f"{facts.watched_s:.3f} s",
+                f"{facts.watched_s / facts.step_s:.2f}x of a step",
+            )
         for reason, count in sorted(self._refusals().items()):
             yield "  never recomputed", f"{count} blocks", reason
 

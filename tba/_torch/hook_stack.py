@@ -2,6 +2,16 @@
 
 PyTorch keeps a stack of pairs for each thread and calls the innermost pair only.
 
+Guarantees:
+
+1. A pair of others is popped when they say so, though ours may stand above it, and ours stays: torch alone would pop
+   whatever is innermost. So contexts may be left in any order.
+2. Where torch refuses hooks (`torch.func` transforms that make gradients, `disable_saved_tensors_hooks`) ours step
+   aside if there are no others, and come back behind it. What is saved in between stays in memory.
+
+Both are done by functions that stand in for torch's own, which torch's Python code looks up by name at each call. Where
+a pair of ours has been popped by another way, that is noticed when it is left.
+
 A pair that a model's forward has pushed is popped when the forward ends, except by KeyboardInterrupt: torch does not
 call a module's closing hooks then. So before anything is pushed, pairs are popped whose forward is no longer on the
 Python stack.
@@ -12,8 +22,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +33,7 @@ from .user_frames import warn
 
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+_Hooks = tuple[Pack, Unpack]
 
 
 class Pair:
@@ -52,12 +63,13 @@ class Pair:
         self.unpack = unpack
         self.on_dead = on_dead
         self.owner = owner
+        steps_aside(pack)
         self._forward = forward
         # The number of this model's calls on the Python stack when it was made; 0 for a `with` statement.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
         self._refused = False  # has warned that hooks are disabled
-        self._below: object = None  # the innermost pair at the entry
+        self._beneath: list[_Hooks] = []  # the pairs on the stack at the entry, from the innermost
         self.armed = False
         self.mode_below: object = None
         self.unwatch: Callable[[], None] = lambda: None
@@ -65,7 +77,7 @@ class Pair:
     def enter(self, *, push: bool) -> None:
         """Become one of this thread's pairs; its hooks stay off for now unless `push`."""
         clear_dead(self._forward)
-        self._below = private.top_hooks(True)
+        self._beneath = _stack()
         if push:
             self.push()
         _ours.pairs.append(self)
@@ -83,14 +95,14 @@ class Pair:
     def push_late(self) -> bool:
         """Push its hooks after all, if the stack is then as if they had been pushed at the entry.
 
-        It does not push above hooks of others that came later, because those would pop ours; nor in a node's backward,
-        which has a stack of its own; nor where hooks are lifted.
+        It does not push above hooks of others that came later, as the innermost acts; nor in a node's backward, which
+        has a stack of its own; nor where hooks are lifted.
         """
         if not (
             self._refused
             or _ours.lifted
             or private.current_graph_task_id() != -1
-            or private.top_hooks(True) != self._below
+            or private.top_hooks(True) != next(iter(self._beneath), None)
         ):
             self.push()
         return self.pushed
@@ -108,14 +120,19 @@ class Pair:
         if not self.pushed:
             return
         self.pushed = False
+        mine = self.pack, self.unpack
+        if mine in _ours.aside:
+            _ours.aside.remove(mine)
+            return
         above = []
         while (top := private.top_hooks(True)) is not None:
             private.pop_hooks()
-            if top == (self.pack, self.unpack):
+            if top == mine:
                 break
             above.append(top)
-        for pair in reversed(above):
-            private.push_hooks(*pair)
+        else:
+            self._drop_left(above)
+        _push(reversed(above))
 
     def _is_innermost(self) -> bool:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)
@@ -123,15 +140,30 @@ class Pair:
     def was_taken(self) -> bool:
         """Note that hooks of others, which have ended above a dead pair, have popped its hooks instead of their own.
 
-        What they left, if that was the innermost pair at the entry, goes too. False if its hooks are still there, or
-        torch lets none be pushed back here, so that nobody can look.
+        What they left goes too. False if its hooks are still there, or torch lets none be pushed back here, so that
+        nobody can look.
         """
-        if not private.hooks_are_enabled() or (self.pack, self.unpack) in _stack():
+        if not private.hooks_are_enabled():
             return False
-        self.pushed = False
-        if self._below is not None and private.top_hooks(True) == self._below:
-            private.pop_hooks()
-        return True
+        pairs = _take()
+        taken = (self.pack, self.unpack) not in pairs
+        if taken:
+            self.pushed = False
+            self._drop_left(pairs)
+        _push(reversed(pairs))
+        return taken
+
+    def _drop_left(self, pairs: list[_Hooks]) -> None:
+        """Drop what was left when this pair was popped instead: of all that was beneath it, what is still there."""
+        still = 0
+        for there, was in zip(reversed(pairs), reversed(self._beneath), strict=False):
+            if there != was:
+                break
+            still += 1
+        for place in range(len(pairs) - still, len(pairs)):
+            if not _is_entered(pairs[place]):
+                del pairs[place]
+                return
 
     def is_dead(self, entering: weakref.ref[nn.Module] | None) -> bool:
         """Whether its forward has ended. If its model is `entering`, another forward of it has just begun."""
@@ -146,6 +178,7 @@ class _Ours(threading.local):
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
         self.lifted = 0  # regions of `lifted` under way
+        self.aside: list[_Hooks] = []  # off the stack while torch refuses hooks, from the outermost
 
 
 _ours = _Ours()
@@ -160,15 +193,37 @@ def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
         pair.on_dead(pair)
 
 
-def _stack() -> list[tuple[Pack, Unpack]]:
+def _stack() -> list[_Hooks]:
     """List the pairs of hooks on this thread's stack, from the innermost."""
+    pairs = _take()
+    _push(reversed(pairs))
+    return pairs
+
+
+def _take() -> list[_Hooks]:
+    """Pop all pairs, and list them from the innermost."""
     pairs = []
     while (top := private.top_hooks(True)) is not None:
         private.pop_hooks()
         pairs.append(top)
-    for pair in reversed(pairs):
-        private.push_hooks(*pair)
     return pairs
+
+
+def _push(pairs: Iterable[_Hooks]) -> None:
+    """Push pairs, from the outermost, that have just been popped: also where torch refuses hooks by now."""
+    why = None
+    if not private.hooks_are_enabled() and private.why_disabled and private.enable_hooks and private.disable_hooks:
+        why = private.why_disabled()
+        private.enable_hooks()
+    for pair in pairs:
+        private.push_hooks(*pair)
+    if why is not None and private.disable_hooks:
+        private.disable_hooks(why, False)
+
+
+def _is_entered(pair: _Hooks) -> bool:
+    """Whether a pair is one of those that were entered on this thread."""
+    return any(each.pushed and (each.pack, each.unpack) == pair for each in _ours.pairs)
 
 
 def owners() -> list[object]:
@@ -205,13 +260,78 @@ def lifted(pack: Pack) -> Iterator[None]:
         yield
     finally:
         _ours.lifted -= 1
-        for pair in reversed(removed):
-            private.push_hooks(*pair)
+        if private.hooks_are_enabled() or not private.hooks_step_aside:
+            _push(reversed(removed))
+        else:
+            _ours.aside += reversed(removed)
+
+
+# -- in the place of torch's functions -------------------------------------------------------------------------------
+
+_STEPS_ASIDE = "steps_aside"  # an attribute of pack hooks: a backward's threads inherit the stack, but not `_ours`
+
+
+def steps_aside(pack: Pack | None = None) -> None:
+    """Have pairs with this pack hook step aside where torch refuses hooks; without one, the innermost pair of all."""
+    if pack is None:
+        top = private.top_hooks(True)
+        if top is None:
+            return
+        pack = top[0]
+    with suppress(AttributeError, TypeError):  # of a class whose objects take no attributes
+        setattr(getattr(pack, "__func__", pack), _STEPS_ASIDE, True)
+
+
+def _disable(*args: Any, **kwargs: Any) -> None:
+    """Refuse hooks on this thread, as torch's function does. Ours step aside for it, if there are no others."""
+    assert private.disable_hooks is not None
+    refuses = kwargs.get("fail_if_non_empty", args[1] if len(args) > 1 else True)
+    if refuses and (pairs := _take()):
+        if all(getattr(getattr(pack, "__func__", pack), _STEPS_ASIDE, False) for pack, _ in pairs):
+            _ours.aside += reversed(pairs)
+        else:
+            _push(reversed(pairs))
+    try:
+        private.disable_hooks(*args, **kwargs)
+    finally:
+        if private.hooks_are_enabled():  # it was called in another way than it can be
+            _come_back()
+
+
+def _enable() -> None:
+    """Allow hooks on this thread again, as torch's function does, with those that have stepped aside."""
+    assert private.enable_hooks is not None
+    private.enable_hooks()
+    _come_back()
+
+
+def _come_back() -> None:
+    pairs, _ours.aside = _ours.aside, []
+    _push(pairs)
+
+
+def _pop() -> None:
+    """Pop a pair as torch's function does, but not one of ours that stands above it."""
+    ours = []
+    while (top := private.top_hooks(True)) is not None and _is_entered(top):
+        private.pop_hooks()
+        ours.append(top)
+    if top is not None or not ours:
+        private.pop_hooks()
+    else:
+        del ours[0]  # there is no other: somebody takes off whatever is there
+    _push(reversed(ours))
+
+
+private.stand_in(private.pop_hooks, _pop)
+if private.disable_hooks is not None and private.enable_hooks is not None and private.hooks_step_aside:
+    private.stand_in(private.disable_hooks, _disable)
+    private.stand_in(private.enable_hooks, _enable)
 
 
 def innermost() -> tuple[Pack, Unpack] | None:
     """Return the innermost pair of ours that is pushed on this thread, whatever others stand above it; else None."""
-    if _ours.lifted:
+    if _ours.lifted or _ours.aside:
         return None
     return next(((pair.pack, pair.unpack) for pair in reversed(_ours.pairs) if pair.pushed), None)
 
@@ -238,7 +358,10 @@ _HINT = (
 
 
 def hint(error: BaseException | None) -> None:
-    """Add a note on how to lift our hooks to an error with which torch refuses them, as `torch.func.grad` does."""
-    refused = isinstance(error, RuntimeError) and _REFUSED in str(error)
+    """Add a note on how to lift our hooks to an error with which torch refuses them, as `torch.func.grad` does.
+
+    Where they can step aside, it is others that torch refuses.
+    """
+    refused = isinstance(error, RuntimeError) and _REFUSED in str(error) and not private.hooks_step_aside
     if refused and _HINT not in getattr(error, "__notes__", ()):
         error.add_note(_HINT)  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import private
@@ -24,3 +25,31 @@ def quiet() -> AbstractContextManager[None]:
 def _hidden() -> Iterator[None]:
     with private.DisableTorchFunction(), _disable_current_modes():
         yield
+
+
+def programs() -> bool:
+    """Whether a mode of the program's is on, which sees what is run, and may count or change it.
+
+    A default device is none, nor are the engine's own.
+    """
+    return bool(private.dispatch_mode_count()) or any(map(_is_programs, private.function_modes()))
+
+
+@contextmanager
+def without_programs() -> Iterator[None]:
+    """Take the program's modes off for a region; a default device stays."""
+    modes = private.take_function_modes()
+    try:
+        for mode in modes:
+            if not _is_programs(mode):
+                private.push_function_mode(mode)
+        with _disable_current_modes():
+            yield
+    finally:
+        private.take_function_modes()
+        for mode in modes:
+            private.push_function_mode(mode)
+
+
+def _is_programs(mode: object) -> bool:
+    return not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("tba.")

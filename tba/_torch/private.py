@@ -6,6 +6,7 @@ somewhere inside a hook.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -20,14 +21,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def _find(path: str) -> Any:
+    found = _optional(path)
+    if found is None:
+        raise ImportError(
+            f"tba needs torch._C.{path}, which torch {torch.__version__} does not have; "
+            "tba is developed on torch 2.13 and needs 2.11 or later"
+        )
+    return found
+
+
+def _optional(path: str) -> Any:
+    """Find what the engine can do without; None if this torch lacks it."""
     found: Any = torch._C
     for name in path.split("."):
         found = getattr(found, name, None)
-        if found is None:
-            raise ImportError(
-                f"tba needs torch._C.{path}, which torch {torch.__version__} does not have; "
-                "tba is developed on torch 2.13 and needs 2.11 or later"
-            )
     return found
 
 
@@ -50,10 +57,17 @@ top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None
     "_autograd._top_saved_tensors_default_hooks"
 )
 hooks_are_enabled: Callable[[], bool] = _find("_autograd._saved_tensors_hooks_is_enabled")
+# Refuse hooks on this thread, by default only if there are none, and allow them again. Torch's own code finds both, and
+# `pop_hooks`, by these names each time.
+disable_hooks: Callable[..., None] | None = _optional("_autograd._saved_tensors_hooks_disable")
+enable_hooks: Callable[[], None] | None = _optional("_autograd._saved_tensors_hooks_enable")
+why_disabled: Callable[[], str | None] | None = _optional("_autograd._saved_tensors_hooks_get_disabled_error_message")
+# Whether a pair can step aside where torch refuses hooks, and come back.
+hooks_step_aside = None not in (disable_hooks, enable_hooks, why_disabled)
 dispatch_mode_count: Callable[[], int] = _find("_len_torch_dispatch_stack")
 function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
 _function_mode_at: Callable[[int], Any] = _find("_get_function_stack_at")
-_push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
+push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
 _pop_function_mode: Callable[[], Any] = _find("_pop_torch_function_stack")
 DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")
 # Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
@@ -69,11 +83,31 @@ _ModeKey: Any = _find("_TorchDispatchModeKey")
 shows_packed: bool = all(
     hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
 )
+# A context in which edits of a tensor do not count as new versions of it.
+keeping_version: Callable[[Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 # Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
-_APPLY = Function.apply.__func__.__code__  # type: ignore[attr-defined]
+# From 2.14 on it has no code: then no compiled graph is recognised, and what one saves moves as anything else.
+_APPLY = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
+
+
+def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
+    """Have torch's own Python code call `by` instead of one of the functions about hooks above."""
+    name = function.__name__
+    if getattr(torch._C._autograd, name, None) is function:
+        setattr(torch._C._autograd, name, functools.update_wrapper(by, function))
+
+
+def function_modes() -> list[Any]:
+    """List the torch-function modes of this thread, from the outermost."""
+    return [_function_mode_at(number) for number in range(function_mode_count())]
+
+
+def take_function_modes() -> list[Any]:
+    """Take all torch-function modes off this thread's stack; lists them from the outermost."""
+    return [_pop_function_mode() for _ in range(function_mode_count())][::-1]
 
 
 def top_function_mode() -> object:
@@ -97,7 +131,7 @@ def take_function_mode(mode: object, below: object) -> None:
         if above and above[0] is below:
             del above[0]
     for each in reversed(above):
-        _push_function_mode(each)
+        push_function_mode(each)
 
 
 def in_place_is_seen() -> AbstractContextManager[None]:
@@ -117,7 +151,7 @@ def compiled_graph(frame: FrameType | None) -> int | None:
     """
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("tba."):
         frame = frame.f_back
-    if frame is None or frame.f_code is not _APPLY:
+    if frame is None or _APPLY is None or frame.f_code is not _APPLY:
         return None
     return getattr(frame.f_locals["cls"], "_aot_id", None)
 

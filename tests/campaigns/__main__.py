@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.campaigns faults|programs`, from the checkout."""
+"""The command line: `python -m tests.campaigns faults|programs|families|state`, from the checkout."""
 
 from __future__ import annotations
 
@@ -49,6 +49,54 @@ def programs(
     from .programs.command import run_programs
 
     _finish(run_programs(seed, 24 if quick else count, jobs=jobs, path=path), json, save, machine)
+
+
+@app.command()
+def families(
+    only: Annotated[str, typer.Option(help="Run the families whose name (such as causal/gptj) matches this.")] = "",
+    seed: Annotated[int, typer.Option(help="The seed of weights and batches.")] = 0,
+    native: Annotated[bool, typer.Option("--native", help="This processor's own kernels, not those of all.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Every small architecture of transformers by plan against plain PyTorch; exit status 1 if one is not equal."""
+    from .families.command import run_families
+
+    result = run_families("^causal/(gpt|llama)" if quick else only, seed, native=native, jobs=jobs, path=path)
+    _finish(result, json, save, machine)
+
+
+@app.command()
+def state(
+    seeds: Annotated[str, typer.Option(help="The first seed and the one after the last, as FIRST:END.")] = "0:5000",
+    kind: Annotated[str | None, typer.Option(help="A kind of state: all models have one of it, and no other.")] = None,
+    show: Annotated[int | None, typer.Option(help="Print the source code of this seed's model, and run it.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Random models whose blocks keep hidden state, under budgets; exit status 1 if one is not as plain PyTorch."""
+    from .state.command import run_state
+    from .state.program import describe, draw, kinds
+
+    if kind is not None and kind not in kinds():
+        raise typer.BadParameter(f"no such kind; one of: {', '.join(kinds())}")
+    first, _, end = seeds.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise typer.BadParameter("seeds are FIRST:END, such as 0:5000")
+    chosen = range(int(first), int(end))
+    if show is not None:
+        typer.echo(describe(draw(show, kind)))
+        chosen = range(show, show + 1)
+    result = run_state(chosen[:100] if quick else chosen, kind, jobs=jobs, path=path)
+    _finish(result, json, save, machine)
 
 
 def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:

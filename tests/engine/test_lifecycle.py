@@ -271,8 +271,6 @@ def test_suspend_lifts_the_hooks_for_a_region(scratch: Path) -> None:
         leaf, x = activation(N)
         with offload:
             y = save(x)
-            with pytest.raises(RuntimeError, match="saved tensor hooks"):
-                torch.func.grad(lambda t: (t * t).sum())(torch.ones(3))
             with offload.suspend():
                 assert torch.equal(torch.func.grad(lambda t: (t * t).sum())(torch.ones(3)), 2 * torch.ones(3))
                 z = save(y * 1)

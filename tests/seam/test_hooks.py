@@ -275,8 +275,6 @@ def test_a_region_for_torch_func_inside_of_the_context(scratch: Path) -> None:
     with engine(scratch) as offload, offload, offload:  # entered twice: all of it is lifted
         leaf = x.clone().requires_grad_()
         before = function(leaf)
-        with pytest.raises(RuntimeError, match="hooks"):
-            torch.func.grad(function)(x)
         with offload.suspend():
             assert_bit_equal(torch.func.grad(function)(x), expected)
             assert_bit_equal(torch.func.vmap(torch.func.grad(function))(x.expand(3, 64)), expected.expand(3, 64) + 0)

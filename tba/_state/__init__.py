@@ -1,0 +1,1 @@
+"""What a call may change: found, read, compared and put back."""

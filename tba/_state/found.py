@@ -1,0 +1,147 @@
+"""State: what a block's forward may change, as it was when a call of it began; compared with now, and put back.
+
+A forward that runs again must find what it found the first time, and leave no trace. So what it finds is read before
+its first run and put back for the second; what was there in between is put back after that.
+
+Guarantees:
+
+1. Reading, comparing and putting back run none of the program's code.
+2. After a region of `as_found` everything that was read is as before it, whatever the region did and however it ended,
+   except what `lost` names: what a large tensor held, once it was edited in place.
+
+Assumption: no other thread changes it in that region; such a change is undone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+
+from .._torch.private import innermost
+from .holders import PLAIN, Holder, Reading, equal, version
+from .reach import SHARED_GENERATORS, Reach
+
+_GLOBAL_HOOKS = tuple(getattr(modules, name, None) for name in ("_global_forward_hooks", "_global_forward_pre_hooks"))
+
+
+class State:
+    """What holders hold when this is made.
+
+    Attributes:
+        unseen: why not all can be read; "" if it can.
+    """
+
+    def __init__(self, holders: list[Holder], weights: list[nn.Parameter], unseen: str) -> None:
+        self.unseen = unseen
+        self._holders = holders
+        self._weights = weights
+        self._readings: list[Reading] = [holder.read() for holder in holders]
+        self._versions = [version(weight) for weight in weights]
+
+    def again(self) -> State:
+        """Read the same holders anew."""
+        return State(self._holders, self._weights, self.unseen)
+
+    def change(self) -> str:
+        """Name something that has changed since; "" if nothing has."""
+        for holder, reading in zip(self._holders, self._readings, strict=True):
+            now = holder.read()
+            if not equal(reading, now):
+                return holder.difference(reading, now)
+        return "its weights" if self.weights_changed() else ""
+
+    def lost(self) -> str:
+        """Name something that has changed since and cannot be put back; "" if all can."""
+        for holder, reading in zip(self._holders, self._readings, strict=True):
+            if not holder.undoes and not equal(reading, holder.read()):
+                return holder.name
+        return "its weights" if self.weights_changed() else ""
+
+    def weights_changed(self) -> bool:
+        """Whether a weight has been edited in place since."""
+        return any(version(weight) != before for weight, before in zip(self._weights, self._versions, strict=True))
+
+    def put_back(self, now: State | None = None) -> None:
+        """Have all holders hold what they held; `now` is what they hold, if that has been read. Weights stay."""
+        readings = (holder.read() for holder in self._holders) if now is None else now._readings
+        for holder, before, found in zip(self._holders, self._readings, readings, strict=True):
+            if not equal(before, found):
+                holder.write(before)
+
+
+class Found:
+    """What a call of a block's forward finds: the state of the block, and of the objects that it is given.
+
+    A cache that is given may change in the call; the block itself may not, if it is to run twice.
+    """
+
+    def __init__(self, block: State, given: State) -> None:
+        self.block = block
+        self.given = given
+
+    @classmethod
+    def of(cls, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+        """Read it. What is known of the block from its last call is looked through again only if it has changed."""
+        known = _known.get(module)
+        if known is None or known.change() or known.unseen:
+            reach = Reach().walk([forward, *_GLOBAL_HOOKS, *SHARED_GENERATORS], block=module)
+            known = _known[module] = State(reach.holders, reach.weights, reach.unseen)
+        given = Reach()
+        leaves = list(plain_leaves((args, kwargs)))
+        if any(type(leaf) not in PLAIN and not isinstance(leaf, (Tensor, float)) for leaf in leaves):
+            given.walk([args, kwargs], but=[module, *(leaf for leaf in leaves if isinstance(leaf, Tensor))])
+        return cls(known, State(given.holders, given.weights, given.unseen))
+
+    @property
+    def unseen(self) -> str:
+        """Why not all of it can be read; "" if it can."""
+        return self.block.unseen or self.given.unseen
+
+    def lost(self) -> str:
+        """Name something that cannot be put back any more; "" if all can."""
+        return self.block.lost() or self.given.lost()
+
+    @contextmanager
+    def as_found(self) -> Iterator[None]:
+        """Put it back for a region; afterwards all is as it was before the region."""
+        block, given = self.block.again(), self.given.again()
+        try:
+            self.block.put_back(block)
+            self.given.put_back(given)
+            yield
+        finally:
+            block.put_back()
+            given.put_back()
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
+
+
+def plain_leaves(value: Any) -> Iterator[Any]:
+    """Give what lies in tuples, lists and dictionaries that are nothing else."""
+    if type(value) in (tuple, list):
+        for each in value:
+            yield from plain_leaves(each)
+    elif type(value) is dict:
+        for each in value.values():
+            yield from plain_leaves(each)
+    else:
+        yield value
+
+
+def fingerprint(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Sum the bytes of weights, eight at a time: an edit that moves no version counter (`weight.data`) shows in it."""
+    sums = []
+    for part in (part for weight in weights for part in innermost(weight.detach())):
+        if part.device.type == "meta" or part.layout is not torch.strided or not part.numel():
+            continue
+        flat = part.contiguous().view(-1).view(torch.uint8)
+        whole = flat.numel() // 8 * 8
+        sums.append(flat[:whole].view(torch.int64).sum() + flat[whole:].sum())
+    return sums

@@ -1,0 +1,1 @@
+"""The campaign of random models whose blocks keep hidden state."""
