@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from io_backends.testing import Fault, Operation
 from support.engine import activation, chain, engine, save
 from support.exactness import assert_bit_equal
+from support.stores import once
 from tba import Offloader, OffloadWarning, offload_context
 
 N = 1 << 15
@@ -115,8 +116,9 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
         assert begun.wait(60)  # one that has not begun is called off
 
         def close() -> None:
-            threading.Timer(0.1, go_on.set).start()  # where the warning is looked for: it comes from a worker, at once
+            opener = once(lambda: offload._saver.mover.closed, go_on.set)  # where the warning is looked for
             offload.close()
+            opener.join()
 
         with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
             close()
