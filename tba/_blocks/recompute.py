@@ -1,83 +1,183 @@
-"""Recompute: runs a block's forward so that it saves its input only and runs again in backward."""
+"""Recompute: calls a block's forward so that what it saves is let go of, and made again when backward asks.
+
+Guarantees:
+
+1. The graph is that of the program's own call, made by it alone; a second call gives values to what the first saved.
+2. What the first call saves is let go of once it has ended, if it has changed nothing that a second would find changed
+   and has not communicated. Otherwise it is kept as all that autograd saves, and there is no second call.
+3. A second call finds what the first found, whatever has become of it since, and leaves no trace.
+4. What the second call makes is held until it is asked for, once; asked for again, it is made again.
+
+Without these, torch.utils.checkpoint would do.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+import torch
+from torch import Tensor, nn
 
 from io_backends import interrupts
 
-from .._errors import OffloadError
+from .._errors import OffloadError, edited_in_place
 from .._state.found import Found
+from .._state.holders import version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
+from .call import Call, as_saved, shape
 from .communication import Communication
+
+Keep = Callable[[Tensor], Any]
+Give = Callable[[Any], Tensor]
 
 
 @interrupts.lets_through
-def recompute(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a block's forward under non-reentrant checkpointing.
+def recompute(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: Keep,
+    give: Give,
+) -> Any:
+    """Call a block's forward; it runs again in backward, if that can be.
 
-    The second run finds what the first found, whatever has become of it since, and leaves no trace. A call of which
-    that cannot be said beforehand, as it finds what nobody can read or a mode of the program's is on, runs once.
+    It runs once where what it finds cannot be read, a mode of the program's is on, or it turns out to change anything.
+
+    Args:
+        keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
 
     Raises:
-        OffloadError: by `backward`: the block communicates with other ranks, or edits large tensors or its weights in
-            place, which it did not when it was tried; or its weights were edited since.
+        OffloadError: by `backward`: its weights, or a large tensor that it reaches, were edited in place since.
+        RuntimeError: by `backward`, PyTorch's own: what it was given was edited in place since.
     """
     if modes.programs() or (found := Found.of(module, forward, args, kwargs)).unseen:
         return forward(*args, **kwargs)
-    # Bound, as checkpoint has keyword arguments of its own, which a block may have too.
-    return checkpoint(_twice(module, partial(forward, **kwargs), found), *args, use_reentrant=False)
+    twice = _Twice(module, forward, Call(module, args, kwargs, found), keep, give)
+    steps_aside(twice.pack)
+    with torch.autograd.graph.saved_tensors_hooks(twice.pack, twice.unpack), Communication() as communication:
+        out = forward(*args, **kwargs)
+    twice.settle(stays=communication.possible)
+    return out
 
 
-def _twice(module: nn.Module, function: Callable[..., Any], found: Found) -> Callable[..., Any]:
-    """Make the function that checkpoint runs, once at once and then in backward, there maybe on another thread."""
-    exchanged: list[list[int]] = []
+class _Saved:
+    """A tensor that the first call has saved; the graph holds it.
 
-    @interrupts.lets_through
-    def first(*inputs: Any) -> Any:
-        steps_aside()  # checkpoint's pair of this run: without a plan there would be none to refuse
-        communication = Communication()
-        try:
-            with communication:
-                return function(*inputs)
-        finally:
-            exchanged.append(_exchanged(communication))
+    Attributes:
+        tensor: what was saved, until the call has ended, and beyond where it was edited in the call; what a second
+            call has made, until it is asked for; else None.
+        version: of what was saved.
+        kept: a tuple of what the engine has made of it, where there is no second call; else None.
+        last: what was given last, if that lives.
+    """
 
-    @interrupts.lets_through
-    def second(*inputs: Any) -> Any:
-        steps_aside()
-        if lost := found.lost():
+    __slots__ = ("__weakref__", "kept", "last", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Detached: an operator's own result, held by the node that made it, would be a cycle that nobody collects.
+        self.tensor: Tensor | None = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version(tensor)
+        self.kept: tuple[Any] | None = None
+        self.last: Callable[[], Tensor | None] = _nothing
+
+
+def _nothing() -> None:
+    """Return None, what is left of nothing."""
+
+
+class _Enough(BaseException):
+    """Ends a second call that has made all that is wanted; no Exception, which code around it would catch."""
+
+
+class _Twice:
+    """A call that may run again, and what it has saved."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any], call: Call, keep: Keep, give: Give) -> None:
+        self._name = type(module).__name__
+        self._forward = forward
+        self._call = call
+        self._keep, self._give = keep, give
+        self._saved: list[tuple[weakref.ref[_Saved], tuple[Any, ...]]] = []
+        self._again = False  # it runs again where something is asked for
+        self._lock = threading.RLock()  # nodes of several devices may ask at once
+        call.keep(keep, positional=True)
+
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Pack what the first call saves."""
+        saved = _Saved(tensor)
+        self._saved.append((weakref.ref(saved), shape(tensor)))
+        return saved
+
+    def settle(self, *, stays: bool) -> None:
+        """End the first call: let go of what it has saved, or keep it if it `stays` or anything has changed."""
+        self._again = not (stays or self._call.change())
+        self._call.end()
+        for reference, _ in self._saved:
+            saved = reference()
+            if saved is None or saved.tensor is None:
+                continue
+            if self._again:
+                saved.tensor = None
+            elif version(saved.tensor) == saved.version:
+                saved.kept, saved.tensor = (self._keep(saved.tensor),), None
+
+    def unpack(self, saved: _Saved) -> Tensor:
+        """Unpack what the first call has saved. Raises what `recompute` says."""
+        if saved.kept is not None:
+            return self._give(saved.kept[0])
+        if not self._again:
+            assert saved.tensor is not None
+            if version(saved.tensor) != saved.version:
+                tensor = saved.tensor
+                raise edited_in_place(f"{tensor.type()} {list(tensor.shape)}", version(tensor), saved.version)
+            return saved.tensor
+        with self._lock:
+            made = saved.last() if saved.tensor is None else saved.tensor
+            if made is None:
+                self._run_again()
+                made = saved.tensor
+                assert made is not None
+            saved.tensor, saved.last = None, weakref.ref(made)
+            return made
+
+    def _run_again(self) -> None:
+        """Make what the first call has saved and is still held by the graph."""
+        if lost := self._call.found.lost():
             raise OffloadError(
-                f"{type(module).__name__} recomputes, and {lost} was edited in place since its forward began, which "
-                "was not so in the step when it was tried: gradients would be wrong. Name other blocks (blocks=), or "
-                "edit it after backward"
+                f"{self._name} recomputes, and {lost} was edited in place since its forward: gradients would be wrong. "
+                "Edit it after backward, or name other blocks (blocks=)"
             )
-        communication = Communication()
+        wanted = {number for number, (reference, _) in enumerate(self._saved) if reference() is not None}
+        number = 0
+
+        def note(tensor: Tensor) -> Tensor:
+            nonlocal number
+            if number >= len(self._saved) or self._saved[number][1] != shape(tensor):
+                raise OffloadError(self._differs(f"a tensor {shape(tensor)}, its {number}th"))
+            made = tensor.detach()
+            if (saved := self._saved[number][0]()) is not None:
+                saved.tensor = made
+            wanted.discard(number)
+            number += 1
+            if not wanted:
+                raise _Enough
+            return made
+
         try:
-            with found.as_found(), modes.without_programs(), communication:
-                return function(*inputs)
-        finally:  # checkpoint leaves the second run by an exception
-            # It ends with the last tensor that is saved.
-            again = _exchanged(communication)
-            if any(0 < now <= once for once, now in zip(exchanged[0], again, strict=False)):
-                raise OffloadError(
-                    f"{type(module).__name__} recomputes on this rank and communicates with others, which it did not "
-                    "in the step when it was tried: gradients would be wrong from here on. Name other blocks (blocks=)"
-                    ", or have this one communicate in each step, so that it never recomputes"
-                )
+            with self._call.repeated(self._give, note, as_saved) as (args, kwargs):
+                self._forward(*args, **kwargs)
+        except _Enough:
+            return
+        if wanted:
+            raise OffloadError(self._differs(f"only {number} tensors"))
 
-    @interrupts.lets_through
-    def runs(*inputs: Any) -> Any:
-        return second(*inputs) if exchanged else first(*inputs)
-
-    return runs
-
-
-def _exchanged(communication: Communication) -> list[int]:
-    return [communication.sent, *communication.counts]
+    def _differs(self, what: str) -> str:
+        return (
+            f"{self._name} recomputes and saves other tensors when it runs again, which it did not when it was tried: "
+            f"{what}, where its forward saved {len(self._saved)}. Name other blocks (blocks=)"
+        )

@@ -13,10 +13,10 @@ that backward goes through is that of the first run, the program's own call; a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,14 @@ from torch.utils._pytree import tree_leaves
 
 from io_backends import interrupts
 
+from .._errors import OffloadError
 from .._plan import clock
-from .._state.found import Found, fingerprint, plain_leaves
+from .._state.found import Found, fingerprint
 from .._state.holders import equal_bits
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost
+from .call import Call, as_saved, shape
 from .communication import Communication, gathers
 
 
@@ -80,21 +82,23 @@ class Trial:
             return self._forward(*args, **kwargs)
         with self._apart():
             found = Found.of(self._module, self._forward, args, kwargs)
+            if not found.unseen:
+                call = Call(self._module, args, kwargs, found)
+                weights = fingerprint(list(self._module.parameters()))
         if found.unseen:
             self._tell(found.unseen)
             return self._forward(*args, **kwargs)
-        with self._apart():
-            first = First(self._module, args, kwargs, found)
+        saved: list[tuple[Any, ...]] = []
 
         def note(tensor: Tensor) -> Any:
-            first.saved.append(_shape(tensor))
+            saved.append(shape(tensor))
             return self._keep(tensor)
 
         steps_aside(note)
         with torch.autograd.graph.saved_tensors_hooks(note, self._give), Communication() as communication:
             out = self._forward(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        given = set(map(id, first.tensors))
+        given = set(map(id, call.tensors))
         made = (each for each in reversed(outputs) if each.requires_grad and not each.is_leaf and id(each) not in given)
         last = next(made, None)
         with self._apart():
@@ -104,53 +108,53 @@ class Trial:
                 self._tell("it communicates with other ranks, which may plan otherwise")
             elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
                 self._tell("it returns a sparse or nested tensor, which is not compared")
-            elif change := first.change():
+            elif change := call.change():
                 self._tell(f"it changes {change}")
+            elif not all(map(torch.equal, weights, fingerprint(list(self._module.parameters())))):
+                self._tell("it changes its weights")
             else:
-                first.keep(outputs, self._keep)
+                call.keep(self._keep)
+                call.end()
+                first = [_First(call, saved, [self._keep(each) for each in outputs])]
                 # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
                 last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out
 
-    def _try(self, first: First) -> None:
-        if self._report is None:
-            return  # a second backward through the graph
-        with self._apart():
-            self._tell(*self._run_again(first))
+    def _try(self, first: list[_First]) -> None:
+        if first:  # else it is a second backward through the graph
+            with self._apart():
+                self._tell(*self._run_again(first.pop()))
 
-    def _run_again(self, first: First) -> tuple[str, float | None]:
+    def _run_again(self, first: _First) -> tuple[str, float | None]:
         """Run it again; returns why that is not the same, or "" and the seconds until it saved its last tensor."""
-        try:
-            args, kwargs, before = first.take(self._give)
-        except Exception:
-            return "what it was given or returned was edited, or could not be read back", None
-        saved: list[tuple[Any, ...]] = []
-        begun_s = saved_s = 0.0
-
-        def note(tensor: Tensor) -> None:
-            nonlocal saved_s
-            saved_s = clock.current.now_s()
-            saved.append(_shape(tensor))
-
-        if lost := first.found.lost():
+        if lost := first.call.found.lost():
             return f"{lost} was edited before backward", None
-        with first.found.as_found(), modes.without_programs():
-            try:
-                with first.surroundings.restored(note), Communication() as communication:
-                    begun_s = saved_s = clock.current.now_s()
-                    out = self._forward(*args, **kwargs)
-            except Exception as error:
-                return f"its second run raises {type(error).__name__}", None
-            after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            if change := first.found.block.change():
-                return f"its second run changes {change}", None
-            if communication.possible:
-                return "its second run communicates with other ranks", None
-            if first.saved != saved:
-                return "its second run saves other tensors", None
-            if not (len(after) == len(before) and all(map(_equal, before, after))):
-                return "its second run gives other values", None
-        return "", saved_s - begun_s
+        try:
+            before = [self._give(kept).detach() for kept in first.outputs]
+            with first.call.repeated(self._give, again := _Noted(), as_saved) as (args, kwargs):
+                return self._compare(first, before, again, args, kwargs)
+        except (OffloadError, RuntimeError):
+            return "what it was given or returned was edited, or could not be read back", None
+
+    def _compare(
+        self, first: _First, before: list[Tensor], again: _Noted, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, float | None]:
+        begun_s = again.saved_s = clock.current.now_s()
+        try:
+            with Communication() as communication:
+                out = self._forward(*args, **kwargs)
+        except Exception as error:
+            return f"its second run raises {type(error).__name__}", None
+        after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if change := first.call.found.block.change():
+            return f"its second run changes {change}", None
+        if communication.possible:
+            return "its second run communicates with other ranks", None
+        if first.saved != again.shapes:
+            return "its second run saves other tensors", None
+        if not (len(after) == len(before) and all(map(_equal, before, after))):
+            return "its second run gives other values", None
+        return "", again.saved_s - begun_s
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         report, self._report = self._report, None
@@ -158,111 +162,25 @@ class Trial:
             report(Verdict(seconds, why_not))
 
 
-class First:
-    """The first call of a block's forward, and what a second one needs of it.
+class _First(NamedTuple):
+    """The first run: its call, what it saved, and what it returned, kept."""
 
-    Attributes:
-        found: what it found.
-        tensors: that it was given, in order.
-        saved: what it has saved, in order.
-        surroundings: what it began in.
-    """
-
-    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: Found) -> None:
-        self.found = found
-        self.tensors = [leaf for leaf in plain_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        places = {id(each): number for number, each in enumerate(self.tensors)}
-        self._values = _replaced((args, kwargs), lambda leaf: _Place(places[id(leaf)]))  # lists may grow in the call
-        self.saved: list[tuple[Any, ...]] = []
-        self.surroundings = _Surroundings()
-        self._versions = [each._version for each in self.tensors if not each.is_inference()]
-        self._weights = list(module.parameters())
-        self._sums = fingerprint(self._weights)
-        self._kept: list[tuple[Any, bool]] = []
-        self._outputs: list[Any] = []
-
-    def change(self) -> str:
-        """Name what it has changed that a second call would find changed; "" if there is nothing."""
-        if change := self.found.block.change():
-            return change
-        if self._versions != [each._version for each in self.tensors if not each.is_inference()]:
-            return "what it is given"
-        if lost := self.found.given.lost():
-            return f"{lost} that it is given"
-        return "" if all(map(torch.equal, self._sums, fingerprint(self._weights))) else "its weights"
-
-    def keep(self, outputs: Sequence[Tensor], keep: Callable[[Tensor], Any]) -> None:
-        """Keep what it was given and has returned, as saved tensors are kept."""
-        self._kept = [(keep(each), each.requires_grad) for each in self.tensors]
-        self._outputs = [keep(each) for each in outputs]
-        self.tensors, self._weights = [], []  # which the graph or the store has, as for all that is saved
-
-    def take(self, give: Callable[[Any], Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Give arguments for a second call, and what the first returned."""
-        tensors = [give(kept).detach().requires_grad_(needs) for kept, needs in self._kept]
-        outputs = [give(kept).detach() for kept in self._outputs]
-        self._kept, self._outputs = [], []
-        args, kwargs = _filled(self._values, tensors)
-        return args, kwargs, outputs
+    call: Call
+    saved: list[tuple[Any, ...]]
+    outputs: list[Any]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Stands for a tensor among arguments."""
-
-    number: int
-
-
-def _replaced(value: Any, by: Callable[[Tensor], Any]) -> Any:
-    """Copy tuples, lists and dictionaries that are nothing else, with something else in place of each tensor."""
-    if type(value) in (tuple, list):
-        return type(value)(_replaced(each, by) for each in value)
-    if type(value) is dict:
-        return {key: _replaced(each, by) for key, each in value.items()}
-    return by(value) if isinstance(value, Tensor) else value
-
-
-def _filled(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """Copy such containers with tensors in their places again."""
-    if type(value) in (tuple, list):
-        return type(value)(_filled(each, tensors) for each in value)
-    if type(value) is dict:
-        return {key: _filled(each, tensors) for key, each in value.items()}
-    return tensors[value.number] if isinstance(value, _Place) else value
-
-
-class _Surroundings:
-    """The state of random generators and of autocast that a forward begins in."""
+class _Noted:
+    """Pack hook of the second run: notes what that saves."""
 
     def __init__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        kinds = ("cpu", "cuda") if self._cuda else ("cpu",)
-        self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
-        self._cache = torch.is_autocast_cache_enabled()
+        self.shapes: list[tuple[Any, ...]] = []
+        self.saved_s = 0.0
 
-    @contextmanager
-    def restored(self, note: Callable[[Tensor], None]) -> Iterator[None]:
-        """Restore it for a region whose graph is never gone through: what it would save is noted and let go."""
-        with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=range(len(self._cuda))))
-            torch.set_rng_state(self._cpu)
-            if self._cuda:
-                torch.cuda.set_rng_state_all(self._cuda)
-            for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
-            stack.enter_context(torch.enable_grad())
-            steps_aside(note)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(note, _never))
-            yield
-
-
-def _shape(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, *tensor.shape
-
-
-def _never(_: None) -> Tensor:
-    raise AssertionError("backward through a trial")
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.saved_s = clock.current.now_s()
+        self.shapes.append(shape(tensor))
+        return tensor.detach()
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

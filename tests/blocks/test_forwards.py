@@ -71,6 +71,9 @@ def test_putting_again_takes_off_what_was_put() -> None:
     assert "forward" not in vars(copy.deepcopy(other))
 
 
+PLAIN = (lambda tensor: tensor.detach(), lambda kept: kept)  # packs and gives what blocks are given
+
+
 def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
     runs = []
 
@@ -85,7 +88,7 @@ def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
 
     layer, x = Layer(), torch.ones(3, 4, requires_grad=True)
     gradients = []
-    for call in (lambda f: f(x, scale=2.0), lambda f: recompute(layer, f, (x,), {"scale": 2.0})):
+    for call in (lambda f: f(x, scale=2.0), lambda f: recompute(layer, f, (x,), {"scale": 2.0}, *PLAIN)):
         torch.manual_seed(0)
         call(layer.forward).sum().backward()
         gradients.append((x.grad, layer.linear.weight.grad))
@@ -102,6 +105,6 @@ def test_recompute_gives_a_block_its_own_arguments_though_checkpoint_has_some_of
         return (x * kwargs[name]).exp()
 
     x = torch.ones(3, requires_grad=True)
-    recompute(nn.Module(), forward, (x,), {name: 2.0}).sum().backward()
+    recompute(nn.Module(), forward, (x,), {name: 2.0}, *PLAIN).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * torch.full((3,), 2.0).exp())

@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
 
+from campaigns.__main__ import app
+from campaigns.state import trial
 from campaigns.state.kinds import WHATS, WHENS, WHERES
 from campaigns.state.program import State, describe, draw, each_kind, simple, sources
 from campaigns.state.specials import SPECIALS
@@ -63,3 +70,41 @@ def test_a_state_is_compared_by_what_it_holds() -> None:
     assert canonical(one) != canonical(other)
     assert canonical([{"a": {2, 1}}]) == canonical([{"a": {1, 2}}])
     assert canonical(iter([1, 2])) == ["next", 1, 2]
+
+
+class _Twice:
+    """What a budget must not be: every block runs once more in each forward, and what it returns is dropped."""
+
+    plan = None
+
+    def __init__(self, net: Any, *_: Any, **__: Any) -> None:
+        self._layers: list[nn.Module] = list(net.layers)
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            layer.forward = _twice(layer.forward)  # type: ignore[method-assign]
+
+    def __exit__(self, *error: object) -> None:
+        for layer in self._layers:
+            del layer.forward
+
+    def close(self) -> None: ...
+
+
+def _twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def runs(x: torch.Tensor) -> Any:
+        forward(x)
+        return forward(x)
+
+    return runs
+
+
+@pytest.mark.parametrize("state", each_kind()[: len(WHATS) : 4], ids=str)
+def test_a_block_that_runs_twice_is_seen(state: State, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "offload_context", _Twice)
+    assert run_program(simple(state), scratch).verdict == "wrong"
+
+
+@pytest.mark.parametrize("arguments", [["--seeds", "5"], ["--seeds", "5:5"], ["--kind", "no such kind"]], ids=str)
+def test_the_command_refuses_seeds_and_kinds_that_it_does_not_know(arguments: list[str]) -> None:
+    assert CliRunner().invoke(app, ["state", *arguments]).exit_code == 2

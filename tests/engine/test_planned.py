@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from support.planned import LAYERS, ROWS, SLOW, WIDTH, Block, Training, assert_equal, nothing, saved_bytes, train
 from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach
 from tba._blocks.forwards import Forwards
-from tba._blocks.trial import First, Trial
+from tba._blocks.trial import Trial
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
@@ -77,7 +77,7 @@ def test_steps_that_never_repeat_are_watched_no_more(
     """Called alike, they save other sizes each time: after some tries no block is run again to be tried."""
     tried = []
 
-    def run_again(trial: Trial, first: First) -> tuple[str, float | None]:
+    def run_again(trial: Trial, first: Any) -> tuple[str, float | None]:
         tried.append(first)
         return original(trial, first)
 

@@ -202,7 +202,7 @@ class Planner:
         seen, kind = self._seen(), self.kind
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
-                return recompute(module, forward, args, kwargs)
+                return recompute(module, forward, args, kwargs, self._keep, self._give)
         elif self._lossy:
             seen.verdicts[visit] = Verdict(None, _LOSSY)
         else:

@@ -22,7 +22,7 @@ _NUMBERS: tuple[tuple[str, int], ...] = (
     (r"n_group|topk_group|num_expert_group|expert_group_count", 1),
     (r"q_lora_rank|kv_lora_rank|o_lora_rank|index_head_dim", HEAD),
     (r"qk_rope_head_dim|qk_nope_head_dim|rotary_dim", HEAD // 2),
-    (r"(.*_)?(head_dim|d_kv|kv_channels|v_head_dim|head_size|attention_head_dim|head_width)", HEAD),
+    (r"(.*_)?(head_dim|d_kv|kv_channels|v_head_dim|head_size|attention_head_dim)", HEAD),
     (
         r"(.*_)?(intermediate_size|ffn_dim|d_ff|d_inner|n_inner|ffn_hidden_size|filter_size|mlp_dim|d_mlp|"
         r"moe_dim|inner_dim|ffn_size)(_mlp)?",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_chunk_size": 4}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_chunk_size": 4}
 _HYBRID = ["linear_attention", "full_attention"] * 2
 _NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4}
 _QWEN4 = {
@@ -42,16 +42,16 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
     "glm_moe_dsa": {"num_key_value_heads": 4},
-    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 96},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {**_MAMBA, "layer_types": _HYBRID},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
+    "hunyuan_v1_dense": {"head_dim": 12},
+    "hunyuan_v1_moe": {"head_dim": 12},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"layer_types": _HYBRID, "linear_num_heads": 4},
-    "longcat_flash": {"head_dim": 8, "qk_head_dim": 16, "zero_expert_num": 2},
-    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 4},
-    "ministral": {"head_dim": 16},
+    "longcat_flash": {"head_dim": 6, "qk_head_dim": 12, "zero_expert_num": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 8, "chunk_size": 4},
+    "ministral": {"head_dim": 12},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": _NEMOTRON,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -60,9 +60,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "pop2piano": {"decoder_start_token_id": 0},
     "qwen4_exp": _QWEN4,
     "qwen4_exp_text": _QWEN4,
-    "reformer": {"is_decoder": True, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [24, 24]},
+    "reformer": {"is_decoder": True, "hash_seed": 0, "axial_pos_shape": [4, 4], "axial_pos_embds_dim": [24, 24]},
     "xlstm": {"mode": "train", "chunk_size": 4},
-    "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4},
+    "zamba": {"attention_hidden_size": 96, "attention_head_dim": 24, "num_key_value_heads": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "mamba_d_state": 8},
     "xmod": {"default_language": "en_XX"},
     "esm": {"vocab_size": 128, "pad_token_id": 1, "mask_token_id": 4},
@@ -70,7 +70,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mt5": {"decoder_start_token_id": 0},
     "umt5": {"decoder_start_token_id": 0},
     "longt5": {"decoder_start_token_id": 0},
-    "masked/reformer": {"is_decoder": False, "axial_pos_shape": [8, 8]},
+    "masked/reformer": {"is_decoder": False, "axial_pos_shape": [4, 4]},
     "convnext": _CONVNEXT,
     "convnextv2": _CONVNEXT,
     **{
@@ -86,5 +86,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granite_speech5_ctc": {"encoder_config.context_size": 16, "context_size": 16},
     "lasr_ctc": {"encoder_config.num_mel_bins": 80},
     "levit": {"image_size": 64},
+    "stablelm": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "switch_transformers": {"decoder_start_token_id": 0},
 }
