@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from io_backends import interrupts
+from io_backends._file.rate import RateLimit
 from support import samples
 from support.clock import Counted
 from support.engine import STORES
@@ -62,6 +63,13 @@ def _a_clock_of_its_own(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """Plans are made from what a test does, and not from how fast it does it; those of a device from both."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(clock, "current", Counted())
+
+
+@pytest.fixture
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit on a rate is what plans reckon with, and holds nothing up; in `make test-all` it does."""
+    if not samples.ALL:
+        monkeypatch.setattr(RateLimit, "pace", lambda limit, nbytes: None)
 
 
 @functools.cache

@@ -64,6 +64,7 @@ def build(place: Path) -> Path:
     return place / "unpacked"
 
 
+@pytest.mark.exhaustive
 def test_a_wheel_has_every_file_of_the_packages_and_works_without_the_checkout(tmp_path: Path) -> None:
     unpacked = build(tmp_path)
     found = [path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()]

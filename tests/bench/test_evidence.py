@@ -79,6 +79,7 @@ def card_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DEVICES, "cuda", replace(CUDA, name="cpu"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("card_here")
 def test_rok_on_a_card(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
@@ -111,6 +112,7 @@ def test_arms_of_a_card() -> None:
     assert (CPU.theme("rok"), CUDA.theme("rok")) == ("rok", "rok-cuda")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_large_members_are_larger_and_train(family: str) -> None:
     small, large = FAMILIES[family], BY_SIZE["large"][family]
@@ -141,6 +143,7 @@ def test_a_curve_names_what_lies_above_or_left() -> None:
     assert beaten.met is False
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore::tba.OffloadWarning")
 @pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.missing() and not peer.package])
 @pytest.mark.parametrize("family", ["gpt", "conv"])

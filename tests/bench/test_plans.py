@@ -64,6 +64,7 @@ def test_a_plan_is_simulated_at_the_paces_of_a_step(forward: float, backward: fl
     assert (found.turn_s, found.step_s) == pytest.approx((real.turn_s, real.step_s), rel=1e-3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_real_step_is_replayed(tmp_path: Path) -> None:
     for _ in range(4):  # while others load the disk, its plan may recompute instead

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from support.ranks import process_group
+from support.ranks import process_group, start
 from tba._blocks import communication as communication_module
 from tba._blocks.communication import Communication
 from tba._blocks.recompute import recompute
@@ -77,7 +76,7 @@ def _two_ranks(rank: int, folder: str) -> None:
 
 
 def test_each_exchange_is_seen_and_a_call_with_one_is_not_repeated(scratch: Path) -> None:
-    mp.spawn(_two_ranks, (str(scratch),), nprocs=2)
+    start(_two_ranks, str(scratch), ranks=2)
 
 
 def _one_rank_tries(rank: int, folder: str) -> None:
@@ -104,7 +103,7 @@ def _one_rank_tries(rank: int, folder: str) -> None:
 
 
 def test_a_trial_on_one_rank_compares_dtensors_without_asking_the_others(scratch: Path) -> None:
-    mp.spawn(_one_rank_tries, (str(scratch),), nprocs=2)
+    start(_one_rank_tries, str(scratch), ranks=2)
 
 
 class _Group:

@@ -20,8 +20,14 @@ from campaigns.state.kinds import WHATS, WHENS, WHERES
 from campaigns.state.program import State, describe, draw, each_kind, simple, sources
 from campaigns.state.specials import SPECIALS
 from campaigns.state.trial import canonical, run_program
+from support.clock import SHORT_S, Counted, put
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of programs, by PyTorch
+
+
+@pytest.fixture(autouse=True)
+def _short_operators() -> None:
+    put(Counted(SHORT_S))  # as fast beside the link as they are: a second run pays
 
 
 @pytest.mark.parametrize("state", each_kind(), ids=str)

@@ -43,7 +43,7 @@ NAMED: list[tuple[Callable[[nn.Module], Any], int]] = [
 
 
 @pytest.fixture
-def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
+def auto(scratch: Path, quick_limits: None) -> Iterator[Callable[..., Offloader]]:
     made = []
 
     def make(model: nn.Module, **settings: Any) -> Offloader:
@@ -56,6 +56,7 @@ def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
         offload.close()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("blocks", "count"), NAMED, ids=map(str, range(len(NAMED))))
 def test_what_is_named_is_what_recomputes(
     auto: Callable[..., Offloader], blocks: Callable[[nn.Module], Any], count: int

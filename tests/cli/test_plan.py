@@ -155,7 +155,7 @@ def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
 
 
 def test_a_model_that_is_too_large_is_refused_with_the_numbers() -> None:
-    said = refusal("llama", "--dtype", "bfloat16", "--set", "num_hidden_layers=80", "--device", "rtx3090")
+    said = refusal("llama", "--dtype", "bfloat16", "--set", "num_hidden_layers=24", "--device", "rtx3090")
     assert "rtx3090 has 22.4 GiB" in said
     assert "--shards" in said
     more = refusal("llama", *SMALL, "--device", "rtx3090", "--memory-budget", "64GiB")

@@ -54,6 +54,7 @@ PROJECTED = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("codec", QUANTIZED, ids=lambda codec: codec.name)
 def test_quantized(codec: Quantized) -> None:
     check_codec(lambda: Quantized(codec.kind, codec.group, codec.rounding, codec.along, codec.rotate), dtypes=FLOATS)

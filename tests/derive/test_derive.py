@@ -67,6 +67,7 @@ INDIRECT: dict[str, Function] = {
 THREADS = ((1,), (1, 2))  # kernels use a second thread for large tensors only
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("layout", ["odd", "transposed", "broadcast", "strided", "large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", DIRECT)
@@ -78,6 +79,7 @@ def test_an_operator_that_saves_its_operands(name: str, dtype: torch.dtype, layo
         assert made.depth == 1
 
 
+@pytest.mark.sampled(100)
 @pytest.mark.parametrize("layout", ["odd", "transposed", "broadcast", "strided", "large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", INDIRECT)

@@ -49,7 +49,7 @@ print("freed")
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ["exact/nvme", "exact/keep", "safe8/nvme", "safe8/keep"])
 def test_a_deep_graph_under_compress_is_freed(settings: str, scratch: Path) -> None:
     child = subprocess.run(

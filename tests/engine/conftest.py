@@ -13,7 +13,7 @@ from tba import Offloader, offload_context
 
 
 @pytest.fixture
-def auto(scratch: Path) -> Iterator[Callable[..., Offloader]]:
+def auto(scratch: Path, quick_limits: None) -> Iterator[Callable[..., Offloader]]:
     """Makes contexts of tier auto, which are closed at the end."""
     made = []
 

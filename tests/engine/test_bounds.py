@@ -16,6 +16,7 @@ from torch import Tensor
 
 from support.engine import Gate, activation, chain, engine, save
 from support.exactness import assert_bit_equal
+from support.stores import once
 from tba import offload_context
 
 N = 4096
@@ -109,8 +110,8 @@ def test_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch
     gate = Gate("write")
     cap = 3 * N * 4
     with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0, staging_bytes=cap) as offload:
-        opener = threading.Timer(0.3, gate.open)
-        opener.start()
+        staging = offload._saver.mover.staging
+        opener = once(lambda: staging.waiters, gate.open)
         _, x = activation(N)
         with offload:
             y = chain(x, 12)

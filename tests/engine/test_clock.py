@@ -52,6 +52,7 @@ def _decided(plan: Plan | None) -> Any:
     return None if plan is None else (plan.facts, plan.sends, plan.recomputed, plan.predicted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.4, 0.7])
 @pytest.mark.parametrize("rates", [{}, SLOW], ids=["fast", "slow"])
 def test_plans_are_the_same_however_the_machines_clock_runs(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from io_backends.testing import Fault, Operation
 from support.engine import activation, chain, engine, save
 from support.exactness import assert_bit_equal
+from support.stores import once
 from tba import Offloader, OffloadWarning, offload_context
 
 N = 1 << 15
@@ -56,14 +57,17 @@ class Held:
         return Fault(gate=self._closing) if operation == "write" and number == 0 else None
 
     def close(self, offload: Offloader) -> None:
-        """Close an Offloader; the write that is held back ends a moment after the store has been told."""
-        stop = offload._saver.mover.stop
+        """Close an Offloader; the write that is held back ends after the store has been told."""
+        mover = offload._saver.mover
+        stop = mover.stop
 
         def stopping() -> None:
             stop()
-            threading.Timer(0.1, self._closing.set).start()
+            assert mover.store is not None
+            mover.store.abandon()  # as closing begins, but without a wait for the write
+            self._closing.set()
 
-        offload._saver.mover.stop = stopping  # type: ignore[method-assign]
+        mover.stop = stopping  # type: ignore[method-assign]
         offload.close()
 
 
@@ -112,8 +116,9 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
         assert begun.wait(60)  # one that has not begun is called off
 
         def close() -> None:
-            threading.Timer(0.1, go_on.set).start()  # where the warning is looked for: it comes from a worker, at once
+            opener = once(lambda: offload._saver.mover.closed, go_on.set)  # where the warning is looked for
             offload.close()
+            opener.join()
 
         with pytest.warns(OffloadWarning, match=r"failed.*No space left.*stays in memory"):
             close()

@@ -352,6 +352,8 @@ def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
     training = Training()
     budget, allowance = int(0.5 * saved_bytes()), int(3.2 * saved_bytes())
     offload = auto(training.model, memory_budget=budget, max_write_bytes_per_day=allowance)
+    # A write that is called off costs no allowance: what forward sends is written before backward asks.
+    training.model.register_forward_hook(lambda *_: offload.flush())
     recomputed = []
     for number in range(14):
         with offload:
@@ -361,7 +363,7 @@ def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
     written = offload.stats().written_bytes
     assert_equal(training.state(), train(None, Training(), steps=14))
     assert 0 < written <= allowance
-    assert recomputed[-1] >= max(1, recomputed[3])  # where moving is slow here, some recompute from the start
+    assert recomputed[-1] > recomputed[3]
 
 
 # -- the paper's rule --------------------------------------------------------------------------------------------------

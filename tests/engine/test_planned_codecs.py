@@ -83,6 +83,7 @@ def held_bytes(kind: str, auto: Callable[..., Offloader], compress: str) -> int:
     return stats.held_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
 @pytest.mark.parametrize(("share", "rates"), [(0.7, SLOWER), (0.45, {})], ids=["slow", "fast"])
 def test_exact_codecs_are_planned_with_and_change_no_bit(

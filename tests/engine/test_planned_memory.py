@@ -42,6 +42,7 @@ def planned(block: type[nn.Module], share: float) -> Iterator[tuple[Training, Of
         offload.close()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("share", [0.15, 0.25, 0.4, 0.55, 0.7, 0.85])
 @pytest.mark.parametrize("block", [Block, Attending])
 def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> None:

@@ -100,6 +100,7 @@ class _Masked(Block):
         return super().forward(x, self.masks[0])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.5, 0.75])
 @pytest.mark.parametrize("rates", [{}, SLOW], ids=["fast", "slow"])
 def test_what_blocks_share_beside_their_arguments_hides_nothing_else(

@@ -78,6 +78,7 @@ BLOCKS = {
 DONATES = {"gpt", "llama", "conv"}
 WITH_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler; there is no g++")
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, WITH_COMPILER])]
+LEFT_INDUCTOR = pytest.param("inductor", marks=[pytest.mark.exhaustive, WITH_COMPILER])
 BLOCK = pytest.mark.parametrize("name", BLOCKS)
 
 
@@ -169,7 +170,7 @@ def _moved(model: nn.Module, block: nn.Module, scratch: Path) -> OffloadStats:
     return stats
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager", LEFT_INDUCTOR])
 @pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
 def test_a_compiled_block_writes_what_the_block_writes(backend: str, scratch: Path) -> None:
     block = Block(GPTConfig(layers=1, width=8 * WIDTH, heads=2, sequence=SEQUENCE))
@@ -184,6 +185,7 @@ def test_aot_eager_block_is_exact(name: str, scratch: Path) -> None:
     _compare(name, "aot_eager", scratch)
 
 
+@pytest.mark.sampled(2)
 @BLOCK
 @pytest.mark.slow
 @WITH_COMPILER
@@ -337,7 +339,7 @@ def _losses_and_gradients(model: nn.Module, compiled: nn.Module, offload: Offloa
 
 
 @pytest.mark.parametrize("how", ["layers", "forwards", "outside"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["aot_eager", LEFT_INDUCTOR])
 @pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
 def test_a_plan_leaves_compiled_code_as_it_is(backend: str, how: str, scratch: Path) -> None:
     """What stands around the forward of a module inside would have it compiled again, to other kernels."""

@@ -44,6 +44,7 @@ thread.join()
     assert (run.returncode, run.stdout.split()) == (0, ["freed"]), run.stderr[-2000:]
 
 
+@pytest.mark.exhaustive
 def test_deep_recurrence_that_moves_nothing_is_freed(scratch: Path) -> None:
     _run_deep(
         scratch,
@@ -59,6 +60,7 @@ def test_deep_recurrence_that_moves_nothing_is_freed(scratch: Path) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("tier", ["keep", "nvme"])
 def test_deep_chain_of_saved_tensors_is_freed(scratch: Path, tier: str) -> None:
     _run_deep(

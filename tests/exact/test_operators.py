@@ -255,6 +255,7 @@ def _moved_all(case: Case, trials: Iterator[Trial], offload: Offloader) -> tuple
     return compared, excused
 
 
+@pytest.mark.sampled(400)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_operator_is_exact_through_the_file(
     case: Case, scratch: Path, record_property: Callable[[str, object], None]

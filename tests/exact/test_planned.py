@@ -26,6 +26,9 @@ STEPS = 6
 SLOW = {"max_write_rate": "1MB", "max_read_rate": "1MB"}  # a block's second run is faster than its transfers
 
 
+pytestmark = pytest.mark.usefixtures("quick_limits")
+
+
 @pytest.fixture
 def _short_operators() -> None:
     put(Counted(SHORT_S))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from support.exactness import Run, assert_through_file, run_training
+from support.ranks import start
 from support.zoo import FAMILIES
 from tba import Offloader, OffloadStats, offload_context
 
@@ -119,4 +119,4 @@ def _check(wrap: Wrap, folder: Path, *, checkpointed: bool, forwards: int) -> No
 
 
 def test_two_ranks_are_exact_and_their_weights_stay(scratch: Path) -> None:
-    mp.spawn(_rank_main, (str(scratch),), nprocs=2)  # one pair for all: importing takes longer than training
+    start(_rank_main, str(scratch), ranks=2)  # one pair for all: importing takes longer than training

@@ -158,6 +158,7 @@ class Blocks:
         return int(self.there.sum()) * EXTENT_ALIGNMENT
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("count", "most_mib", "life"), [(6, 16, 2.0), (3, 32, 4.0), (12, 4, 1.2)])
 def test_the_file_stays_within_a_quarter_of_what_was_live_under_random_lifetimes(

@@ -38,6 +38,7 @@ def real_facts(name: str) -> Facts:
     return offload.plan.facts
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_bytes_and_places_are_those_of_the_engine(name: str) -> None:
     found, real = observe(FAMILIES[name], CPU, min_tensor_bytes=LEAST_BYTES), real_facts(name)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from support.clock import Counted, put
 from tba import Offloader, OffloadStats, TraceEvent
 
 STEPS = 3
@@ -44,6 +45,7 @@ class Arm:
     """
 
     def __init__(self, name: str, budget_bytes: int, scratch: Path) -> None:
+        put(Counted())  # what is planned is the same on any machine
         given = ARMS[name]
         self.name = name
         self.settings = None if given is None else given | {"storage_paths": scratch}

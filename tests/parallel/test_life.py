@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from support.exactness import assert_bit_equal
-from support.ranks import Llama, assert_exact, batch, loss_of, plain_step, process_group, train
+from support.ranks import Llama, assert_exact, batch, loss_of, plain_step, process_group, start, train
 from tba import offload_context
 
 if not dist.is_available():
@@ -51,7 +51,7 @@ def test_a_rank_that_is_killed_in_backward_leaves_no_file(scratch: Path) -> None
     files.mkdir()
     # Which of the two is noticed first: the one that was killed, or the other, which then waits for it in vain.
     with pytest.raises((mp.ProcessExitedException, mp.ProcessRaisedException)):
-        mp.spawn(_dies, (str(folder), str(files)), nprocs=2)
+        start(_dies, str(files), str(folder), ranks=2)
     assert not Path(folder, "1.lives").exists()
     assert [int(Path(folder, f"{rank}.written").read_text()) > 0 for rank in range(2)] == [True, True]
     assert list(files.iterdir()) == []
@@ -76,7 +76,7 @@ def _shares(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_ranks_share_the_write_allowance_of_a_day(scratch: Path) -> None:
-    mp.spawn(_shares, (str(scratch),), nprocs=2)
+    start(_shares, str(scratch), ranks=2)
 
 
 _ELASTIC = """

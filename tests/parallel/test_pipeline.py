@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from support.parallel import SCHEDULES, STAGES, pipeline
-from support.ranks import assert_exact, process_group
+from support.ranks import assert_exact, process_group, start
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -33,4 +32,4 @@ def _two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_pipeline_schedules_are_exact(scratch: Path) -> None:
-    mp.spawn(_two_ranks, (str(scratch),), nprocs=STAGES)
+    start(_two_ranks, str(scratch), ranks=STAGES)

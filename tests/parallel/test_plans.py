@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from support.exactness import assert_bit_equal
 from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import BLOCKS, Block, Llama, plain_step, process_group, train
+from support.ranks import BLOCKS, Block, Llama, plain_step, process_group, start, train
 from tba import offload_context
 
 if not dist.is_available():
@@ -80,6 +79,7 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
             assert bool(plan.recomputed) != communicates
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "communicates"),
@@ -96,4 +96,4 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
 def test_a_rank_that_plans_alone_recomputes_only_what_does_not_communicate(
     wrap: Wrap, communicates: bool, scratch: Path
 ) -> None:
-    mp.spawn(_one_plans, (wrap, communicates, str(scratch)), nprocs=2)
+    start(_one_plans, str(scratch), wrap, communicates, ranks=2)

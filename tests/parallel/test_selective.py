@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from support.ranks import process_group
+from support.ranks import process_group, start
 from tba import offload_context
 from tba.integrations.checkpoint import create_selective_checkpoint_contexts
 
@@ -72,4 +71,4 @@ def _two_ranks(rank: int, folder: str) -> None:
 
 
 def test_a_collective_under_way_is_stored_when_it_has_ended(scratch: Path) -> None:
-    mp.spawn(_two_ranks, (str(scratch),), nprocs=2)
+    start(_two_ranks, str(scratch), ranks=2)

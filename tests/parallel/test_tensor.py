@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import Llama, assert_exact, batch, innermost, loss_of, plain_step, process_group
+from support.ranks import Llama, assert_exact, batch, innermost, loss_of, plain_step, process_group, start
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -64,4 +63,4 @@ def _two_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_tensor_parallel_training_is_exact_and_keeps_no_dtensor(scratch: Path) -> None:
-    mp.spawn(_two_ranks, (str(scratch),), nprocs=2)
+    start(_two_ranks, str(scratch), ranks=2)

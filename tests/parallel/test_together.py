@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from support.parallel import pipeline, sequence_parallel
-from support.ranks import Llama, assert_exact, plain_step, process_group
+from support.ranks import Llama, assert_exact, plain_step, process_group, start
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -44,4 +43,4 @@ def _four_ranks(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_sharded_weights_with_sequence_and_pipeline_parallelism_are_exact(scratch: Path) -> None:
-    mp.spawn(_four_ranks, (str(scratch),), nprocs=4)
+    start(_four_ranks, str(scratch), ranks=4)

@@ -39,6 +39,7 @@ def test_project_and_back_are_the_matrix(kind: ProjectionKind, width: int, rank:
         assert torch.equal(projection.project(x[:1, :1]), z[:1, :1])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("width", "rank"), [*SIZES[:3], SIZES[5]])
 def test_unbiased_with_the_stated_variance(kind: ProjectionKind, width: int, rank: int) -> None:

@@ -42,6 +42,7 @@ STORES: dict[str, Callable[[Path], Store]] = {
 KEEP_MEMORY = {"host", "striped hosts"}
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("name", STORES)
 def test_stores_keep_the_contract(name: str, wrapped: bool, scratch: Path) -> None:

@@ -44,6 +44,7 @@ def test_the_double_has_every_function_that_kvikio_looks_up(tmp_path: Path) -> N
     assert len(set(names)) == 35
 
 
+@pytest.mark.exhaustive
 def test_the_real_kvikio_over_the_double(library: Path, scratch: Path) -> None:
     arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={scratch / 'base'}"]
     done = build.python(library, [*arguments, str(TESTS / "support" / "kvikio_double" / "checks.py")], cwd=TESTS.parent)

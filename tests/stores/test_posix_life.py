@@ -239,10 +239,10 @@ def test_a_fork_in_the_middle_of_a_held_write_waits_for_it(scratch: Path) -> Non
     running = store.write(buffer_of(array))
     held.await_begun()
     queued = [store.write(buffer_of(array)) for _ in range(3)]
-    opener = threading.Timer(0.2, held.release.set)
-    opener.start()
     states = [ticket.state for ticket in (running, *queued)]
     assert TicketState.RUNNING in states
+    opener = threading.Timer(0.2, held.release.set)
+    opener.start()
 
     def child() -> str:
         found = {ticket.state.name for ticket in (running, *queued)} - {"DONE", "QUEUED"}

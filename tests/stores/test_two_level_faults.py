@@ -26,7 +26,7 @@ from io_backends import (
 )
 from io_backends._stores.two_level import TwoLevelStore
 from io_backends.testing import Fault, Operation
-from support.stores import WAIT_S, Bytes, empty_at, in_child, pattern_at
+from support.stores import WAIT_S, Bytes, empty_at, in_child, once, pattern_at
 from support.two_level import (
     BUDGET,
     KIB,
@@ -177,9 +177,10 @@ def test_close_with_writes_waiting_for_room(make: Make) -> None:
     first = write(store, pattern_at(0, 90 * KIB))
     waiting = [store.write(given(pattern_at(0, 90 * KIB))) for _ in range(4)]
     await_spill(store, first)
-    threading.Timer(0.2, gate.set).start()
+    opener = once(lambda: store._workers._stopping, gate.set)
     store.close()
     store.close()
+    opener.join()
     for ticket in waiting[1:]:
         with pytest.raises(StoreClosed):
             ticket.wait(WAIT_S)

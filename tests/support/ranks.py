@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -147,6 +149,15 @@ def innermost(tensor: Any) -> Iterator[Tensor]:
     for name in tensor.__tensor_flatten__()[0]:
         if isinstance(each := getattr(tensor, name), Tensor):
             yield from innermost(each)
+
+
+def start(main: Callable[..., None], folder: str, *arguments: Any, ranks: int) -> None:
+    """Run `main(rank, *arguments, folder)` in as many processes, to their end.
+
+    They are forked from a process that has imported what takes seconds to import, and done nothing else.
+    """
+    multiprocessing.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "tba"])
+    mp.start_processes(main, (*arguments, folder), nprocs=ranks, start_method="forkserver")
 
 
 @contextmanager

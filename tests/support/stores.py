@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,20 @@ Pieces = Sequence[tuple[int, int]]
 
 _PAGE = 4096
 WAIT_S = 60.0  # far above what any transfer here takes: a test that would hang fails instead
+
+
+def once(holds: Callable[[], Any], then: Callable[[], Any]) -> threading.Thread:
+    """Call `then`, on a thread of its own, as soon as something holds."""
+
+    def wait() -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not holds() and time.monotonic() < deadline_s:
+            time.sleep(0.001)
+        then()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    return thread
 
 
 def empty_at(skew: int, nbytes: int) -> Bytes:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compact import CompActAdamW, convert
+from support.ranks import start
 
 
 def _model() -> nn.Sequential:
@@ -72,7 +72,7 @@ def test_two_ranks_train_as_one_on_both_halves() -> None:
         (model(x) - y).square().mean().backward()
         optimizer.step()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (folder,), nprocs=2)
+        start(_rank_main, folder, ranks=2)
         ranks = [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(2)]
     for one, first, second in zip(model.parameters(), *ranks, strict=True):
         assert torch.equal(first, second)

@@ -12,7 +12,7 @@ import pytest
 
 from io_backends import StoreBroken, StoreClosed, Ticket, TicketState, TransferCancelled
 from io_backends._workers.workers import Workers
-from support.stores import WAIT_S
+from support.stores import WAIT_S, once
 from support.workers import Blocker, Owner, never, nothing, running, threads_of, ticket_of
 
 
@@ -331,8 +331,7 @@ def test_at_the_interpreter_s_exit_the_running_ticket_ends_and_no_other_begins()
     begun: list[Ticket] = []
     queued = ticket_of(begun.append)
     workers.submit(queued, urgent=False)
-    releaser = threading.Timer(0.05, blocker.release.set)
-    releaser.start()
+    releaser = once(lambda: workers._frozen, blocker.release.set)
     workers.freeze(time.monotonic() + WAIT_S)
     assert blocker.ticket.done()
     releaser.join()
