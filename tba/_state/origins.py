@@ -36,6 +36,7 @@ OURS = (
 _NUMERIC = tuple(_folder(os.path.dirname(package.__file__ or "")) for package in (torch, np))
 _INSTALLED = tuple(_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
+_PYTEST = os.path.join("", "_pytest", "")  # which writes calls of its own into assertions
 _COMPILED = tuple(EXTENSION_SUFFIXES)
 
 # Objects of classes of these modules are no state of a program's.
@@ -55,7 +56,7 @@ _SHOWN = ("__main__", "builtins", "collections", "torch", "_abc")
 @cache
 def of_file(file: str) -> Origin:
     """Tell whose code a file is."""
-    if file.startswith((*OURS, *_NUMERIC, "<frozen")):
+    if file.startswith((*OURS, *_NUMERIC, "<frozen")) or _PYTEST in file:
         return "apart"
     if file.startswith(_INSTALLED):
         return "library"
