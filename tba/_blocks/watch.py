@@ -16,6 +16,7 @@ from torch import Tensor, nn, strided
 from torch.utils._pytree import tree_leaves
 
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
+from .._torch.modes import quiet
 from .trial import Verdict
 
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
@@ -130,7 +131,8 @@ class Watch:
 
     def visit(self, module: nn.Module, at_s: float, args: tuple[Any, ...]) -> int:
         """Note that a block's forward begins; returns the number of the visit."""
-        nbytes = self.given.new_bytes(filter(_has_storage, args))
+        with quiet():
+            nbytes = self.given.new_bytes(filter(_has_storage, args))
         self.visits.append((weakref.ref(module), at_s, nbytes))
         return len(self.visits) - 1
 
@@ -233,8 +235,9 @@ class Places:
 
 def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
     """Number the tensors of a block's arguments or results; by id of their storage, while they live."""
-    tensors = filter(_has_storage, tree_leaves(value))
-    return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
+    with quiet():
+        tensors = filter(_has_storage, tree_leaves(value))
+        return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
 
 
 def _has_storage(value: Any) -> bool:

@@ -41,7 +41,6 @@ from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
 from ..._plan.prefix import prefix
 from ..._record.record import DERIVED, Record
-from ..._torch.modes import quiet
 from ..._torch.private import transforming
 from ..._transfer.mover import Mover
 from ..write_behind import WriteBehind
@@ -186,16 +185,14 @@ class Planner:
         if self._block != OUTSIDE or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
         seen = self._seen()
-        with quiet():
-            visit = self._block = seen.visit(module, self._pace.at(seen), args)
-            seen.near = by_storage((args, kwargs))
+        visit = self._block = seen.visit(module, self._pace.at(seen), args)
+        seen.near = by_storage((args, kwargs))
         out = None
         try:
             out = self._call(visit, module, forward, args, kwargs)
             return out
         finally:
-            with quiet():
-                self._block, seen.near = OUTSIDE, by_storage(out)
+            self._block, seen.near = OUTSIDE, by_storage(out)
 
     @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
