@@ -88,7 +88,7 @@ def _without_hooks(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 if _script is not None:
-    _recursive.create_script_module = functools.wraps(_script)(_without_hooks)
+    _recursive.create_script_module = functools.wraps(_script)(_without_hooks)  # type: ignore[assignment]
 
 
 def not_attached(*_: Any) -> None:

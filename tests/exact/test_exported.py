@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Tuple  # noqa: UP035  # TorchScript knows no other
+from typing import Any
 
 import pytest
 import torch
@@ -125,25 +125,19 @@ def test_a_model_is_exported_inside_of_a_context(way: str, scratch: Path) -> Non
     offload.close()
 
 
-def of_theirs(self, input: Tuple[Tensor]) -> None:  # noqa: UP006
-    pass
-
-
 def test_hooks_of_others_stay_where_they_were(scratch: Path) -> None:
     calls: list[str] = []
 
     model = Net()
-    first = model.register_forward_pre_hook(of_theirs)
+    model.register_forward_pre_hook(lambda *_: calls.append("first"))
     offload = attach(model, "keep", min_tensor_bytes=0)
     model.register_forward_pre_hook(lambda *_: calls.append("last"))
     order = [list(model._forward_pre_hooks), list(model._forward_hooks)]
     with pytest.raises(Exception, match="single top-level function"):  # TorchScript cannot compile their last one
         torch.jit.script(model)
     assert [list(model._forward_pre_hooks), list(model._forward_hooks)] == order
-    model._forward_pre_hooks.popitem()
-    assert torch.jit.script(model)(torch.ones(2, 64)).shape == (2, 64)
-    first.remove()
     step(model, torch.randn(8, 64))
+    assert calls == ["first", "last"]
     assert offload.stats().saved_bytes > 0
     offload.close()
 
