@@ -358,7 +358,7 @@ def test_torchs_own_keeps_results_where_no_hook_sees_them_and_statistics_say_so(
     )
     with pytest.warns(OffloadWarning, match="from tba.integrations.checkpoint import create_selective") as told:
         found, _ = _gradients(model, theirs, offload)
-    assert len(told) == 1
+    assert [each.category for each in told].count(OffloadWarning) == 1
     _gradients(model, theirs, offload)  # told once: a second warning would be an error
     assert_bit_equal(found, plain)
     stats = offload.stats()
