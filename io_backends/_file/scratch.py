@@ -2,14 +2,20 @@
 
 `O_TMPFILE` where the file system has it, else created and unlinked at once; mode 0600. Direct I/O where it works,
 found by trying (512, then 4096 bytes of alignment), else buffered.
+
+A process may run out of descriptors because of stores that nobody uses any more: dropped in a reference cycle, as
+models and trainers are, each keeps its file until the next garbage collection.
 """
 
 from __future__ import annotations
 
 import errno
+import gc
 import mmap
 import os
 import secrets
+import time
+from collections.abc import Iterator
 from contextlib import suppress
 from ctypes import addressof, c_char
 from typing import NamedTuple
@@ -21,6 +27,12 @@ _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 # What open(2) answers where a file system has no O_TMPFILE (EISDIR: kernels that do not know the flag).
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+
+
+# A dropped store's last worker closes the file, some moments after the collection. Seconds to wait before each look.
+_WAITS_S = (0.0, 0.001, 0.004, 0.016, 0.064, 0.256)
+_COLLECT_EVERY_S = 60.0  # where it was of no use
+_useless_s = float("-inf")  # when it last was
 
 
 class ScratchFile(NamedTuple):
@@ -54,6 +66,28 @@ def open_scratch(directory: str, syscalls: Syscalls, device: int | None = None) 
             raise StoreBroken(f"cannot make a scratch file in {directory!r}: {error}") from error
         raise
     return scratch
+
+
+def lacks_descriptors(error: BaseException) -> bool:
+    """Whether a file could not be opened because this process, or the system, has too many open."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def after_collection() -> Iterator[None]:
+    """Collect garbage, and go on a few times, while what that has dropped is being closed.
+
+    Finalisers run in it: hold no lock that they may want. It goes on not even once where a collection was of no use a
+    short while ago.
+    """
+    global _useless_s
+    if time.monotonic() - _useless_s < _COLLECT_EVERY_S:
+        return
+    for wait_s in _WAITS_S:
+        gc.collect()  # each time: what has a finaliser lets go of what it holds in the next one
+        time.sleep(wait_s)
+        yield
+    _useless_s = time.monotonic()
 
 
 def _name(device: int) -> str:

@@ -29,7 +29,7 @@ from .._errors import ShortTransfer, StoreBroken, StoreClosed, StoreFull
 from .._file import layout
 from .._file.layout import Piece
 from .._file.rate import RateLimit
-from .._file.scratch import ScratchFile, open_scratch
+from .._file.scratch import ScratchFile, after_collection, lacks_descriptors, open_scratch
 from .._file.space import Space, extent_of
 from .._file.syscalls import Pieces, Syscalls
 from .._store import Store
@@ -94,17 +94,37 @@ class FileStore(Store, Generic[File]):
         if file is None:
             if not self._closed:
                 self._workers.refuse()  # where all have died they have closed the file, for good
-            with self._lock:
-                file = self._file
-                if file is None and not self._closed:
-                    file = self._file = self._make()
-                    self._files.append(file)
-                    if self._closed:  # meanwhile, when there was nothing to close yet
-                        self._close_file()
-                        file = None
+            try:
+                file = self._open()
+            except StoreBroken as error:
+                if not lacks_descriptors(error):
+                    raise
+                file = self._open_after_collection(error)
             if file is None:
                 raise StoreClosed(f"the store on {str(self.directory)!r} is closed; make a new one")
         return file
+
+    def _open(self) -> File | None:
+        """Make the file, unless another thread has. None once closed."""
+        with self._lock:
+            file = self._file
+            if file is None and not self._closed:
+                file = self._file = self._make()
+                self._files.append(file)
+                if self._closed:  # meanwhile, when there was nothing to close yet
+                    self._close_file()
+                    file = None
+        return file
+
+    def _open_after_collection(self, failure: StoreBroken) -> File | None:
+        """Make the file as soon as a descriptor is free. Finalisers run here: without the lock. Raises `failure`."""
+        for _ in after_collection():
+            try:
+                return self._open()
+            except StoreBroken as error:
+                if not lacks_descriptors(error):
+                    raise
+        raise failure
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         return self._workers.submit(Ticket(buffer, None, self._write, on_done, before), urgent=False)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from io_backends import ForkAware, Store, interrupts
 
-from .._compress.calls import SavedBy
+from .._compress.calls import SavedBy, unclassed
 from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations
@@ -82,10 +82,8 @@ class Saver(ForkAware):
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
-        planner = self.planner
-        self.light = Light(
-            self.rest.possible and self.rest.counts, sizes(config), planner.depart if planner is not None else bool
-        )
+        departs = self.planner.depart if self.planner is not None else bool
+        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -103,11 +101,12 @@ class Saver(ForkAware):
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
+        frame = sys._getframe().f_back  # None on a thread of autograd's own
+        if frame is not None and frame.f_code.co_filename in SAVES_INPUTS and self._caches.look(frame):
+            with unclassed():  # others are computed from it
+                return self.pack(tensor)
         if self.light.on and (passed := self._pass(tensor)) is not None:
             return passed
-        frame = sys._getframe().f_back  # None on a thread of autograd's own
-        if frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
-            self._caches.look(frame)
         if dispatch_mode_count() or function_mode_count():  # asked here, as a context that does nothing costs as well
             with quiet():
                 return self._pack(tensor)

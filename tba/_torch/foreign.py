@@ -7,6 +7,7 @@ without, because hooks that come and go have compiled modules compiled again.
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from types import FrameType
 from typing import Any
@@ -25,6 +26,11 @@ from .user_frames import warn
 # Files of torch's Python functions through which checkpointing saves the input of a region (the second one's: 2.11).
 SAVES_INPUTS = frozenset(map(str, (checkpoint.__file__, function.__file__)))
 _CACHE: Any = getattr(checkpoint, "_CachedTorchDispatchMode", ())  # of torch's selective checkpointing
+# From 2.14 on it hands what it caches to hooks where this argument of `checkpoint` says so: an attribute of the
+# mode that fills the cache.
+_SWITCH = "respect_saved_tensors_hooks"
+_HAS_SWITCH = _SWITCH in inspect.signature(checkpoint.checkpoint).parameters
+_HANDS_OVER = "wrap"  # its function that does
 
 # Offloaders that people know, by the start of the module that has their hooks: what to delete.
 _LINES = {
@@ -78,26 +84,37 @@ class Foreign:
 
 
 class Caches:
-    """Counts what torch's selective checkpointing keeps: its policy's results lie in a cache that no hook is shown."""
+    """Has torch's selective checkpointing show our hooks its policy's results, or counts what its cache keeps of them.
+
+    Torch shows them from 2.14 on, and unless it is asked to, only says that it will later on. Where a program may edit
+    them, which the engine would refuse, the cache is left alone.
+    """
 
     def __init__(self, tier: str) -> None:
         self._found: list[weakref.ref[Any]] = []
         self._told = tier == "keep"
 
-    def look(self, frame: FrameType | None) -> None:
+    def look(self, frame: FrameType | None) -> bool:
         """Look, while the input of a region is saved, for the cache that its forward is about to fill.
 
         Args:
             frame: of one of `SAVES_INPUTS`, which calls the pack hook.
+
+        Returns:
+            Whether it is the cache that calls, with a result of its policy's.
         """
+        if frame is not None and frame.f_code.co_name == _HANDS_OVER:
+            return True
         while frame is not None and frame.f_code.co_filename in SAVES_INPUTS:
             mode = frame.f_locals.get("recompute_context")
             if isinstance(mode, _CACHE):
-                if not self._found or self._found[-1]() is not mode:
-                    self._found.append(weakref.ref(mode))
-                self._tell()
-                return
+                if not _shows(frame.f_locals.get("forward_context"), mode):
+                    if not self._found or self._found[-1]() is not mode:
+                        self._found.append(weakref.ref(mode))
+                    self._tell()
+                return False
             frame = frame.f_back
+        return False
 
     def count(self) -> int:
         """Count the bytes in the caches that have been filled since it was last called; backward empties them."""
@@ -110,8 +127,18 @@ class Caches:
     def _tell(self) -> None:
         if not self._told:
             self._told = True
+            how = f"leave out {_SWITCH}=False and allow_cache_entry_mutation=True, or " if _HAS_SWITCH else ""
             warn(
                 "torch's selective checkpointing keeps what its policy saves in a cache of its own, where no hook sees "
-                "it: that stays in memory. To store it as any other saved tensor, write `from "
+                f"it: that stays in memory. To store it as any other saved tensor, {how}write `from "
                 "tba.integrations.checkpoint import create_selective_checkpoint_contexts` and pass that to context_fn"
             )
+
+
+def _shows(filling: Any, cache: Any) -> bool:
+    """Whether hooks are shown what a cache gets; asked for here where the program leaves that open."""
+    if not _HAS_SWITCH or not hasattr(filling, _SWITCH):
+        return False
+    if getattr(filling, _SWITCH) is None and getattr(cache, "allow_cache_entry_mutation", None) is False:
+        setattr(filling, _SWITCH, True)
+    return bool(getattr(filling, _SWITCH))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.compiler import is_exporting
+from torch.jit import _recursive
 
-from .private import untraced
+from .private import not_compiled, untraced
 
 
 class ModelHook:
@@ -26,9 +29,23 @@ class ModelHook:
         self._action = action
         self._copied = copied
 
-    @untraced  # else attached models could not be compiled whole: their graph would break here
+    @not_compiled
     def __call__(self, *args: Any) -> None:
+        """Act, but not where the model is exported: what is traced there is to hold nothing of the hooks."""
+        if not is_exporting():
+            self._act(*args)
+
+    @untraced  # else attached models could not be compiled whole: their graph would break here
+    def _act(self, *args: Any) -> None:
         self._action(*args)
+
+    @property
+    def __name__(self) -> str:
+        """Raise AttributeError for a TorchScript whose `_without_hooks` is not called: it compiles a module's hooks."""
+        raise AttributeError(
+            "tba has a hook on this module, which torch.jit.script cannot compile: call close() on what `attach` "
+            "returned (or leave the `with` of an `offload_context`), and script the model then"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         if self._copied is not None:
@@ -39,6 +56,39 @@ class ModelHook:
         if self._copied is not None:
             self._copied()
         return functools.partial, (sys.audit, "tba.not_attached")
+
+
+@contextmanager
+def _none_on(model: nn.Module) -> Iterator[None]:
+    """Take our hooks off a model for a region, and put them back where they were among others."""
+    found = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    kept = [
+        (hooks, list(hooks.items())) for hooks in found if any(isinstance(hook, ModelHook) for hook in hooks.values())
+    ]
+    try:
+        for hooks, items in kept:
+            for number, hook in items:
+                if isinstance(hook, ModelHook):
+                    del hooks[number]
+        yield
+    finally:
+        for hooks, items in kept:
+            hooks.clear()
+            hooks.update(items)
+
+
+# Compiles a module and those in it, with their hooks; what it makes has none of ours.
+_script: Callable[..., Any] | None = getattr(_recursive, "create_script_module", None)
+
+
+def _without_hooks(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    assert _script is not None
+    with _none_on(model):
+        return _script(model, *args, **kwargs)
+
+
+if _script is not None:
+    _recursive.create_script_module = functools.wraps(_script)(_without_hooks)  # type: ignore[assignment]
 
 
 def not_attached(*_: Any) -> None:

@@ -87,6 +87,7 @@ shows_packed: bool = all(
 keeping_version: Callable[[Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 # Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
 untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
+_frames: Any = _optional("_dynamo.eval_frame")
 # Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
 # From 2.14 on it has no code: then no compiled graph is recognised, and what one saves moves as anything else.
@@ -108,6 +109,19 @@ def function_modes() -> list[Any]:
 def take_function_modes() -> list[Any]:
     """Take all torch-function modes off this thread's stack; lists them from the outermost."""
     return [_pop_function_mode() for _ in range(function_mode_count())][::-1]
+
+
+def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Have torch.compile leave a function alone, but for going into it from code that it compiles or exports.
+
+    Where torch has no such switch it does not go into it either (`untraced`).
+    """
+    try:
+        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+        _frames.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, TypeError):
+        return untraced(function)
+    return function
 
 
 def top_function_mode() -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import warnings
 import weakref
 from collections import Counter
@@ -28,6 +29,8 @@ BATCH, WIDTH, BLOCKS = 64, 64, 3
 PLAIN = nullcontext()
 HIDDEN_BYTES = BATCH * 4 * WIDTH * 4
 OUT_BYTES = BATCH * WIDTH * 4
+SWITCH = "respect_saved_tensors_hooks"  # of torch's checkpoint, from 2.14 on
+HAS_SWITCH = SWITCH in inspect.signature(checkpoint).parameters
 
 
 class Block(nn.Module):
@@ -343,15 +346,19 @@ def test_offload_policies_store_as_save_does(scratch: Path) -> None:
     offload.close()
 
 
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 @pytest.mark.parametrize("tier", ["nvme", "auto"])
 def test_torchs_own_keeps_results_where_no_hook_sees_them_and_statistics_say_so(scratch: Path, tier: str) -> None:
     model = _model()
     plain, _ = _gradients(model, None)
     offload = _engine(model, scratch, tier=tier)
-    theirs = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [ADDMM])
+    # Where torch could show it, a cache that the program may edit is left alone.
+    theirs = partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, [ADDMM], allow_cache_entry_mutation=HAS_SWITCH
+    )
     with pytest.warns(OffloadWarning, match="from tba.integrations.checkpoint import create_selective") as told:
         found, _ = _gradients(model, theirs, offload)
-    assert len(told) == 1
+    assert [each.category for each in told].count(OffloadWarning) == 1
     _gradients(model, theirs, offload)  # told once: a second warning would be an error
     assert_bit_equal(found, plain)
     stats = offload.stats()
