@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from .._torch.private import innermost
+from .generators import SHARED_GENERATORS
 from .holders import PLAIN, Holder, Reading, equal, version
-from .reach import SHARED_GENERATORS, Reach
+from .reach import Reach
 
 _GLOBAL_HOOKS = tuple(getattr(modules, name, None) for name in ("_global_forward_hooks", "_global_forward_pre_hooks"))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from contextvars import ContextVar
 from types import CellType
 from typing import Any
@@ -113,25 +112,24 @@ def _kind(held: dict[Any, Any]) -> Any:
 
 
 class Attributes(Dict):
-    """The attributes of an object, by its `__dict__`; `ours` tells which value the engine has put there itself."""
+    """The attributes of an object, by its `__dict__`, but for those named in `apart`."""
 
-    __slots__ = ("_ours",)
+    __slots__ = ("_apart",)
 
-    def __init__(self, of: dict[str, Any], name: str, ours: Callable[[Any], bool]) -> None:
+    def __init__(self, of: dict[str, Any], name: str, apart: tuple[str, ...] = ()) -> None:
         super().__init__(of, name)
-        self._ours = ours
+        self._apart = apart
 
     def read(self) -> Reading:
         held: dict[str, Any] = self.of
-        if "forward" in held and self._ours(held["forward"]):
-            held = {key: value for key, value in held.items() if key != "forward"}
+        if any(map(held.__contains__, self._apart)):
+            held = {name: value for name, value in held.items() if name not in self._apart}
         return (*held.keys(), *held.values())
 
     def write(self, reading: Reading) -> None:
-        forward = self.of.get("forward", MISSING)
+        kept = {name: self.of[name] for name in self._apart if name in self.of}
         super().write(reading)
-        if forward is not MISSING and self._ours(forward):
-            self.of["forward"] = forward
+        self.of.update(kept)
 
     def difference(self, one: Reading, other: Reading) -> str:
         half, others = len(one) // 2, len(other) // 2

@@ -15,8 +15,6 @@ from __future__ import annotations
 import array
 import builtins
 import gc
-import pickle
-import random
 import sys
 import threading
 import weakref
@@ -50,7 +48,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._torch.weights import is_parameter
 from .code import names_of
+from .generators import generator
 from .holders import (
     MISSING,
     PLAIN,
@@ -62,7 +62,6 @@ from .holders import (
     Context,
     Deque,
     Dict,
-    Generator,
     Global,
     Holder,
     List,
@@ -107,6 +106,14 @@ _PASSED = frozenset(
 def is_ours(value: Any) -> bool:
     """Whether a function is one that the engine puts into modules."""
     return type(value) is FunctionType and value.__code__.co_filename.startswith(OURS)
+
+
+def _is_weight(value: Any) -> bool:
+    return type(value) is Tensor and value._base is not None and is_parameter(value._base)
+
+
+def _weights(held: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(name for name, value in held.items() if _is_weight(value))
 
 
 class Reach:
@@ -223,11 +230,11 @@ class Reach:
             self._numbers(value, name, library)
         elif isinstance(value, threading.local):
             held = vars(value)  # this thread's
-            self._hold(Attributes(held, kind.__name__, is_ours))
+            self._hold(Attributes(held, kind.__name__))
             for key, each in held.items():
                 meet(each, key, library)
             self._class(kind)
-        elif (state := _generator(value, name)) is not None:
+        elif (state := generator(value, name)) is not None:
             self._hold(state)
         elif not Kind.of(kind).stateless:
             self._object(value, name, library=library)
@@ -243,7 +250,7 @@ class Reach:
     def _tensor(self, tensor: Tensor, name: str) -> None:
         if isinstance(tensor, nn.Parameter):
             self.weights.append(tensor)
-        else:
+        elif not _is_weight(tensor):
             self._hold(Tensors(tensor, name or "a tensor"))
         if getattr(tensor, "__dict__", None):
             self._meet(vars(tensor), name, False)
@@ -265,18 +272,31 @@ class Reach:
         within = library or Kind.of(kind).origin == "library"
         held = object.__getattribute__(value, "__dict__") if kind.__dictoffset__ else None
         if type(held) is dict:
-            self._hold(Attributes(held, kind.__name__, is_ours))
-            is_module = isinstance(value, nn.Module)
-            for key, each in held.items():
-                if is_module and (key in _OTHER_HOOKS or (block and key in _HOOKS) or is_ours(each)):
-                    continue
-                self._meet(each, key if type(key) is str else "", within)
+            self._attributes(held, kind.__name__, within, module=isinstance(value, nn.Module), block=block)
         if slots := Kind.of(kind).slots:
             holder = Slots((value, slots), kind.__name__)
             self._hold(holder)
             for each, slot in zip(holder.read(), slots, strict=True):
                 self._meet(each, slot.__name__, within)
         self._class(kind)
+
+    def _attributes(self, held: dict[str, Any], name: str, library: bool, *, module: bool, block: bool) -> None:
+        if not module:
+            self._hold(Attributes(held, name))
+            for key, each in held.items():
+                self._meet(each, key if type(key) is str else "", library)
+            return
+        # A forward that the engine has put there, and views that FSDP gathers anew, are not the program's.
+        self._hold(Attributes(held, name, ("forward", *_weights(held))))
+        parameters = held.get("_parameters")
+        if type(parameters) is dict and id(parameters) not in self._seen:
+            self._seen[id(parameters)] = parameters
+            self._hold(Attributes(parameters, name, _weights(parameters)))
+            for each in parameters.values():
+                self._meet(each, "", library)
+        for key, each in held.items():
+            if not (key in _OTHER_HOOKS or (block and key in _HOOKS) or is_ours(each)):
+                self._meet(each, key, library)
 
     def _class(self, kind: type) -> None:
         for each in kind.__mro__:
@@ -372,26 +392,3 @@ def _functions(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (partialmethod, cached_property)):
         return (value.func,)
     return ()
-
-
-# The generators that a program shares and no recomputation restores; both live as long as the process.
-SHARED_GENERATORS: tuple[Any, ...] = (random.random.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
-_SHARED = dict(zip(map(id, SHARED_GENERATORS), ("Python's random numbers", "NumPy's random numbers"), strict=True))
-
-
-def _generator(value: Any, name: str) -> Holder | None:
-    """Make the holder of a generator of random numbers."""
-    label = _SHARED.get(id(value)) or name or type(value).__name__
-    if isinstance(value, random.SystemRandom):
-        return None
-    if isinstance(value, random.Random):
-        kind = random.Random
-        return Generator((partial(kind.getstate, value), partial(kind.setstate, value), lambda state: state), label)
-    if isinstance(value, torch.Generator):
-        return Generator((value.get_state, value.set_state, lambda state: state.numpy().tobytes()), label)
-    if isinstance(value, np.random.RandomState):
-        return Generator((value.get_state, value.set_state, pickle.dumps), label)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return Generator((lambda: bits.state, partial(setattr, bits, "state"), pickle.dumps), label)
-    return None
