@@ -30,15 +30,18 @@ from ._stats import OffloadStats, TraceEvent
 from ._text import check_page, size
 from ._torch import private
 from ._torch.foreign import Foreign
-from ._torch.hook_stack import Pair, clear_dead, hint, lifted, owners
+from ._torch.hook_stack import Pair, bare, clear_dead, hint, lifted, owners
 from ._torch.module_hooks import tie
 from ._transfer import build
+
+_NOT_ENTERED = "not entered"
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.pairs: list[Pair] = []  # one for each entry of the context on this thread
-        self.forwards: list[Pair | None] = []  # of the model: the entry it has made, None where it made none
+        # One for each entry of the context on this thread; None for one in the midst of the engine's own code.
+        self.pairs: list[Pair | None] = []
+        self.forwards: list[Pair | str | None] = []  # of the model: the entry it has made, or `_NOT_ENTERED`
 
 
 class Offloader:
@@ -67,12 +70,30 @@ class Offloader:
         self._directories = build.directories(self.config) if store is None else ()
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         made = partial(build.open_store, self.config, self._directories)
-        self._saver = Saver(self.config, weak_model, made if store is None else lambda _: store)
-        self._saver.heed_forks()
-        self._saved_by = self._saver.mode()
+        self._open_store: Callable[[bool], Store] = made if store is None else lambda _: store
+        self._take(Saver(self.config, weak_model, self._open_store))
+        self._torn: list[weakref.ref[Saver]] = []  # engines before this one, which graphs may still have
         self._per_thread = _PerThread()
-        self._foreign = Foreign(self._saver.pack)
         self._untie: Callable[[], None] | None = None
+
+    def _take(self, saver: Saver) -> None:
+        """Have an engine do the work."""
+        saver.heed_forks()
+        self._saved_by, self._foreign = saver.mode(), Foreign(saver.pack)
+        self._saver = saver
+
+    def _replace(self) -> None:
+        """Make another engine in place of one that is torn; graphs keep that, and it keeps its store."""
+        torn = self._saver
+        if self._saved_by is not None:
+            self._saved_by.remove()
+        if self._store is not None:
+            torn.mover.hand_on()
+        torn.mover.allowance.close()
+        self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
+        self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
+        if self.tied:
+            self._saver.tie()
 
     @property
     def closed(self) -> bool:
@@ -94,6 +115,8 @@ class Offloader:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
         self._enter(None)
+        if interrupts.pending:
+            _ = [*interrupts.again]
         return self
 
     def __exit__(
@@ -103,11 +126,18 @@ class Offloader:
         hint(error)
         if kind is None and not self.entered:
             self._saver.tell_if_idle()
+        if interrupts.kept:
+            interrupts.throw()
         if interrupts.pending:
-            interrupts.deliver()
+            _ = [*interrupts.again]
 
-    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
-        """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
+    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
+        """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
+        if self._saver.came_back():
+            self._per_thread.pairs.append(None)
+            return None
+        if self._saver.torn and not self.entered:
+            self._replace()
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
         pair.armed = interrupts.arm()
@@ -129,9 +159,6 @@ class Offloader:
             elif pair.armed:
                 interrupts.disarm()
             raise
-        if interrupts.waiting():
-            self._leave(failed=True)
-            interrupts.deliver()
         return pair
 
     def _inside_another(self) -> Offloader | None:
@@ -156,15 +183,19 @@ class Offloader:
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
         pair = self._per_thread.pairs.pop()
-        packed = pair.pushed
+        if pair is None:
+            return
+        packed, saver = pair.pushed, self._saver
         try:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
-            self._saver.leave(failed=failed, packed=packed, inside=self.entered)
+            if saver.torn:
+                return  # what it had to do for the next step is the next engine's
+            saver.leave(failed=failed, packed=packed, inside=self.entered)
             if (foreign := self._foreign.end()) is not None:
-                self._saver.tell_of_foreign(foreign)
-            self._foreign.suspect(packed and self._saver.nothing_came)
+                saver.tell_of_foreign(foreign)
+            self._foreign.suspect(packed and saver.nothing_came)
         finally:
             if pair.armed:
                 interrupts.disarm()
@@ -276,9 +307,12 @@ class Offloader:
         if untie is not None:
             untie()
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
-                if self._per_thread.forwards.pop() is not None:
+                if self._per_thread.forwards.pop() is not _NOT_ENTERED:
                     self._leave(failed=True)
         self._saver.close(self._store)
+        for torn in filter(None, [each() for each in self._torn]):
+            if torn.stop():
+                torn.close(None)
 
 
 def _enter(
@@ -287,7 +321,7 @@ def _enter(
     offloader = weak()
     if offloader is not None and not offloader.closed:
         enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
-        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else None)
+        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else _NOT_ENTERED)
         if enters:
             _begin_forward(weak, args, kwargs)
 
@@ -295,13 +329,13 @@ def _enter(
 def _leave(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
     if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
-        if offloader._per_thread.forwards.pop() is None:
+        if offloader._per_thread.forwards.pop() is _NOT_ENTERED:
             return
         error = sys.exc_info()[1]  # of the forward: its closing hooks run while it is raised
         offloader._leave(failed=error is not None)
         hint(error)
-        if interrupts.pending:
-            interrupts.deliver()
+        if interrupts.kept and error is None:  # else torch would leave ours out: whoever leaves next raises it
+            interrupts.throw()
 
 
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -315,6 +349,8 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     ):
         return
     pair, saver = offloader._per_thread.pairs[-1], offloader._saver
+    if pair is None or saver.torn:
+        return
     if pair.pushed:
         saver.end_packing(step_over=True)
     if saver.begin_forward(args, kwargs):
@@ -349,4 +385,4 @@ def _no_model() -> None:
 
 
 # A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.
-interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"))
+interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"), apart=bare)

@@ -165,7 +165,7 @@ class Derivations:
 
         None if no comparison is under way, or if the bytes are not in memory and have to be read as usual.
         """
-        if self._comparing != threading.get_ident():
+        if not self.compares_here:
             self._made = None
             return None
         if record.state is DERIVED:
@@ -178,6 +178,11 @@ class Derivations:
         tensor = restore(record, view)
         record.keep_decoded(*decoded or (None,))
         return tensor
+
+    @property
+    def compares_here(self) -> bool:
+        """Whether a comparison is under way on this thread, which asks for tensors with the lock held."""
+        return self._comparing == threading.get_ident()
 
     def end_step(self, next_number: int) -> None:
         """End a step: the places of the next one count from `next_number`."""

@@ -40,3 +40,5 @@ def _ended() -> None:
     if _armed and interrupts.on_main_thread():
         _armed = False
         interrupts.disarm()
+    if interrupts.pending:
+        _ = [*interrupts.again]

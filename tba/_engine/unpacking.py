@@ -21,8 +21,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from io_backends import interrupts
-
 from .._derive.derivations import again
 from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
 from .._record.restore import restore
@@ -112,10 +110,6 @@ class Unpacking:
             mover.await_read(record)
             with self._lock:
                 tensor = self._give(record, view, task, to_code)
-        if mover.ended:
-            mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
         return tensor
 
     def passed(self, task: int) -> None:
@@ -130,8 +124,6 @@ class Unpacking:
             self._passing.asked(task)
         if mover.ended:
             mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
 
     def _give(self, record: Record, view: View, task: int, to_code: bool) -> Tensor | None:
         """Return the tensor if the record is in memory; else its read is under way, and None is returned."""

@@ -13,10 +13,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from io_backends import interrupts
 
 from . import private
 from .user_frames import warn
@@ -187,6 +190,8 @@ def _depth(model: weakref.ref[nn.Module]) -> int:
 
 
 _CALL = nn.Module._call_impl.__code__
+# Where it calls closing hooks for a forward that has raised, it takes what they raise for theirs.
+interrupts.takes_errors(_CALL)
 
 
 @contextmanager
@@ -203,6 +208,27 @@ def lifted(pack: Pack) -> Iterator[None]:
     _ours.lifted += 1
     try:
         yield
+    finally:
+        _ours.lifted -= 1
+        for pair in reversed(removed):
+            private.push_hooks(*pair)
+
+
+@contextmanager
+def bare(in_hook: bool) -> Iterator[None]:
+    """Take all hooks off this thread's stack, ours and those of others, for a region: a signal's handler runs in it.
+
+    It is none of what the hooks are for: a block that runs twice saves the same tensors each time. `in_hook`: it is
+    called from within a hook, where autograd records nothing; there it does.
+    """
+    removed = []
+    while private.hooks_are_enabled() and (top := private.top_hooks(True)) is not None:
+        private.pop_hooks()
+        removed.append(top)
+    _ours.lifted += 1
+    try:
+        with torch.enable_grad() if in_hook else nullcontext():
+            yield
     finally:
         _ours.lifted -= 1
         for pair in reversed(removed):

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from io_backends import interrupts
+
 from .private import untraced
 
 
@@ -29,6 +31,8 @@ class ModelHook:
     @untraced  # else attached models could not be compiled whole: their graph would break here
     def __call__(self, *args: Any) -> None:
         self._action(*args)
+        if interrupts.pending:
+            _ = [*interrupts.again]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         if self._copied is not None:

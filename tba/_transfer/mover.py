@@ -24,6 +24,8 @@ Where a hook and a worker meet, three interleavings are guarded against:
 
 from __future__ import annotations
 
+import mmap
+import sys
 import threading
 import time
 import weakref
@@ -31,8 +33,9 @@ from collections import deque
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from io_backends import Store, StoreError, Ticket, interrupts
+from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
 from .._memory import limits as _limits
 from .._memory import streams
@@ -71,7 +74,9 @@ class Mover:
         self.failures = Failures(counters, limits.timeout_s)
         self.landing = Landing(counters, self.failures)
         self.closed = False
+        self.torn = False  # what is counted here is not to be relied on: nothing lands any more
         self.store: Store | None = None
+        self._store_goes: weakref.finalize[[], Mover] | None = None
         self._open_store = open_store
         self.memory = memory
         self._buffers = Buffers(memory)
@@ -109,14 +114,18 @@ class Mover:
             return MOVED
         if not self.allowance.take(nbytes):
             return policy.DECLINED
+        traced = sys.gettrace()
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
                 self.store = self._open_store(record.stream is not None)
-                weakref.finalize(self, self.store.abandon).atexit = False
+                self._store_goes = weakref.finalize(self, self.store.abandon)
+                self._store_goes.atexit = False
             buffer, arrived = self._buffers.out(record, alias, self.store)
             ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
+            if sys.gettrace() is not traced:  # it has raised this: the interpreter takes it off then
+                raise
             self.allowance.give_back(nbytes)
             self.failures.not_queued(error)
             return policy.NOT_WRITTEN
@@ -145,7 +154,7 @@ class Mover:
 
     def catch_up(self) -> None:
         """Land what has ended while others held the lock. Call it after letting go of the lock."""
-        while self.ended and self.lock.acquire(blocking=False):
+        while self.ended and not self.torn and self.lock.acquire(blocking=False):
             try:
                 self.land()
             finally:
@@ -153,7 +162,7 @@ class Mover:
 
     def land(self) -> None:
         """Give back the memory of what has been written."""
-        while self.ended:
+        while self.ended and not self.torn:
             ticket = self.ended.popleft()
             reference = self._in_flight.pop(ticket)
             self.staging.land(ticket.nbytes)
@@ -180,9 +189,8 @@ class Mover:
     def await_writes(self, where: str) -> None:
         """Wait until no write is under way. Raises StalledError, which names `where`, once none has ended for long."""
         while not self.staging.wait_until_idle():
-            if not interrupts.waiting():
-                raise self.failures.not_flushed(where)
-            interrupts.deliver()
+            interrupts.throw()
+            raise self.failures.not_flushed(where)
 
     def discard(self, ticket: Ticket) -> None:
         """Free the place in the store of a dead record."""
@@ -211,12 +219,33 @@ class Mover:
             self.counters.read_bytes += record.nbytes
             self._buffers.restore(record, streams.host_bytes(there.owner))
             return
+        traced = sys.gettrace()
         try:
             view, buffer, ready, before = self._buffers.back(record, self.store, there)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
+            if sys.gettrace() is not traced:
+                raise
             raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
+
+    def read_apart(self, record: Record) -> Tensor:
+        """Read a stored record again, flat into memory of its own, with nothing counted or changed. It waits.
+
+        Without the lock, or with it: nothing here is shared but the store. Raises ClosedError, TransferError.
+        """
+        store, ticket = self.store, record.write
+        location = None if ticket is None else ticket.location
+        if self.closed or store is None or location is None:
+            raise self.failures.closed(record)
+        if (there := store.resident(location)) is not None:
+            return streams.host_bytes(there.owner)
+        try:
+            view, buffer = BufferPool(max(store.alignment, mmap.PAGESIZE)).lease(record.nbytes, location.skew)
+            store.read(location, buffer).wait(self.limits.timeout_s)
+        except (StoreError, OSError, MemoryError) as error:
+            raise self.failures.unreadable(record, error) from error
+        return streams.host_bytes(view)
 
     def await_read(self, record: Record) -> None:
         """Wait for a record's read, however late, without the lock. Raises StalledError."""
@@ -287,6 +316,15 @@ class Mover:
         self.staging.land(ticket.nbytes)
         self.allowance.give_back(ticket.nbytes)
         return True
+
+    def tear(self) -> None:
+        """Land nothing any more: an exception that nobody expected has come in the midst of a change."""
+        self.torn = True
+
+    def hand_on(self) -> None:
+        """Leave the store to another engine: it does not end with this one."""
+        if self._store_goes is not None:
+            self._store_goes.detach()
 
     def stop(self) -> None:
         """Move nothing any more: the store is about to be closed, by its owner."""
