@@ -137,7 +137,7 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         finally:
             if armed:
-                disarm()
+                disarm(leaves=False)
             if kept:
                 throw()
             if pending:
@@ -168,8 +168,11 @@ def arm() -> bool:
     return True
 
 
-def disarm() -> None:
-    """Give the program its handlers back, once `disarm` was called as often as `arm`. Nothing off the main thread."""
+def disarm(*, leaves: bool = True) -> None:
+    """Give the program its handlers back, once `disarm` was called as often as `arm`. Nothing off the main thread.
+
+    If the caller `leaves` protected code with it, what is pending strikes at once.
+    """
     global _armed
     if not on_main_thread() or not _armed:
         return
@@ -178,6 +181,8 @@ def disarm() -> None:
         for number, handler in zip(reversed(_SIGNALS), map(_get, reversed(_SIGNALS)), strict=True):
             if type(handler) is _Front:
                 _set(number, handler.program)
+        if leaves and pending:
+            _ = [*again]
 
 
 def look() -> None:
@@ -206,8 +211,14 @@ def waiting() -> bool:
 
 def throw() -> None:
     """Raise what a handler has raised in a wait. For whoever leaves protected code."""
-    if waiting():
-        raise kept.pop(0)
+    if not waiting():
+        return
+    error = kept.pop(0)
+    context = error.__context__
+    try:
+        raise error
+    finally:
+        error.__context__ = context  # not the error by which the wait has ended, if that is being handled
 
 
 def is_foreign(error: BaseException) -> bool:

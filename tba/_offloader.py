@@ -157,7 +157,7 @@ class Offloader:
             if self._per_thread.pairs[-1:] == [pair]:
                 self._leave(failed=True)
             elif pair.armed:
-                interrupts.disarm()
+                interrupts.disarm(leaves=False)
             raise
         return pair
 
@@ -198,7 +198,7 @@ class Offloader:
             self._foreign.suspect(packed and saver.nothing_came)
         finally:
             if pair.armed:
-                interrupts.disarm()
+                interrupts.disarm(leaves=False)
             backward.look()
 
     def _forget(self, pair: Pair) -> None:
@@ -211,7 +211,7 @@ class Offloader:
         self._foreign.end()
         self._saver.leave(failed=True, packed=True, inside=self.entered)
         if pair.armed:
-            interrupts.disarm()
+            interrupts.disarm(leaves=False)
 
     def stats(self) -> OffloadStats:
         """Take a snapshot of what was moved since the start."""
@@ -284,6 +284,7 @@ class Offloader:
         """Whether the model's forward enters and leaves (`attach`)."""
         return self._untie is not None
 
+    @interrupts.whole
     def tie_to(self, model: nn.Module) -> None:
         """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
         clear_dead()
@@ -384,5 +385,6 @@ def _no_model() -> None:
     """Return None, the model of an Offloader without one."""
 
 
-# A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.
-interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"), apart=bare)
+# No signal tears anything here. It may strike in what runs a program's code: the command line, an audit, integrations.
+_RUN_PROGRAMS = ("cli", "_audit", "_forecast", "integrations/megatron", "integrations/transformers")
+interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS, apart=bare)

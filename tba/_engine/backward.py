@@ -24,7 +24,7 @@ def begins(number: int) -> None:
     if number == -1 or not interrupts.on_main_thread():
         return
     if _armed:  # of one that failed; the program may have set another handler since
-        interrupts.disarm()
+        interrupts.disarm(leaves=False)
     _armed = interrupts.arm()
     Variable._execution_engine.queue_callback(_ended)
 
@@ -39,6 +39,6 @@ def _ended() -> None:
     global _armed
     if _armed and interrupts.on_main_thread():
         _armed = False
-        interrupts.disarm()
+        interrupts.disarm(leaves=False)
     if interrupts.pending:
         _ = [*interrupts.again]

@@ -60,6 +60,7 @@ def tie(
     `copied()` is called ahead of a copy or pickle of the model: a KeyboardInterrupt may have ended its forward, after
     which nobody calls `leave`. Returns a function that removes the hooks.
     """
+    ModelHook(lambda: None)()  # the first that is called imports a part of torch, in whose midst no handler is to run
     before = ModelHook(lambda _, args, kwargs: enter(args, kwargs), copied)
     first = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)
