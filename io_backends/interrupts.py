@@ -41,12 +41,14 @@ nothing, is left where it is: the interpreter writes to its descriptor each time
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
 import os
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -67,6 +69,7 @@ _ASYNCIO = "asyncio.unix_events"
 _get: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _set: Callable[[int, Handler], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
+tracer: Callable[[], object] = sys.gettrace  # gives what traces this thread, for `pass_on`
 _trip: Callable[[int], None] = getattr(_thread, "interrupt_main")  # noqa: B009  # its stub knows an enum only
 
 pending: deque[int] = deque()  # the numbers of signals that are still to strike again
@@ -77,6 +80,7 @@ _unprotected: tuple[str, ...] = ()  # the same of exceptions
 _lets_through: set[CodeType] = set()
 _takes_errors: set[CodeType] = set()
 _apart: Callable[[bool], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]  # with a bool in it
+_beside = ""
 _armed = 0
 
 
@@ -99,17 +103,19 @@ def protect(
     *,
     but: tuple[str, ...] = (),
     apart: Callable[[bool], AbstractContextManager[None]] | None = None,
+    beside: str | None = None,
 ) -> None:
     """Protect the code in a package's folder, but for what begins with one of the paths `but` in it.
 
     Args:
+        beside: a file of PyTorch's which works for the package: protected too, with what it calls of PyTorch's.
         apart: makes what a handler runs in that is called while a function of the package is on the stack: in code of
             the program that it calls (False), or in a wait (True).
     """
-    global _protected, _unprotected, _apart
+    global _protected, _unprotected, _apart, _beside
     _protected = (*_protected, os.path.join(package, ""))
     _unprotected = (*_unprotected, *(os.path.join(package, path) for path in but))
-    _apart = apart or _apart
+    _apart, _beside = apart or _apart, beside or _beside
 
 
 def lets_through(function: Callable[P, R]) -> Callable[P, R]:
@@ -185,6 +191,12 @@ def disarm(*, leaves: bool = True) -> None:
             _ = [*again]
 
 
+def reset() -> None:
+    """Give the program its handlers back, however often `arm` was called: some `disarm` was torn off."""
+    while _armed and on_main_thread():
+        disarm(leaves=False)
+
+
 def look() -> None:
     """In a wait that lasts: call the program's handlers for pending signals. Does nothing off the main thread.
 
@@ -221,6 +233,15 @@ def throw() -> None:
         error.__context__ = context  # not the error by which the wait has ended, if that is being handled
 
 
+def pass_on(error: BaseException, tracer: object) -> None:
+    """Raise an error again if a trace function has raised it, where one of PyTorch's or a store's is expected.
+
+    The interpreter takes a trace function off that raises, so it is not the `tracer` of before then.
+    """
+    if sys.gettrace() is not tracer:
+        raise error
+
+
 def is_foreign(error: BaseException) -> bool:
     """Whether an error was raised by code that we do not call, such as a trace function, to tell it from our own.
 
@@ -237,8 +258,10 @@ def is_foreign(error: BaseException) -> bool:
 
 @functools.cache
 def _known_files() -> tuple[str, ...]:
-    beside = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy", "threading"))
-    return tuple(os.path.dirname(file) for file in beside if file)
+    """The folders and files of what we call."""
+    folders = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy"))
+    files = (contextlib.__file__, threading.__file__, weakref.__file__, functools.__file__)
+    return (*files, *(os.path.join(os.path.dirname(file), "") for file in folders if file))
 
 
 def _acts(handler: Any) -> bool:
@@ -281,6 +304,8 @@ def _stands(frame: FrameType | None) -> tuple[bool, bool]:
     innermost = frame
     if frame is not None and frame.f_code in _takes_errors and sys.exc_info()[0] is not None:
         return True, False
+    if _works_beside(frame):
+        return True, False
     through = False
     while frame is not None:
         code = frame.f_code
@@ -291,6 +316,17 @@ def _stands(frame: FrameType | None) -> tuple[bool, bool]:
             through = True
         frame = frame.f_back
     return False, through
+
+
+def _works_beside(frame: FrameType | None) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _beside:
+            return True
+        if not file.startswith(_known_files()):
+            return False
+        frame = frame.f_back
+    return False
 
 
 protect(os.path.dirname(__file__))

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from io_backends import Store, interrupts
 
@@ -91,6 +92,10 @@ class Offloader:
             torn.mover.hand_on()
         torn.mover.allowance.close()
         self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
+        if torn.planner is not None:
+            torn.planner.end_forward()
+        if not owners():
+            backward.reset()
         self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
         if self.tied:
             self._saver.tie()
@@ -140,8 +145,8 @@ class Offloader:
             self._replace()
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
-        pair.armed = interrupts.arm()
         try:
+            pair.armed = interrupts.arm()
             if self._inside_another():
                 clear_dead(forward)  # its forward may have ended in an interrupt
                 if (other := self._inside_another()) is not None:
@@ -153,13 +158,25 @@ class Offloader:
                 pair.mode_below = private.top_function_mode()
                 self._saved_by.__enter__()
             self._watch(pair, forward)
-        except BaseException:
-            if self._per_thread.pairs[-1:] == [pair]:
-                self._leave(failed=True)
-            elif pair.armed:
+        except BaseException as error:
+            entered = pair in self._per_thread.pairs
+            self._undo(pair)
+            if pair.armed:
                 interrupts.disarm(leaves=False)
+            saver.left_by(error)
+            if entered and not saver.torn:
+                saver.leave(failed=True, packed=False, inside=self.entered)
             raise
         return pair
+
+    def _undo(self, pair: Pair) -> None:
+        """Leave for good what an error has broken off in the midst of being entered or left."""
+        if self._saved_by is not None:
+            private.take_function_mode(self._saved_by, pair.mode_below)
+        if pair in self._per_thread.pairs:
+            self._per_thread.pairs.remove(pair)
+        pair.pop()
+        self._foreign.end()
 
     def _inside_another(self) -> Offloader | None:
         """Return an Offloader of the same model with other settings that is entered on this thread, if there is one."""
@@ -196,10 +213,16 @@ class Offloader:
             if (foreign := self._foreign.end()) is not None:
                 saver.tell_of_foreign(foreign)
             self._foreign.suspect(packed and saver.nothing_came)
+        except BaseException as error:
+            self._undo(pair)
+            saver.left_by(error)
+            raise
         finally:
+            backward.look()
+            if packed and not failed and saver.expects:
+                backward.expect()
             if pair.armed:
                 interrupts.disarm(leaves=False)
-            backward.look()
 
     def _forget(self, pair: Pair) -> None:
         """Forget a pair whose forward has ended in a KeyboardInterrupt; it is off the stack."""
@@ -302,6 +325,7 @@ class Offloader:
         """
         if not self._saver.stop():
             return
+        backward.look()
         if self._saved_by is not None:
             self._saved_by.remove()
         untie, self._untie = self._untie, None
@@ -387,4 +411,4 @@ def _no_model() -> None:
 
 # No signal tears anything here. It may strike in what runs a program's code: the command line, an audit, integrations.
 _RUN_PROGRAMS = ("cli", "_audit", "_forecast", "integrations/megatron", "integrations/transformers")
-interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS, apart=bare)
+interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS, apart=bare, beside=checkpoint.__file__)

@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from io_backends import interrupts
+
 from .._errors import OffloadError
 from .._memory import streams
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
@@ -105,7 +107,7 @@ class Derivations:
             return False
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
-        begun_s = time.perf_counter()
+        begun_s, tracer = time.perf_counter(), interrupts.tracer()
         try:
             with streams.on(record.stream):
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
@@ -117,7 +119,8 @@ class Derivations:
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
-        except RuntimeError:  # an operand was edited, is too large for a copy, or its operator was run in place
+        except RuntimeError as error:  # an operand was edited, is too large for a copy, or run in place
+            interrupts.pass_on(error, tracer)
             differs = True
         finally:
             self._comparing = 0

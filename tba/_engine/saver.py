@@ -51,6 +51,7 @@ from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
+from . import backward
 from .auto.light import Light
 from .auto.passing import Passing
 from .auto.planner import Planner
@@ -135,7 +136,7 @@ class Saver(ForkAware):
             if interrupts.kept:
                 interrupts.throw()
         except BaseException as error:
-            self._left_by(error)
+            self.left_by(error)
             raise
         if interrupts.pending:
             _ = [*interrupts.again]
@@ -213,8 +214,10 @@ class Saver(ForkAware):
         if type(first) is not Record:
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
-            if not self.steps.backward_seen and current_graph_task_id() != -1:
+            if not self.steps.backward_seen and (task := current_graph_task_id()) != -1:
                 self.steps.backward_seen = True
+                if task != backward.task:
+                    backward.begins(task)
             if self.light.course is not None and not self.came_back():
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
@@ -237,7 +240,7 @@ class Saver(ForkAware):
             if interrupts.kept:
                 interrupts.throw()
         except BaseException as error:
-            self._left_by(error)
+            self.left_by(error)
             raise
         return tensor  # a pending signal strikes where backward has ended: nothing of the program runs before
 
@@ -251,10 +254,10 @@ class Saver(ForkAware):
                 with quiet():
                     self._unpacking.passed(task)
             except BaseException as error:
-                self._left_by(error)
+                self.left_by(error)
                 raise
 
-    def _left_by(self, error: BaseException) -> None:
+    def left_by(self, error: BaseException) -> None:
         """Tell what becomes of the engine that an error leaves. Raises instead what a handler has raised in a wait."""
         interrupts.throw()
         if self.came_back():  # the call around this one is told of it too
@@ -271,6 +274,11 @@ class Saver(ForkAware):
     def closed(self) -> bool:
         """Whether `stop` was called: nothing is moved any more."""
         return self.mover.closed
+
+    @property
+    def expects(self) -> bool:
+        """Whether something has been saved whose backward is still to come."""
+        return self.steps.open and not self.steps.backward_seen and not self.torn
 
     @property
     def nothing_came(self) -> bool:
@@ -398,7 +406,7 @@ class Saver(ForkAware):
             with self.lock:
                 yield
         except BaseException as error:
-            self._left_by(error)
+            self.left_by(error)
             raise
         finally:
             self.mover.catch_up()

@@ -75,13 +75,12 @@ class Pair:
 
     def push(self) -> None:
         """Make its hooks the innermost. Inside torch's `disable_saved_tensors_hooks` it only warns."""
+        self.pushed = True  # ahead of it: `pop` finds out what is there
         try:
             private.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
-            self._refused = True
+            self.pushed, self._refused = False, True
             warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
-            return
-        self.pushed = True
 
     def push_late(self) -> bool:
         """Push its hooks after all, if the stack is then as if they had been pushed at the entry.
@@ -105,12 +104,15 @@ class Pair:
             self.pushed = False
 
     def pop(self) -> None:
-        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there."""
-        _ours.pairs.remove(self)
+        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there.
+
+        May be called again, where the first call was broken off.
+        """
+        if self in _ours.pairs:
+            _ours.pairs.remove(self)
         self.unwatch()
         if not self.pushed:
             return
-        self.pushed = False
         above = []
         while (top := private.top_hooks(True)) is not None:
             private.pop_hooks()
@@ -119,6 +121,7 @@ class Pair:
             above.append(top)
         for pair in reversed(above):
             private.push_hooks(*pair)
+        self.pushed = False
 
     def _is_innermost(self) -> bool:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)

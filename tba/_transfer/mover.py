@@ -25,7 +25,6 @@ Where a hook and a worker meet, three interleavings are guarded against:
 from __future__ import annotations
 
 import mmap
-import sys
 import threading
 import time
 import weakref
@@ -114,7 +113,7 @@ class Mover:
             return MOVED
         if not self.allowance.take(nbytes):
             return policy.DECLINED
-        traced = sys.gettrace()
+        tracer = interrupts.tracer()
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
@@ -124,8 +123,7 @@ class Mover:
             buffer, arrived = self._buffers.out(record, alias, self.store)
             ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
-            if sys.gettrace() is not traced:  # it has raised this: the interpreter takes it off then
-                raise
+            interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
             self.failures.not_queued(error)
             return policy.NOT_WRITTEN
@@ -219,13 +217,12 @@ class Mover:
             self.counters.read_bytes += record.nbytes
             self._buffers.restore(record, streams.host_bytes(there.owner))
             return
-        traced = sys.gettrace()
+        tracer = interrupts.tracer()
         try:
             view, buffer, ready, before = self._buffers.back(record, self.store, there)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
-            if sys.gettrace() is not traced:
-                raise
+            interrupts.pass_on(error, tracer)
             raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
 

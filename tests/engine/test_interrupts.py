@@ -229,17 +229,15 @@ def test_code_that_takes_errors_for_its_own_is_not_interrupted_within_others(pro
     inner = interrupts.lets_through(protected("def f(strike):\n    strike()"))
     noted: list[int] = []
     f = protected("def f(inner, strike):\n    inner(strike)\n    return len(interrupts.pending)", inner=inner)
-    with _armed():
-        with pytest.raises(KeyboardInterrupt):
-            _wait_after(lambda: noted.append(f(inner, _strike)))
+    with _armed(), pytest.raises(KeyboardInterrupt):
+        _wait_after(lambda: noted.append(f(inner, _strike)))
     assert noted == [1]
 
 
 def test_a_signal_that_nobody_has_strike_again_does_by_itself(protected: Any) -> None:
     f = protected("def f(strike):\n    strike()")
-    with _armed():
-        with pytest.raises(KeyboardInterrupt):
-            _wait_after(lambda: f(_strike))
+    with _armed(), pytest.raises(KeyboardInterrupt):
+        _wait_after(lambda: f(_strike))
 
 
 def _wait_after(call: Callable[[], object]) -> None:
