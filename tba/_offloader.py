@@ -192,10 +192,12 @@ class Offloader:
         if pair.pushed:
             self._foreign.watch(model)
         if model is not None and forward is None and self._saver.watches and len(self._per_thread.pairs) == 1:
-            with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
-                weak = weakref.ref(self)
-                end = partial(_end_forward, weak)
+            weak, tracer = weakref.ref(self), interrupts.tracer()
+            end = partial(_end_forward, weak)
+            try:
                 pair.unwatch = tie(model, partial(_begin_forward, weak), end, end)
+            except RuntimeError as error:  # a ScriptModule takes no hook that sees keyword arguments: it never rests
+                interrupts.pass_on(error, tracer)
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""

@@ -30,6 +30,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -75,7 +76,11 @@ class Mover:
         self.closed = False
         self.torn = False  # what is counted here is not to be relied on: nothing lands any more
         self.store: Store | None = None
-        self._store_goes: weakref.finalize[[], Mover] | None = None
+        # What a store has in its queues keeps no mover, nor a mover its store, once nobody else has it.
+        self._on_written = partial(_written, weakref.ref(self))
+        self._made: list[Store] = []  # that one; ahead of its threads it has who ends them
+        self._store_goes = weakref.finalize(self, _abandon, self._made)
+        self._store_goes.atexit = False
         self._open_store = open_store
         self.memory = memory
         self._buffers = Buffers(memory)
@@ -117,11 +122,10 @@ class Mover:
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
-                self.store = self._open_store(record.stream is not None)
-                self._store_goes = weakref.finalize(self, self.store.abandon)
-                self._store_goes.atexit = False
+                self._made.append(self._open_store(record.stream is not None))
+                self.store = self._made[-1]
             buffer, arrived = self._buffers.out(record, alias, self.store)
-            ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
+            ticket = self.store.write(buffer, on_done=self._on_written, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
@@ -320,8 +324,7 @@ class Mover:
 
     def hand_on(self) -> None:
         """Leave the store to another engine: it does not end with this one."""
-        if self._store_goes is not None:
-            self._store_goes.detach()
+        self._store_goes.detach()
 
     def stop(self) -> None:
         """Move nothing any more: the store is about to be closed, by its owner."""
@@ -337,3 +340,14 @@ class Mover:
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
+
+
+def _written(weak: weakref.ref[Mover], ticket: Ticket) -> None:
+    mover = weak()
+    if mover is not None:
+        mover._write_ended(ticket)
+
+
+def _abandon(stores: list[Store]) -> None:
+    for store in stores:
+        store.abandon()
