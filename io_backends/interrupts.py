@@ -242,6 +242,12 @@ def pass_on(error: BaseException, tracer: object) -> None:
         raise error
 
 
+def pass_on_from_call(error: BaseException) -> None:
+    """The same where the error of one call of C is expected, so often that nobody asks for a tracer before."""
+    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+        raise error
+
+
 def is_foreign(error: BaseException) -> bool:
     """Whether an error was raised by code that we do not call, such as a trace function, to tell it from our own.
 

@@ -119,9 +119,15 @@ class Offloader:
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
-        self._enter(None)
-        if interrupts.pending:
-            _ = [*interrupts.again]
+        entries = len(self._per_thread.pairs)
+        try:
+            self._enter(None)
+            if interrupts.pending:
+                _ = [*interrupts.again]
+        except BaseException:  # nobody calls `__exit__` then
+            if len(self._per_thread.pairs) > entries:
+                self._leave(failed=True)
+            raise
         return self
 
     def __exit__(

@@ -51,6 +51,7 @@ from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
+from .._transfer.mover import ownership
 from . import backward
 from .auto.light import Light
 from .auto.passing import Passing
@@ -76,7 +77,7 @@ class Saver(ForkAware):
         counters: Counters | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.came_back: Callable[[], bool] = _ownership(self.lock)
+        self.came_back: Callable[[], bool] = ownership(self.lock)
         self.counters = Counters() if counters is None else counters
         self.dead = False
         self.torn = False
@@ -277,8 +278,10 @@ class Saver(ForkAware):
 
     @property
     def expects(self) -> bool:
-        """Whether something has been saved whose backward is still to come."""
-        return self.steps.open and not self.steps.backward_seen and not self.torn
+        """Whether something has been saved whose backward is still to come. One that has run may be a handler's own."""
+        if self.torn or not self.steps.open:
+            return False
+        return not self.steps.backward_seen or len(self.read_ahead.records) > len(self._remains)
 
     @property
     def nothing_came(self) -> bool:
@@ -475,7 +478,7 @@ class Saver(ForkAware):
         self.light.on, self.light.course = False, None
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
-        self.came_back = _ownership(self.lock)
+        self.came_back = ownership(self.lock)
 
     def tear(self) -> None:
         """Move and change nothing any more: the state is not to be relied on. Wants no lock."""
@@ -483,8 +486,3 @@ class Saver(ForkAware):
         self.light.on, self.light.course = False, None
         self._tensor = self._give_apart
         self.mover.tear()
-
-
-def _ownership(lock: threading.RLock) -> Callable[[], bool]:
-    owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]  # which `threading.Condition` asks too
-    return owned

@@ -75,10 +75,11 @@ class Pair:
 
     def push(self) -> None:
         """Make its hooks the innermost. Inside torch's `disable_saved_tensors_hooks` it only warns."""
-        self.pushed = True  # ahead of it: `pop` finds out what is there
+        tracer, self.pushed = interrupts.tracer(), True  # ahead of it: `pop` finds out what is there
         try:
             private.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
+            interrupts.pass_on(error, tracer)
             self.pushed, self._refused = False, True
             warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
 

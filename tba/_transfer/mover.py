@@ -66,6 +66,7 @@ class Mover:
         allowance: Allowance,
     ) -> None:
         self.lock = lock
+        self._has_lock = ownership(lock)
         self.counters = counters
         self.limits = limits
         self.pressure = Pressure(limits.reserve_bytes)
@@ -156,11 +157,14 @@ class Mover:
 
     def catch_up(self) -> None:
         """Land what has ended while others held the lock. Call it after letting go of the lock."""
-        while self.ended and not self.torn and self.lock.acquire(blocking=False):
+        while self.ended and not self.torn and not self._has_lock():
             try:
+                if not self.lock.acquire(blocking=False):
+                    return
                 self.land()
             finally:
-                self.lock.release()
+                if self._has_lock():
+                    self.lock.release()
 
     def land(self) -> None:
         """Give back the memory of what has been written."""
@@ -340,6 +344,12 @@ class Mover:
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
+
+
+def ownership(lock: threading.RLock) -> Callable[[], bool]:
+    """Return what tells whether this thread has a lock, in one call of C."""
+    owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]  # which `threading.Condition` asks too
+    return owned
 
 
 def _written(weak: weakref.ref[Mover], ticket: Ticket) -> None:

@@ -88,6 +88,8 @@ def bench(request: pytest.FixtureRequest, scratch: Path) -> Any:
     offload = Offloader(model, config)
     yield Bench(offload, model, x)
     offload.close()
+    while private.top_hooks(True) is not None:  # of a test that has failed
+        private.pop_hooks()
 
 
 class Other:
