@@ -9,7 +9,8 @@
     ├── StoreStalled           no byte has moved for too long; the transfer waited for has not ended
     ├── ShortTransfer          fewer bytes moved than asked, with no error from the system
     ├── Corrupted              what was read is not what was written: the checksums differ
-    └── TransferCancelled      waited for a transfer that was cancelled before it started
+    ├── TransferCancelled      waited for a transfer that was cancelled before it started
+    └── WaitEnded              a signal's handler has raised in a wait: who has waited raises that error
 """
 
 from __future__ import annotations
@@ -48,3 +49,7 @@ class Corrupted(StoreError):
 
 class TransferCancelled(StoreError):
     """The transfer waited for was cancelled before it started."""
+
+
+class WaitEnded(StoreError):
+    """A handler of the program has raised in a wait; its error is in `interrupts.kept`, the transfer goes on."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from . import interrupts
 from ._buffer import Buffer
-from ._errors import StoreBroken, StoreError, TransferCancelled
+from ._errors import StoreBroken, StoreError, TransferCancelled, WaitEnded
 
 _PERIOD_S = 0.25  # how often a waiter looks whether a store has its ticket in hand by now
 
@@ -129,7 +129,9 @@ class Ticket:
             if event.wait(period_s):
                 break
             if interrupts.pending:
-                interrupts.deliver()
+                interrupts.look()
+            if interrupts.kept and interrupts.waiting():
+                raise WaitEnded("a signal's handler has raised: this wait has ended, the transfer has not")
             if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
                 return False
             self.check(begun_s)

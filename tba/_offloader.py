@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils import checkpoint
 
 from io_backends import Store, interrupts
 
@@ -30,15 +31,18 @@ from ._stats import OffloadStats, TraceEvent
 from ._text import check_page, size
 from ._torch import private
 from ._torch.foreign import Foreign
-from ._torch.hook_stack import Pair, clear_dead, hint, lifted, owners
+from ._torch.hook_stack import Pair, bare, clear_dead, hint, lifted, owners
 from ._torch.module_hooks import tie
 from ._transfer import build
+
+_NOT_ENTERED = "not entered"
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.pairs: list[Pair] = []  # one for each entry of the context on this thread
-        self.forwards: list[Pair | None] = []  # of the model: the entry it has made, None where it made none
+        # One for each entry of the context on this thread; None for one in the midst of the engine's own code.
+        self.pairs: list[Pair | None] = []
+        self.forwards: list[Pair | str | None] = []  # of the model: the entry it has made, or `_NOT_ENTERED`
 
 
 class Offloader:
@@ -67,12 +71,34 @@ class Offloader:
         self._directories = build.directories(self.config) if store is None else ()
         weak_model: Callable[[], nn.Module | None] = weakref.ref(model) if model is not None else _no_model
         made = partial(build.open_store, self.config, self._directories)
-        self._saver = Saver(self.config, weak_model, made if store is None else lambda _: store)
-        self._saver.heed_forks()
-        self._saved_by = self._saver.mode()
+        self._open_store: Callable[[bool], Store] = made if store is None else lambda _: store
+        self._take(Saver(self.config, weak_model, self._open_store))
+        self._torn: list[weakref.ref[Saver]] = []  # engines before this one, which graphs may still have
         self._per_thread = _PerThread()
-        self._foreign = Foreign(self._saver.pack)
         self._untie: Callable[[], None] | None = None
+
+    def _take(self, saver: Saver) -> None:
+        """Have an engine do the work."""
+        saver.heed_forks()
+        self._saved_by, self._foreign = saver.mode(), Foreign(saver.pack)
+        self._saver = saver
+
+    def _replace(self) -> None:
+        """Make another engine in place of one that is torn; graphs keep that, and it keeps its store."""
+        torn = self._saver
+        if self._saved_by is not None:
+            self._saved_by.remove()
+        if self._store is not None:
+            torn.mover.hand_on()
+        torn.mover.allowance.close()
+        self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
+        if torn.planner is not None:
+            torn.planner.end_forward()
+        if not owners():
+            backward.reset()
+        self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
+        if self.tied:
+            self._saver.tie()
 
     @property
     def closed(self) -> bool:
@@ -93,7 +119,15 @@ class Offloader:
     def __enter__(self) -> Self:
         if self.closed:
             raise ClosedError("this Offloader was closed; offload_context(...) or attach(...) makes a new one")
-        self._enter(None)
+        entries = len(self._per_thread.pairs)
+        try:
+            self._enter(None)
+            if interrupts.pending:
+                _ = [*interrupts.again]
+        except BaseException:  # nobody calls `__exit__` then
+            if len(self._per_thread.pairs) > entries:
+                self._leave(failed=True)
+            raise
         return self
 
     def __exit__(
@@ -103,15 +137,22 @@ class Offloader:
         hint(error)
         if kind is None and not self.entered:
             self._saver.tell_if_idle()
+        if interrupts.kept:
+            interrupts.throw()
         if interrupts.pending:
-            interrupts.deliver()
+            _ = [*interrupts.again]
 
-    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair:
-        """Enter by a `with` statement, or by the model's forward. An interrupt comes before, or after undoing it."""
+    def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
+        """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
+        if self._saver.came_back():
+            self._per_thread.pairs.append(None)
+            return None
+        if self._saver.torn and not self.entered:
+            self._replace()
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
-        pair.armed = interrupts.arm()
         try:
+            pair.armed = interrupts.arm()
             if self._inside_another():
                 clear_dead(forward)  # its forward may have ended in an interrupt
                 if (other := self._inside_another()) is not None:
@@ -123,16 +164,25 @@ class Offloader:
                 pair.mode_below = private.top_function_mode()
                 self._saved_by.__enter__()
             self._watch(pair, forward)
-        except BaseException:
-            if self._per_thread.pairs[-1:] == [pair]:
-                self._leave(failed=True)
-            elif pair.armed:
-                interrupts.disarm()
+        except BaseException as error:
+            entered = pair in self._per_thread.pairs
+            self._undo(pair)
+            if pair.armed:
+                interrupts.disarm(leaves=False)
+            saver.left_by(error)
+            if entered and not saver.torn:
+                saver.leave(failed=True, packed=False, inside=self.entered)
             raise
-        if interrupts.waiting():
-            self._leave(failed=True)
-            interrupts.deliver()
         return pair
+
+    def _undo(self, pair: Pair) -> None:
+        """Leave for good what an error has broken off in the midst of being entered or left."""
+        if self._saved_by is not None:
+            private.take_function_mode(self._saved_by, pair.mode_below)
+        if pair in self._per_thread.pairs:
+            self._per_thread.pairs.remove(pair)
+        pair.pop()
+        self._foreign.end()
 
     def _inside_another(self) -> Offloader | None:
         """Return an Offloader of the same model with other settings that is entered on this thread, if there is one."""
@@ -148,27 +198,39 @@ class Offloader:
         if pair.pushed:
             self._foreign.watch(model)
         if model is not None and forward is None and self._saver.watches and len(self._per_thread.pairs) == 1:
-            with suppress(RuntimeError):  # a ScriptModule takes no hook that sees keyword arguments: it never rests
-                weak = weakref.ref(self)
-                end = partial(_end_forward, weak)
+            weak, tracer = weakref.ref(self), interrupts.tracer()
+            end = partial(_end_forward, weak)
+            try:
                 pair.unwatch = tie(model, partial(_begin_forward, weak), end, end)
+            except RuntimeError as error:  # a ScriptModule takes no hook that sees keyword arguments: it never rests
+                interrupts.pass_on(error, tracer)
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
         pair = self._per_thread.pairs.pop()
-        packed = pair.pushed
+        if pair is None:
+            return
+        packed, saver = pair.pushed, self._saver
         try:
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
-            self._saver.leave(failed=failed, packed=packed, inside=self.entered)
+            if saver.torn:
+                return  # what it had to do for the next step is the next engine's
+            saver.leave(failed=failed, packed=packed, inside=self.entered)
             if (foreign := self._foreign.end()) is not None:
-                self._saver.tell_of_foreign(foreign)
-            self._foreign.suspect(packed and self._saver.nothing_came)
+                saver.tell_of_foreign(foreign)
+            self._foreign.suspect(packed and saver.nothing_came)
+        except BaseException as error:
+            self._undo(pair)
+            saver.left_by(error)
+            raise
         finally:
-            if pair.armed:
-                interrupts.disarm()
             backward.look()
+            if packed and not failed and saver.expects:
+                backward.expect()
+            if pair.armed:
+                interrupts.disarm(leaves=False)
 
     def _forget(self, pair: Pair) -> None:
         """Forget a pair whose forward has ended in a KeyboardInterrupt; it is off the stack."""
@@ -180,7 +242,7 @@ class Offloader:
         self._foreign.end()
         self._saver.leave(failed=True, packed=True, inside=self.entered)
         if pair.armed:
-            interrupts.disarm()
+            interrupts.disarm(leaves=False)
 
     def stats(self) -> OffloadStats:
         """Take a snapshot of what was moved since the start."""
@@ -253,6 +315,7 @@ class Offloader:
         """Whether the model's forward enters and leaves (`attach`)."""
         return self._untie is not None
 
+    @interrupts.whole
     def tie_to(self, model: nn.Module) -> None:
         """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
         clear_dead()
@@ -270,15 +333,19 @@ class Offloader:
         """
         if not self._saver.stop():
             return
+        backward.look()
         if self._saved_by is not None:
             self._saved_by.remove()
         untie, self._untie = self._untie, None
         if untie is not None:
             untie()
             while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
-                if self._per_thread.forwards.pop() is not None:
+                if self._per_thread.forwards.pop() is not _NOT_ENTERED:
                     self._leave(failed=True)
         self._saver.close(self._store)
+        for torn in filter(None, [each() for each in self._torn]):
+            if torn.stop():
+                torn.close(None)
 
 
 def _enter(
@@ -287,7 +354,7 @@ def _enter(
     offloader = weak()
     if offloader is not None and not offloader.closed:
         enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
-        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else None)
+        offloader._per_thread.forwards.append(offloader._enter(forward) if enters else _NOT_ENTERED)
         if enters:
             _begin_forward(weak, args, kwargs)
 
@@ -295,13 +362,13 @@ def _enter(
 def _leave(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
     if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
-        if offloader._per_thread.forwards.pop() is None:
+        if offloader._per_thread.forwards.pop() is _NOT_ENTERED:
             return
         error = sys.exc_info()[1]  # of the forward: its closing hooks run while it is raised
         offloader._leave(failed=error is not None)
         hint(error)
-        if interrupts.pending:
-            interrupts.deliver()
+        if interrupts.kept and error is None:  # else torch would leave ours out: whoever leaves next raises it
+            interrupts.throw()
 
 
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -315,6 +382,8 @@ def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: 
     ):
         return
     pair, saver = offloader._per_thread.pairs[-1], offloader._saver
+    if pair is None or saver.torn:
+        return
     if pair.pushed:
         saver.end_packing(step_over=True)
     if saver.begin_forward(args, kwargs):
@@ -348,5 +417,6 @@ def _no_model() -> None:
     """Return None, the model of an Offloader without one."""
 
 
-# A Ctrl-C may tear nothing here. It may end what runs a user's own code: the command line, an audit.
-interrupts.protect(os.path.dirname(__file__), but=("cli", "_audit"))
+# No signal tears anything here. It may strike in what runs a program's code: the command line, an audit, integrations.
+_RUN_PROGRAMS = ("cli", "_audit", "_forecast", "integrations/megatron", "integrations/transformers")
+interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS, apart=bare, beside=checkpoint.__file__)

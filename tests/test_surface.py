@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "tba": {"torch", "numpy", "psutil", "pydantic", "matplotlib", "io_backends", "compact"},
     "tba.cli": {"typer", "rich", "torch", "tba", "io_backends"},
 }
-MAX_LINES = 400
+MAX_LINES = 500
 
 Import = tuple[str, str]  # the module imported from and the name taken from it, "" for the module itself
 

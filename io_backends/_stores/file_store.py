@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
+from .. import interrupts
 from .._buffer import Buffer, Location
 from .._errors import ShortTransfer, StoreBroken, StoreClosed, StoreFull
 from .._file import layout
@@ -147,9 +148,11 @@ class FileStore(Store, Generic[File]):
         file = self._file
         if file is None or self._closed:
             return 0
+        tracer = interrupts.tracer()
         try:
             nbytes = self._syscalls.allocated(file.fd)
-        except OSError:  # the last worker has died, and closed it, since
+        except OSError as error:  # the last worker has died, and closed it, since
+            interrupts.pass_on(error, tracer)
             return 0
         return nbytes if file is self._file else 0  # the number may be another file's by now
 

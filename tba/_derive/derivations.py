@@ -31,6 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from io_backends import interrupts
+
 from .._errors import OffloadError
 from .._memory import shortage, streams
 from .._plan import clock
@@ -106,7 +108,7 @@ class Derivations:
             return False
         known = None if off and found.amplifies else (place, signature)
         self._comparing = threading.get_ident()
-        begun_s = clock.current.now_s()
+        begun_s, tracer = clock.current.now_s(), interrupts.tracer()
         try:
             with streams.on(record.stream):
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
@@ -119,6 +121,7 @@ class Derivations:
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
         except shortage.ENDS as error:  # an operand was edited, is too large for a copy, or its operator ran in place
+            interrupts.pass_on(error, tracer)
             if shortage.lacks_memory(error):
                 known = None
             elif not isinstance(error, RuntimeError):
@@ -170,7 +173,7 @@ class Derivations:
 
         None if no comparison is under way, or if the bytes are not in memory and have to be read as usual.
         """
-        if self._comparing != threading.get_ident():
+        if not self.compares_here:
             self._made = None
             return None
         if record.state is DERIVED:
@@ -183,6 +186,11 @@ class Derivations:
         tensor = restore(record, view)
         record.keep_decoded(*decoded or (None,))
         return tensor
+
+    @property
+    def compares_here(self) -> bool:
+        """Whether a comparison is under way on this thread, which asks for tensors with the lock held."""
+        return self._comparing == threading.get_ident()
 
     def end_step(self, next_number: int) -> None:
         """End a step: the places of the next one count from `next_number`."""

@@ -1,8 +1,9 @@
-"""Backward: interrupts are held back from the engine's code wherever a backward runs, outside of the context too.
+"""Backward: signals are held back from the engine's code in backward too, outside of the context.
 
-Entering the context arms `io_backends.interrupts`, but backward may run after it was left. The first record that a
-backward asks for arms them as well, until that backward has ended. One that fails does not tell: that it has is seen at
-the end of the next, or where a context is left.
+Entering the context arms `io_backends.interrupts`; a backward may run after it was left, and the first that it runs of
+ours is a hook, where autograd records nothing. So what has armed for a forward that has saved something is succeeded by
+what arms for its backward, until one has ended. One that fails does not tell: that it has is seen at the end of the
+next, or where a context is left.
 """
 
 from __future__ import annotations
@@ -17,26 +18,41 @@ task = -1  # the backward (graph task) that was seen last
 _armed = False
 
 
+def expect() -> None:
+    """Note that a forward has ended, and its backward is to come."""
+    global _armed
+    _armed = _armed or interrupts.arm()
+
+
 def begins(number: int) -> None:
     """Note that a backward, the graph task `number`, asks for its first record."""
     global task, _armed
     task = number
     if number == -1 or not interrupts.on_main_thread():
         return
-    if _armed:  # of one that failed; the program may have set another handler since
-        interrupts.disarm()
-    _armed = interrupts.arm()
+    before, _armed = _armed, interrupts.arm()  # the program may have set another handler since
+    if before:
+        interrupts.disarm(leaves=False)
     Variable._execution_engine.queue_callback(_ended)
 
 
 def look() -> None:
-    """Check for a backward that has failed, which does not tell that it has ended."""
+    """Check for a backward that has failed, or never came: none tells that it has ended."""
     if _armed and current_graph_task_id() == -1:
         _ended()
+
+
+def reset() -> None:
+    """Hold nothing back any more: nothing of ours is entered, and an exception has broken something off."""
+    global _armed
+    _armed = False
+    interrupts.reset()
 
 
 def _ended() -> None:
     global _armed
     if _armed and interrupts.on_main_thread():
         _armed = False
-        interrupts.disarm()
+        interrupts.disarm(leaves=False)
+    if interrupts.pending:
+        _ = [*interrupts.again]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, UntypedStorage, nn
 
 from compact import Saved
+from io_backends import interrupts
 
 from .._config import OffloadConfig
 from .._memory import streams
@@ -114,8 +115,9 @@ class Packing:
             return self._odd(tensor, within)
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # sparse, functorch wrappers, a zero tensor once: plain by type
-            return self._odd(tensor, within)
+        except (RuntimeError, NotImplementedError) as error:  # sparse, functorch wrappers, a zero tensor once
+            interrupts.pass_on_from_call(error)
+            return self._odd(tensor, within)  # plain by type
         if getattr(storage, MARK, None) is WEIGHT:
             return self.weight(tensor)
         if storage.nbytes() < self._min_tensor_bytes:

@@ -14,6 +14,8 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+from io_backends import interrupts
+
 from .._memory import shortage
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
@@ -105,9 +107,11 @@ class ReadAhead:
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
                 return
             walk.take()
+            tracer = interrupts.tracer()
             try:
                 self._bring(record)
-            except RuntimeError:  # OffloadError, or no memory on the device: the unpack that asks for it will say so
+            except RuntimeError as error:  # OffloadError, or no memory: the unpack that asks for it will say so
+                interrupts.pass_on(error, tracer)
                 return
 
     def go_on(self, task: int) -> None:
@@ -257,8 +261,10 @@ class ReadAhead:
                 if not record.read.done():
                     return
                 if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
+                    tracer = interrupts.tracer()
                     try:
                         self._mover.arrive(record)
-                    except shortage.ENDS:  # no memory on the device now: that unpack reads it again
+                    except shortage.ENDS as error:  # no memory on the device now: that unpack reads it again
+                        interrupts.pass_on(error, tracer)
                         self.hand_over(record)
             self._arriving.popleft()

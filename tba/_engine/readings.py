@@ -40,6 +40,10 @@ class Readings:
         """Take a snapshot of everything; a step that nothing more can belong to ends here."""
         self.take()
         self._steps.close()
+        return self.as_counted()
+
+    def as_counted(self) -> OffloadStats:
+        """Take a snapshot of what the counters have summed up, and change nothing."""
         since_s = time.monotonic() - self._started_s
         return self._counters.snapshot(
             file_bytes=self._mover.file_bytes(),

@@ -6,9 +6,13 @@ Guarantees:
 2. The graph owns the memory: records live in the handles that autograd's nodes hold and die with them. The saver
    itself holds records only weakly; finalisers only append to a deque that the next hook drains. The hooks keep the
    saver alive for as long as a graph has them.
-3. One lock guards all state. It is reentrant, because a garbage collection inside it may run foreign finalisers that
-   come back here; waiting for data happens outside of it, waiting for room releases it.
-4. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
+3. One lock guards all state. Waiting for data happens outside of it, waiting for room releases it.
+4. What comes in while this thread has the lock already (a finaliser that a garbage collection runs, a trace function, a
+   debugger) changes nothing: what it saves stays, what it asks for is given from where it is (`restore_apart`).
+5. An exception that is not the engine's own and leaves it in the midst of a change (a trace function's, a debugger's)
+   tears it: hooks pass through from then on, what is in memory or in the store still comes back, and the Offloader
+   makes another. No signal does that (`io_backends.interrupts`).
+6. In a forked child the saver is dead: hooks pass through, finalisers do nothing.
 
 Assumption: one thread does not edit in place what another thread's graph has saved (a data race in PyTorch as well).
 """
@@ -17,11 +21,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import EllipsisType, FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from io_backends import ForkAware, Store, interrupts
@@ -31,19 +37,22 @@ from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations
 from .._derive.worth import Worth
-from .._errors import edited_in_place
+from .._errors import OffloadError, OffloadWarning, edited_in_place
 from .._memory import streams
-from .._plan.policy import FITS
-from .._record.plain import Shell
+from .._plan.policy import ASIDE, FITS
+from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
-from .._record.restore import restore_in_child
+from .._record.restore import restore_apart, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code
+from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
+from .._transfer.mover import ownership
+from . import backward
 from .auto.light import Light
 from .auto.passing import Passing
 from .auto.planner import Planner
@@ -61,11 +70,18 @@ class Saver(ForkAware):
     """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for."""
 
     def __init__(
-        self, config: OffloadConfig, model: Callable[[], nn.Module | None], open_store: Callable[[bool], Store]
+        self,
+        config: OffloadConfig,
+        model: Callable[[], nn.Module | None],
+        open_store: Callable[[bool], Store],
+        counters: Counters | None = None,
     ) -> None:
         self.lock = threading.RLock()
-        self.counters = Counters()
+        self.came_back: Callable[[], bool] = ownership(self.lock)
+        self.counters = Counters() if counters is None else counters
         self.dead = False
+        self.torn = False
+        self._saved_aside: deque[int] = deque()  # bytes of each tensor
         self.steps = Steps(config.tier, self.counters, model)
         self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.model = model  # gives it, or None
@@ -101,16 +117,30 @@ class Saver(ForkAware):
 
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
-        frame = sys._getframe().f_back  # None on a thread of autograd's own
-        if frame is not None and frame.f_code.co_filename in SAVES_INPUTS and self._caches.look(frame):
-            with unclassed():  # others are computed from it
-                return self.pack(tensor)
-        if self.light.on and (passed := self._pass(tensor)) is not None:
-            return passed
-        if dispatch_mode_count() or function_mode_count():  # asked here, as a context that does nothing costs as well
-            with quiet():
-                return self._pack(tensor)
-        return self._pack(tensor)
+        if self.came_back():
+            return self._keep_aside(tensor)
+        try:
+            frame = sys._getframe().f_back  # None on a thread of autograd's own
+            if frame is not None and frame.f_code.co_filename in SAVES_INPUTS and self._caches.look(frame):
+                with unclassed():  # others are computed from it
+                    return self.pack(tensor)
+            packed = self._pass(tensor) if self.light.on else None
+            if packed is None:
+                if dispatch_mode_count() or function_mode_count():  # here, as a context that does nothing costs as well
+                    with quiet():
+                        packed = self._pack(tensor)
+                else:
+                    packed = self._pack(tensor)
+            if self.mover.ended:
+                self.mover.catch_up()
+            if interrupts.kept:
+                interrupts.throw()
+        except BaseException as error:
+            self.left_by(error)
+            raise
+        if interrupts.pending:
+            _ = [*interrupts.again]
+        return packed
 
     def _pass(self, tensor: Tensor) -> Packed | None:
         """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
@@ -136,13 +166,11 @@ class Saver(ForkAware):
             packed = self._passing.tensor(tensor)
             if packed is None:
                 self.mark_weights()  # the full hooks are to know them
-        if packed is not None:
-            self._after_pack()
         return packed
 
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
-            return tensor.detach(), tensor._version
+            return as_it_is(tensor)
         with self.lock:
             on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
@@ -162,14 +190,13 @@ class Saver(ForkAware):
                 packed = self._packing.activation(tensor, base, on_cpu)
             if self.light.watches and not steps.backward_seen:
                 self.light.packed(tensor, packed)
-        self._after_pack()
         return packed
 
-    def _after_pack(self) -> None:
-        if self.mover.ended:
-            self.mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
+    def _keep_aside(self, tensor: Tensor) -> Packed:
+        """Let a tensor stay that is saved in the midst of a change. It is counted by the next look at what has died."""
+        with quiet():
+            self._saved_aside.append(shown_bytes(tensor))
+            return as_it_is(tensor)
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
@@ -187,26 +214,59 @@ class Saver(ForkAware):
         if type(first) is not Record:
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
-            if not self.steps.backward_seen and current_graph_task_id() != -1:
+            if not self.steps.backward_seen and (task := current_graph_task_id()) != -1:
                 self.steps.backward_seen = True
-            if self.light.course is not None:
+                if task != backward.task:
+                    backward.begins(task)
+            if self.light.course is not None and not self.came_back():
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot
-        task = current_graph_task_id()
-        to_code = goes_to_code(task, asker)
-        if dispatch_mode_count() or function_mode_count():
-            with quiet():
-                return self._tensor(first, second, task, to_code)
-        return self._tensor(first, second, task, to_code)
+        if self.came_back() and not (self.derivations is not None and self.derivations.compares_here):
+            return self._give_apart(first, second)
+        try:
+            task = current_graph_task_id()
+            to_code = goes_to_code(task, asker)
+            if dispatch_mode_count() or function_mode_count():
+                with quiet():
+                    tensor = self._tensor(first, second, task, to_code)
+            else:
+                tensor = self._tensor(first, second, task, to_code)
+            if self.mover.ended:
+                self.mover.catch_up()
+            if interrupts.kept:
+                interrupts.throw()
+        except BaseException as error:
+            self.left_by(error)
+            raise
+        return tensor  # a pending signal strikes where backward has ended: nothing of the program runs before
+
+    def _give_apart(self, record: Record, view: View, *_: object) -> Tensor:
+        with quiet():
+            return restore_apart(record, view, self.mover.read_apart)
 
     def _ask_passed(self, task: int) -> None:
         if task != -1 and not self.closed:
-            with quiet():
-                self._unpacking.passed(task)
+            try:
+                with quiet():
+                    self._unpacking.passed(task)
+            except BaseException as error:
+                self.left_by(error)
+                raise
+
+    def left_by(self, error: BaseException) -> None:
+        """Tell what becomes of the engine that an error leaves. Raises instead what a handler has raised in a wait."""
+        interrupts.throw()
+        if self.came_back():  # the call around this one is told of it too
+            return
+        own = isinstance(error, (OffloadError, OffloadWarning, torch.OutOfMemoryError, MemoryError))
+        if not own and isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+            own = not interrupts.is_foreign(error)  # of an edit in place, or for lack of memory on a CPU
+        if not own:
+            self.tear()
 
     # -- around the hooks ----------------------------------------------------------------------------------------
 
@@ -214,6 +274,13 @@ class Saver(ForkAware):
     def closed(self) -> bool:
         """Whether `stop` was called: nothing is moved any more."""
         return self.mover.closed
+
+    @property
+    def expects(self) -> bool:
+        """Whether something has been saved whose backward is still to come. One that has run may be a handler's own."""
+        if self.torn or not self.steps.open:
+            return False
+        return not self.steps.backward_seen or len(self.read_ahead.records) > len(self._remains)
 
     @property
     def nothing_came(self) -> bool:
@@ -242,7 +309,7 @@ class Saver(ForkAware):
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
-        if self.dead:
+        if self.dead or self.came_back():
             return False
         with self.locked(), quiet():
             if self.steps.backward_seen:
@@ -271,7 +338,7 @@ class Saver(ForkAware):
 
     def end_packing(self, *, step_over: bool) -> None:
         """Pass on what is pending, as no operator of this thread runs; if `step_over`, end the micro-batch too."""
-        if not self.dead:
+        if not (self.dead or self.came_back()):
             with self.locked(), quiet():
                 self.pending.pass_on(None)
                 self._passing.pass_on(None)
@@ -292,6 +359,8 @@ class Saver(ForkAware):
     @interrupts.whole
     def flush(self, where: str) -> None:
         """Write what waits to be written, and wait for it. Raises StalledError, which names `where`."""
+        if self.torn or self.came_back():
+            return
         with self.locked(), quiet():
             self.pending.pass_on(None)
             self.write_behind.send_all()
@@ -301,6 +370,8 @@ class Saver(ForkAware):
     @interrupts.whole
     def stats(self, *, inside: bool) -> OffloadStats:
         """Take a snapshot of the counters; `inside` the context a step may still go on."""
+        if self.torn or self.came_back():
+            return self._readings.as_counted()
         with self.locked(), quiet():
             if self.steps.over and not inside:
                 self.settle()
@@ -311,19 +382,23 @@ class Saver(ForkAware):
 
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
+        came_back = self.came_back()
         with self.locked():
             if self.closed:
                 return False
-            self.settle()
+            if not (self.torn or came_back):
+                self.settle()
             self.mover.stop()
         return True
 
     def close(self, store: Store | None) -> None:
         """Close the store in use, else `store`, and give memory back. Call `stop` before."""
-        if (used := self.mover.store or store) is not None:
-            used.close()
-        with self.locked():
-            self.settle()
+        used, came_back = self.mover.store or store, self.came_back()
+        if used is not None:
+            (used.abandon if came_back else used.close)()
+        if not (self.torn or came_back):
+            with self.locked():
+                self.settle()
         self.mover.close()
 
     @contextmanager
@@ -332,6 +407,9 @@ class Saver(ForkAware):
         try:
             with self.lock:
                 yield
+        except BaseException as error:
+            self.left_by(error)
+            raise
         finally:
             self.mover.catch_up()
 
@@ -346,6 +424,8 @@ class Saver(ForkAware):
             self.write_behind.bury(remains)
             if remains.write is not None:
                 self.mover.discard(remains.write)
+        while self._saved_aside:
+            self.counters.kept_by_reason[ASIDE] += self._saved_aside.popleft()
         if self.mover.landing.unconfirmed:
             self.mover.landing.confirm()
 
@@ -397,3 +477,11 @@ class Saver(ForkAware):
         self.light.on, self.light.course = False, None
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
+        self.came_back = ownership(self.lock)
+
+    def tear(self) -> None:
+        """Move and change nothing any more: the state is not to be relied on. Wants no lock."""
+        self.torn = self.dead = True
+        self.light.on, self.light.course = False, None
+        self._tensor = self._give_apart
+        self.mover.tear()

@@ -23,8 +23,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from io_backends import interrupts
-
 from .._derive.derivations import again
 from .._memory import shortage
 from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
@@ -116,10 +114,6 @@ class Unpacking:
             mover.await_read(record)
             with self._lock:
                 tensor, spared = self._try(record, view, task, to_code, spared=spared)
-        if mover.ended:
-            mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
         return tensor
 
     def passed(self, task: int) -> None:
@@ -134,8 +128,6 @@ class Unpacking:
             self._passing.asked(task)
         if mover.ended:
             mover.catch_up()
-        if interrupts.pending:
-            interrupts.deliver()
 
     def _try(self, record: Record, view: View, task: int, to_code: bool, *, spared: bool) -> tuple[Tensor | None, bool]:
         """Give the tensor as `_give`, and once more where memory was lacking: `spared`, then, and returned too."""

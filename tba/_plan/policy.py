@@ -27,6 +27,7 @@ TOO_SMALL = "below min_tensor_bytes"
 DERIVED = "made again from others"
 USED_AT_ONCE = "recomputed"
 WHOLE = "compiled as one graph"
+ASIDE = "saved in the midst of a hook"
 
 
 class Decision(enum.Enum):

@@ -15,6 +15,8 @@ from itertools import islice
 
 from torch import Tensor
 
+from io_backends import interrupts
+
 from .record import PENDING, Record, Remains
 
 # (id of the tensor, its version, id of the engine's deque of remains)
@@ -64,7 +66,8 @@ class Known:
         """
         try:
             last = list(islice(reversed(self._ranges.items()), _ALIKE))
-        except RuntimeError:  # another engine, with a lock of its own, has just added a record
+        except RuntimeError as error:  # another engine, with a lock of its own, has just added a record
+            interrupts.pass_on_from_call(error)
             return None
         for key, ranges in last:
             if key[2] != id(owner):

@@ -3,10 +3,12 @@
 Guarantee: it is bit for bit as it was saved, unless a lossy codec has packed the record; then it comes back with equal
 bits each time.
 
-All but `restore_in_child` must be called with the engine's lock held.
+All but `restore_in_child` and `restore_apart` must be called with the engine's lock held.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
@@ -14,7 +16,7 @@ from .._errors import ClosedError, TransferError
 from .._memory import streams
 from .encoded import Encoded
 from .record import DERIVED, IN_MEMORY, RESTORED, Record
-from .view import View, counted, is_edited
+from .view import View, apart, counted, is_edited
 
 
 def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
@@ -41,11 +43,48 @@ def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
     assert record.alias is not None
     storage = record.alias.untyped_storage()
     if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
-        raise TransferError(
-            f"{record.name()}: its storage has {storage.nbytes()} bytes, it had {record.storage_bytes} when "
-            "autograd saved it; whoever emptied it must fill it again before backward"
-        )
+        raise emptied(record)
     return view.on(record.alias)
+
+
+def restore_apart(record: Record, view: View, read: Callable[[Record], Tensor]) -> Tensor:
+    """Rebuild a saved tensor in memory of its own, with nothing counted or changed.
+
+    Wants no lock; the record may be in the midst of a change. `read` gives what is in the store, flat over memory that
+    nobody else has.
+
+    Raises:
+        RuntimeError: PyTorch's own, for a tensor that was edited in place.
+        ClosedError, TransferError: what `read` raises.
+    """
+    if record.state is DERIVED and record.recipe is not None:
+        return view.over(record.recipe.compute().clone().untyped_storage(), 0)
+    record.check()
+    restored, alias, begin = record.restored, record.alias, 0
+    if restored is not None and not is_edited(restored):
+        flat = restored
+        if record.ready is not None:
+            streams.use(flat, record.ready)
+        begin = record.begin
+    elif record.state in IN_MEMORY and alias is not None:
+        if alias.untyped_storage().nbytes() < record.end:
+            raise emptied(record)
+        flat = alias
+    else:
+        flat, begin = read(record).to(record.device), record.begin
+    storage = flat.untyped_storage()
+    if record.encoded is not None:
+        storage, begin = record.encoded.unpack(record.encoded.payload(storage)), record.encoded.begin
+    return apart(view.over(storage, begin))
+
+
+def emptied(record: Record) -> TransferError:
+    """Make the error for a record whose storage somebody has emptied."""
+    assert record.alias is not None
+    return TransferError(
+        f"{record.name()}: its storage has {record.alias.untyped_storage().nbytes()} bytes, it had "
+        f"{record.storage_bytes} when autograd saved it; whoever emptied it must fill it again before backward"
+    )
 
 
 def restore_in_child(record: Record, view: View, *_: object) -> Tensor:

@@ -23,10 +23,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from io_backends import interrupts
 
 from . import private
 from .user_frames import warn
@@ -84,13 +87,13 @@ class Pair:
 
     def push(self) -> None:
         """Make its hooks the innermost. Inside torch's `disable_saved_tensors_hooks` it only warns."""
+        tracer, self.pushed = interrupts.tracer(), True  # ahead of it: `pop` finds out what is there
         try:
             private.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
-            self._refused = True
+            interrupts.pass_on(error, tracer)
+            self.pushed, self._refused = False, True
             warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
-            return
-        self.pushed = True
 
     def push_late(self) -> bool:
         """Push its hooks after all, if the stack is then as if they had been pushed at the entry.
@@ -114,15 +117,19 @@ class Pair:
             self.pushed = False
 
     def pop(self) -> None:
-        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there."""
-        _ours.pairs.remove(self)
+        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there.
+
+        May be called again, where the first call was broken off.
+        """
+        if self in _ours.pairs:
+            _ours.pairs.remove(self)
         self.unwatch()
         if not self.pushed:
             return
-        self.pushed = False
         mine = self.pack, self.unpack
         if mine in _ours.aside:
             _ours.aside.remove(mine)
+            self.pushed = False
             return
         above = []
         while (top := private.top_hooks(True)) is not None:
@@ -133,6 +140,7 @@ class Pair:
         else:
             self._drop_left(above)
         _push(reversed(above))
+        self.pushed = False
 
     def _is_innermost(self) -> bool:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)
@@ -242,6 +250,8 @@ def _depth(model: weakref.ref[nn.Module]) -> int:
 
 
 _CALL = nn.Module._call_impl.__code__
+# Where it calls closing hooks for a forward that has raised, it takes what they raise for theirs.
+interrupts.takes_errors(_CALL)
 
 
 @contextmanager
@@ -327,6 +337,27 @@ private.stand_in(private.pop_hooks, _pop)
 if private.disable_hooks is not None and private.enable_hooks is not None and private.hooks_step_aside:
     private.stand_in(private.disable_hooks, _disable)
     private.stand_in(private.enable_hooks, _enable)
+
+
+@contextmanager
+def bare(in_hook: bool) -> Iterator[None]:
+    """Take all hooks off this thread's stack, ours and those of others, for a region: a signal's handler runs in it.
+
+    It is none of what the hooks are for: a block that runs twice saves the same tensors each time. `in_hook`: it is
+    called from within a hook, where autograd records nothing; there it does.
+    """
+    removed = []
+    while private.hooks_are_enabled() and (top := private.top_hooks(True)) is not None:
+        private.pop_hooks()
+        removed.append(top)
+    _ours.lifted += 1
+    try:
+        with torch.enable_grad() if in_hook else nullcontext():
+            yield
+    finally:
+        _ours.lifted -= 1
+        for pair in reversed(removed):
+            private.push_hooks(*pair)
 
 
 def innermost() -> tuple[Pack, Unpack] | None:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.compiler import is_exporting
 from torch.jit import _recursive
 
+from io_backends import interrupts
+
 from .private import not_compiled, untraced
 
 
@@ -38,6 +40,8 @@ class ModelHook:
     @untraced  # else attached models could not be compiled whole: their graph would break here
     def _act(self, *args: Any) -> None:
         self._action(*args)
+        if interrupts.pending:
+            _ = [*interrupts.again]
 
     @property
     def __name__(self) -> str:
@@ -106,6 +110,7 @@ def tie(
     `copied()` is called ahead of a copy or pickle of the model: a KeyboardInterrupt may have ended its forward, after
     which nobody calls `leave`. Returns a function that removes the hooks.
     """
+    ModelHook(lambda: None)()  # the first that is called imports a part of torch, in whose midst no handler is to run
     before = ModelHook(lambda _, args, kwargs: enter(args, kwargs), copied)
     first = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)

@@ -24,15 +24,18 @@ Where a hook and a worker meet, three interleavings are guarded against:
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from io_backends import Store, StoreError, Ticket, interrupts
+from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
 from .._memory import limits as _limits
 from .._memory import streams
@@ -63,6 +66,7 @@ class Mover:
         allowance: Allowance,
     ) -> None:
         self.lock = lock
+        self._has_lock = ownership(lock)
         self.counters = counters
         self.limits = limits
         self.pressure = Pressure(limits.reserve_bytes)
@@ -71,7 +75,13 @@ class Mover:
         self.failures = Failures(counters, limits.timeout_s)
         self.landing = Landing(counters, self.failures)
         self.closed = False
+        self.torn = False  # what is counted here is not to be relied on: nothing lands any more
         self.store: Store | None = None
+        # What a store has in its queues keeps no mover, nor a mover its store, once nobody else has it.
+        self._on_written = partial(_written, weakref.ref(self))
+        self._made: list[Store] = []  # that one; ahead of its threads it has who ends them
+        self._store_goes = weakref.finalize(self, _abandon, self._made)
+        self._store_goes.atexit = False
         self._open_store = open_store
         self.memory = memory
         self._buffers = Buffers(memory)
@@ -109,14 +119,16 @@ class Mover:
             return MOVED
         if not self.allowance.take(nbytes):
             return policy.DECLINED
+        tracer = interrupts.tracer()
         self._sending = True  # a write may have ended before its ticket is known here
         try:
             if self.store is None:
-                self.store = self._open_store(record.stream is not None)
-                weakref.finalize(self, self.store.abandon).atexit = False
+                self._made.append(self._open_store(record.stream is not None))
+                self.store = self._made[-1]
             buffer, arrived = self._buffers.out(record, alias, self.store)
-            ticket = self.store.write(buffer, on_done=self._write_ended, before=arrived)
+            ticket = self.store.write(buffer, on_done=self._on_written, before=arrived)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
+            interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
             self.failures.not_queued(error)
             return policy.NOT_WRITTEN
@@ -145,15 +157,18 @@ class Mover:
 
     def catch_up(self) -> None:
         """Land what has ended while others held the lock. Call it after letting go of the lock."""
-        while self.ended and self.lock.acquire(blocking=False):
+        while self.ended and not self.torn and not self._has_lock():
             try:
+                if not self.lock.acquire(blocking=False):
+                    return
                 self.land()
             finally:
-                self.lock.release()
+                if self._has_lock():
+                    self.lock.release()
 
     def land(self) -> None:
         """Give back the memory of what has been written."""
-        while self.ended:
+        while self.ended and not self.torn:
             ticket = self.ended.popleft()
             reference = self._in_flight.pop(ticket)
             self.staging.land(ticket.nbytes)
@@ -180,9 +195,8 @@ class Mover:
     def await_writes(self, where: str) -> None:
         """Wait until no write is under way. Raises StalledError, which names `where`, once none has ended for long."""
         while not self.staging.wait_until_idle():
-            if not interrupts.waiting():
-                raise self.failures.not_flushed(where)
-            interrupts.deliver()
+            interrupts.throw()
+            raise self.failures.not_flushed(where)
 
     def discard(self, ticket: Ticket) -> None:
         """Free the place in the store of a dead record."""
@@ -211,12 +225,32 @@ class Mover:
             self.counters.read_bytes += record.nbytes
             self._buffers.restore(record, streams.host_bytes(there.owner))
             return
+        tracer = interrupts.tracer()
         try:
             view, buffer, ready, before = self._buffers.back(record, self.store, there)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
+            interrupts.pass_on(error, tracer)
             raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
+
+    def read_apart(self, record: Record) -> Tensor:
+        """Read a stored record again, flat into memory of its own, with nothing counted or changed. It waits.
+
+        Without the lock, or with it: nothing here is shared but the store. Raises ClosedError, TransferError.
+        """
+        store, ticket = self.store, record.write
+        location = None if ticket is None else ticket.location
+        if self.closed or store is None or location is None:
+            raise self.failures.closed(record)
+        if (there := store.resident(location)) is not None:
+            return streams.host_bytes(there.owner)
+        try:
+            view, buffer = BufferPool(max(store.alignment, mmap.PAGESIZE)).lease(record.nbytes, location.skew)
+            store.read(location, buffer).wait(self.limits.timeout_s)
+        except (StoreError, OSError, MemoryError) as error:
+            raise self.failures.unreadable(record, error) from error
+        return streams.host_bytes(view)
 
     def await_read(self, record: Record) -> None:
         """Wait for a record's read, however late, without the lock. Raises StalledError."""
@@ -288,6 +322,14 @@ class Mover:
         self.allowance.give_back(ticket.nbytes)
         return True
 
+    def tear(self) -> None:
+        """Land nothing any more: an exception that nobody expected has come in the midst of a change."""
+        self.torn = True
+
+    def hand_on(self) -> None:
+        """Leave the store to another engine: it does not end with this one."""
+        self._store_goes.detach()
+
     def stop(self) -> None:
         """Move nothing any more: the store is about to be closed, by its owner."""
         self.closed = True
@@ -302,3 +344,20 @@ class Mover:
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""
         return self.store.allocated_bytes() if self.store is not None and not self.closed else 0
+
+
+def ownership(lock: threading.RLock) -> Callable[[], bool]:
+    """Return what tells whether this thread has a lock, in one call of C."""
+    owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]  # which `threading.Condition` asks too
+    return owned
+
+
+def _written(weak: weakref.ref[Mover], ticket: Ticket) -> None:
+    mover = weak()
+    if mover is not None:
+        mover._write_ended(ticket)
+
+
+def _abandon(stores: list[Store]) -> None:
+    for store in stores:
+        store.abandon()

@@ -92,7 +92,9 @@ class Staging:
                 deadline_s = time.monotonic() + self._timeout_s
                 while not satisfied() and self._landings == landings:
                     left_s = deadline_s - time.monotonic()
-                    if left_s <= 0 or (interrupts.pending and interrupts.absorb()):
+                    if interrupts.pending:
+                        interrupts.look()
+                    if left_s <= 0 or interrupts.waiting():
                         return False
                     if not self._condition.wait(min(left_s, _PERIOD_S)):
                         self._catch_up()

@@ -1,4 +1,4 @@
-"""The command line: `python -m tests.campaigns faults|programs|families|state`, from the checkout."""
+"""The command line: `python -m tests.campaigns faults|programs|families|state|signals`, from the checkout."""
 
 from __future__ import annotations
 
@@ -97,6 +97,23 @@ def state(
         chosen = range(show, show + 1)
     result = run_state(chosen[:100] if quick else chosen, kind, jobs=jobs, path=path)
     _finish(result, json, save, machine)
+
+
+@app.command()
+def signals(
+    count: Annotated[int, typer.Option(min=1, help="How many signals.")] = 3000,
+    seed: Seed = 0,
+    path: Folder = None,
+    json: AsJson = False,
+    quick: Quick = False,
+    save: Save = False,
+    machine: Machine = MACHINE,
+) -> None:
+    """Signals at random moments of training, of handlers that raise, exit, save and train; exit status 1 if one is lost
+    or a step is not exact."""
+    from .signals.command import run_signals
+
+    _finish(run_signals(seed, 60 if quick else count, path=path), json, save, machine)
 
 
 def _finish(result: Result, as_json: bool, save: bool, machine: str) -> None:

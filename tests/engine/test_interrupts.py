@@ -1,12 +1,15 @@
-"""Interrupts: held back in protected code, delivered at its end, and an engine that is whole after each of them."""
+"""Interrupts: put off in protected code, called when it is left, and an engine that is whole after each of them."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +86,27 @@ def _plans(place: Any) -> bool:
     return Path(place.code.co_filename).parent.name in ("auto", "_plan")
 
 
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nvme": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+    "auto": {"tier": "auto", "memory_budget": 1 << 14},
+    "resting": {"tier": "auto"},
+    "safe8": {"tier": "nvme", "compress": "safe8", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_interrupt_at_places_where_one_can_come_leaves_the_engine_whole(name: str, scratch: Path) -> None:
+    _interrupt_at_each(SETTINGS[name], 19, scratch)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "every"),
-    [
-        ({"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14}, 1),
-        ({"tier": "auto", "memory_budget": 1 << 14}, 7),
-        ({"tier": "auto"}, 1),
-        ({"tier": "nvme", "compress": "safe8", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14}, 7),
-    ],
-    ids=["nvme", "auto", "resting", "safe8"],
-)
-def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(settings: Any, every: int, scratch: Path) -> None:
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "every"), [("nvme", 1), ("auto", 7), ("resting", 1), ("safe8", 7)])
+def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(name: str, every: int, scratch: Path) -> None:
+    _interrupt_at_each(SETTINGS[name], every, scratch)
+
+
+def _interrupt_at_each(settings: dict[str, Any], every: int, scratch: Path) -> None:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 16, 16)
     config = OffloadConfig(storage_paths=scratch, min_tensor_bytes=0, io_timeout=5.0, **settings)
@@ -115,7 +127,7 @@ def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(settings: An
         except BaseException as error:
             error.add_note(f"after an interrupt at {place}, the {number}th of {len(found[::every])}")
             raise
-    assert len(missed) < len(found[::every]) // 10, list(map(str, missed[:20]))
+    assert len(missed) <= 1 + len(found[::every]) // 10, list(map(str, missed[:20]))
     offload.close()
 
 
@@ -162,119 +174,182 @@ class _Seen(Exception):
     """Raised by a program's handler."""
 
 
+def _code(source: str, file: str, **names: Any) -> Any:
+    """The function `f` of some source, as if it stood in a file."""
+    space: dict[str, Any] = {"interrupts": interrupts, "signal": signal, "time": time, **names}
+    exec(compile(source, file, "exec"), space)
+    return space["f"]
+
+
 @pytest.fixture
-def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Protect the code of this file."""
-    monkeypatch.setattr(interrupts, "_protected", (*interrupts._protected, __file__))
+def protected(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes functions that are protected."""
+    monkeypatch.setattr(interrupts, "_protected", (*interrupts._protected, "protected.py"))
+    return lambda source, **names: _code(source, "protected.py", **names)
 
 
-def _strike() -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def _plain_code() -> Any:
-    """A function that stands in no protected file."""
-    space: dict[str, Any] = {"strike": _strike.__code__}
-    exec(compile("import signal\ndef strike():\n    signal.raise_signal(signal.SIGINT)", "elsewhere.py", "exec"), space)
-    return space["strike"]
-
-
-def test_held_back_in_protected_code_and_delivered_on_demand(guarded: None) -> None:
+@contextmanager
+def _armed(number: int = signal.SIGINT, handler: Any = signal.default_int_handler) -> Iterator[None]:
+    before = signal.signal(number, handler)
     interrupts.arm()
-    _strike()
-    assert [number for number, _ in interrupts.pending] == [signal.SIGINT]
-    with pytest.raises(KeyboardInterrupt):
-        interrupts.deliver()
-    assert not interrupts.pending
-    interrupts.disarm()
+    try:
+        yield
+    finally:
+        interrupts.disarm()
+        left = signal.signal(number, before)
+    assert left is handler
 
 
-def test_delivered_at_once_in_other_code() -> None:
-    interrupts.arm()
-    with pytest.raises(KeyboardInterrupt):
+def _strike(number: int = signal.SIGINT) -> None:
+    signal.raise_signal(number)
+
+
+def test_a_handler_is_put_off_in_protected_code_until_that_is_left(protected: Any) -> None:
+    f = protected("def f(strike, log):\n    strike()\n    log.append('after')\n    _ = [*interrupts.again]")
+    log: list[str] = []
+    with _armed():
+        with pytest.raises(KeyboardInterrupt):
+            len((f(_strike, log), log))  # after a call the interpreter looks for signals
+        assert log == ["after"]
+        assert not interrupts.pending
+
+
+def test_a_handler_is_called_at_once_in_other_code() -> None:
+    with _armed(), pytest.raises(KeyboardInterrupt):
         _strike()
-    interrupts.disarm()
 
 
-def test_what_protected_code_calls_on_the_programs_behalf_is_interrupted(guarded: None) -> None:
-    strike = _plain_code()
-
-    @interrupts.lets_through
-    def calls() -> None:
-        strike()
-
-    interrupts.arm()
-    with pytest.raises(KeyboardInterrupt):
-        calls()
-    interrupts.disarm()
+def test_what_protected_code_calls_on_the_programs_behalf_is_interrupted(protected: Any) -> None:
+    f = interrupts.lets_through(protected("def f(strike):\n    strike()"))
+    with _armed(), pytest.raises(KeyboardInterrupt):
+        f(_strike)
 
 
-def test_a_signal_that_nobody_delivers_is_raised_again(guarded: None) -> None:
-    interrupts.arm()
-    _strike()
-    wait: dict[str, Any] = {}
-    exec(compile("import time\ndef wait():\n    for _ in range(2000): time.sleep(0.005)", "elsewhere.py", "exec"), wait)
-
-    @interrupts.lets_through
-    def leaves_protected_code() -> None:
-        wait["wait"]()
-
-    with pytest.raises(KeyboardInterrupt):
-        leaves_protected_code()
-    interrupts.disarm()
+def test_code_that_takes_errors_for_its_own_is_not_interrupted_within_others(protected: Any) -> None:
+    inner = interrupts.lets_through(protected("def f(strike):\n    strike()"))
+    noted: list[int] = []
+    f = protected("def f(inner, strike):\n    inner(strike)\n    return len(interrupts.pending)", inner=inner)
+    with _armed(), pytest.raises(KeyboardInterrupt):
+        _wait_after(lambda: noted.append(f(inner, _strike)))
+    assert noted == [1]
 
 
-def test_a_programs_own_handler_is_called_and_comes_back(guarded: None) -> None:
+def test_a_signal_that_nobody_has_strike_again_does_by_itself(protected: Any) -> None:
+    f = protected("def f(strike):\n    strike()")
+    with _armed(), pytest.raises(KeyboardInterrupt):
+        _wait_after(lambda: f(_strike))
+
+
+def _wait_after(call: Callable[[], object]) -> None:
+    call()
+    _wait(lambda: False)
+
+
+def _wait(over: Callable[[], bool]) -> None:
+    for _ in range(2000):
+        if over():
+            return
+        time.sleep(0.005)
+    pytest.fail("nothing has come")
+
+
+def test_every_signal_is_delivered_once_however_busy_the_threads_are(protected: Any) -> None:
+    """Threads change places all the time, where the old front lost one in fifty."""
+    f = protected("def f(strike):\n    strike()")
+    seen: list[int] = []
+    interval, stop = sys.getswitchinterval(), threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            pass
+
+    threads = [threading.Thread(target=busy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    sys.setswitchinterval(1e-6)
+    try:
+        for count in range(1, 101):
+            with _armed(signal.SIGUSR1, lambda number, _: seen.append(number)):
+                f(lambda: _strike(signal.SIGUSR1))
+            _wait(lambda count=count: len(seen) >= count)  # type: ignore[misc]
+            assert len(seen) == count
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
+        for thread in threads:
+            thread.join()
+    time.sleep(0.02)
+    assert seen == [signal.SIGUSR1] * 100
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGALRM", "SIGUSR1", "SIGCHLD", "SIGHUP", "SIGRTMIN"])
+def test_a_programs_own_handler_is_put_off_and_comes_back(name: str, protected: Any) -> None:
+    number = int(getattr(signal, name))
+    noted: list[int] = []
+
     def theirs(number: int, frame: object) -> None:
         raise _Seen
 
-    before = signal.signal(signal.SIGINT, theirs)
-    try:
+    f = protected("def f(strike):\n    strike()\n    return len(interrupts.pending)")
+    with _armed(number, theirs):
         interrupts.arm()
-        interrupts.arm()
-        _strike()
-        interrupts.disarm()
         with pytest.raises(_Seen):
-            interrupts.deliver()
+            _wait_after(lambda: noted.append(f(lambda: _strike(number))))
+        assert noted == [1]
         interrupts.disarm()
-        assert signal.getsignal(signal.SIGINT) is theirs
-    finally:
-        signal.signal(signal.SIGINT, before)
+        assert signal.getsignal(number) is not theirs  # until as many have ended as have begun
 
 
-def test_two_signals_are_both_delivered_in_order(guarded: None) -> None:
+def test_two_signals_are_both_delivered(protected: Any) -> None:
     seen: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGALRM)
-    before = [signal.signal(number, lambda number, _: seen.append(number)) for number in numbers]
-    try:
-        interrupts.arm()
-        for number in numbers:
-            signal.raise_signal(number)
-        assert seen == []
-        interrupts.disarm()
-        interrupts.deliver()
-        assert seen == list(numbers)
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
+    f = protected("def f(strike):\n    strike(15)\n    strike(14)\n    return list(interrupts.pending)")
+
+    def note(number: int, _: object) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGALRM, note)
+    with _armed(signal.SIGTERM, note):
+        assert sorted(f(_strike)) == [14, 15]
+        _wait(lambda: len(seen) == 2)
+    signal.signal(signal.SIGALRM, before)
+    assert sorted(seen) == [signal.SIGALRM, signal.SIGTERM]
 
 
-def test_a_handler_that_calls_the_one_before_it_ends(guarded: None) -> None:
+def test_a_handler_that_calls_the_one_before_it_ends(protected: Any) -> None:
     seen: list[int] = []
+    f = protected("def f(strike):\n    strike(15)")
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(1))
     try:
         interrupts.arm()
         ours: Any = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda number, frame: (seen.append(2), ours(number, frame)))
         interrupts.arm()
-        signal.raise_signal(signal.SIGTERM)
+        f(_strike)
+        _wait(lambda: len(seen) == 2)
         for _ in range(2):
             interrupts.disarm()
-        while interrupts.pending:
-            interrupts.deliver()
         assert seen == [2, 1]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _throw_while_another_error_is_handled() -> None:
+    try:
+        raise RuntimeError("the wait's own")
+    except RuntimeError:
+        interrupts.throw()
+
+
+def test_what_a_handler_raises_in_a_wait_is_kept_for_who_leaves() -> None:
+    with _armed():
+        interrupts.pending.append(int(signal.SIGINT))
+        interrupts.look()
+        assert interrupts.waiting()
+        assert not interrupts.pending
+        with pytest.raises(KeyboardInterrupt) as caught:
+            _throw_while_another_error_is_handled()
+        assert caught.value.__context__ is None
+        assert not interrupts.waiting()
 
 
 def test_a_handler_that_does_not_raise_ends_no_wait(scratch: Path) -> None:

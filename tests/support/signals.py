@@ -74,6 +74,20 @@ def places(run: Callable[[], object], prefixes: tuple[str, ...]) -> list[Place]:
 
 def interrupted_at(place: Place, run: Callable[[], object], *, number: int = 0) -> bool:
     """Run with a SIGINT at the `number`-th time that it passes the place. Whether KeyboardInterrupt was raised."""
+    try:
+        at(place, run, lambda: signal.raise_signal(signal.SIGINT), number=number)
+        while interrupts.pending:  # one that nobody has strike again does so by itself
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def at(place: Place, run: Callable[[], object], happens: Callable[[], object], *, number: int = 0) -> bool:
+    """Run, and have something happen in a trace function the `number`-th time that it passes the place; whether it did.
+
+    What that raises the interpreter raises at the place.
+    """
     passed = 0
 
     def local(frame: FrameType, event: str, _: Any) -> Any:
@@ -81,7 +95,7 @@ def interrupted_at(place: Place, run: Callable[[], object], *, number: int = 0) 
         if event == "opcode" and frame.f_lasti == place.offset:
             passed += 1
             if passed == number + 1:
-                signal.raise_signal(signal.SIGINT)
+                happens()
         return local
 
     def tracer(frame: FrameType, event: str, _: Any) -> Any:
@@ -90,13 +104,8 @@ def interrupted_at(place: Place, run: Callable[[], object], *, number: int = 0) 
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return local
 
-    try:
-        _traced(run, tracer)
-        while interrupts.pending:  # one that no call from outside has delivered is raised again by a thread
-            time.sleep(0.001)
-    except KeyboardInterrupt:
-        return True
-    return False
+    _traced(run, tracer)
+    return passed > number
 
 
 def _traced(run: Callable[[], object], tracer: Any) -> None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from io_backends import interrupts
+
 from ..._record.plain import Shell
 from ..._record.record import Record
 from ..._torch.weights import MARK, WEIGHT, is_parameter
@@ -72,7 +74,8 @@ def memory_of(tensor: Tensor, sizes: tuple[int, int]) -> tuple[int, int] | None:
         if storage_bytes < sizes[1] or getattr(storage, MARK, None) is WEIGHT:
             return None
         return min(nbytes, storage_bytes), tensor.data_ptr()
-    except RuntimeError:
+    except RuntimeError as error:
+        interrupts.pass_on_from_call(error)
         raise UnknownMemoryError from None
 
 

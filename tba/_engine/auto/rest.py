@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from io_backends import interrupts
+
 from ..._config import OffloadConfig
 from ..._text import size
 
@@ -140,9 +142,11 @@ class Rest:
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
         """Describe how a forward is called; None where an argument does not tell how large it is."""
+        tracer = interrupts.tracer()
         try:
             return self._key(args, kwargs)
-        except Exception:  # whatever an object raises that is looked at
+        except Exception as error:  # whatever an object raises that is looked at
+            interrupts.pass_on(error, tracer)
             return None
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key:

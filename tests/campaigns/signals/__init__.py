@@ -1,0 +1,1 @@
+"""The campaign of signals at random moments."""
