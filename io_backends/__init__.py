@@ -10,6 +10,7 @@
 `Store` is the contract for stores of your own; `io_backends.testing` has the tools to test one.
 """
 
+from . import _armed
 from ._buffer import Buffer, Location
 from ._errors import (
     Corrupted,
@@ -61,3 +62,5 @@ __all__ = [
     "device_node",
     "pci_address",
 ]
+
+_armed.end()

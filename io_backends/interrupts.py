@@ -98,24 +98,22 @@ class _Again:
 again: Iterable[None] = _Again()  # type: ignore[assignment]  # mypy wants an `__iter__` of what is iterated over
 
 
-def protect(
-    package: str,
-    *,
-    but: tuple[str, ...] = (),
-    apart: Callable[[bool], AbstractContextManager[None]] | None = None,
-    beside: str | None = None,
-) -> None:
-    """Protect the code in a package's folder, but for what begins with one of the paths `but` in it.
-
-    Args:
-        beside: a file of PyTorch's which works for the package: protected too, with what it calls of PyTorch's.
-        apart: makes what a handler runs in that is called while a function of the package is on the stack: in code of
-            the program that it calls (False), or in a wait (True).
-    """
-    global _protected, _unprotected, _apart, _beside
+def protect(package: str, *, but: tuple[str, ...] = ()) -> None:
+    """Protect the code in a package's folder, but for what begins with one of the paths `but` in it."""
+    global _protected, _unprotected
     _protected = (*_protected, os.path.join(package, ""))
     _unprotected = (*_unprotected, *(os.path.join(package, path) for path in but))
-    _apart, _beside = apart or _apart, beside or _beside
+
+
+def run_apart(apart: Callable[[bool], AbstractContextManager[None]], *, beside: str) -> None:
+    """Set what a handler runs in that is called while protected code is on the stack.
+
+    Args:
+        apart: makes it, for a handler in code of the program that protected code calls (False), or in a wait (True).
+        beside: a file of PyTorch's which works for such code: protected too, with what it calls of PyTorch's.
+    """
+    global _apart, _beside
+    _apart, _beside = apart, beside
 
 
 def lets_through(function: Callable[P, R]) -> Callable[P, R]:

@@ -11,6 +11,7 @@
 `attach(model)` does so with the model's own forward, where a trainer owns the loop.
 """
 
+from . import _armed
 from ._audit.audit import audit
 from ._audit.report import Audit
 from ._config import OffloadConfig, Setting, describe
@@ -52,3 +53,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_armed.end()

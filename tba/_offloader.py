@@ -417,6 +417,4 @@ def _no_model() -> None:
     """Return None, the model of an Offloader without one."""
 
 
-# No signal tears anything here. It may strike in what runs a program's code: the command line, an audit, integrations.
-_RUN_PROGRAMS = ("cli", "_audit", "_forecast", "integrations/megatron", "integrations/transformers")
-interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS, apart=bare, beside=checkpoint.__file__)
+interrupts.run_apart(bare, beside=checkpoint.__file__)

@@ -120,7 +120,7 @@ def test_a_package_reaches_others_by_public_names(path: Path) -> None:
 FLOORS = {
     "io_backends": [
         ("_buffer", "_errors", "_extents", "interrupts"),
-        ("_memory", "_ticket"),
+        ("_armed", "_memory", "_ticket"),
         ("_file", "_store", "_workers"),
         ("_stores", "_testing"),
         ("testing", ""),
@@ -133,7 +133,7 @@ FLOORS = {
         ("",),
     ],
     "tba": [
-        ("_errors",),
+        ("_armed", "_errors"),
         ("_text",),
         ("_config", "_memory", "_plan", "_stats", "_torch"),
         ("_record", "_state"),
@@ -157,7 +157,7 @@ FLOORS = {
         ("__main__",),
     ],
 }
-MOST_ROOMS, MOST_ARROWS, MOST_FILES = 23, 100, 10
+MOST_ROOMS, MOST_ARROWS, MOST_FILES = 24, 101, 10
 
 
 def room_of(module: str) -> str:

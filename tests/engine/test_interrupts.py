@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -391,3 +392,42 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_a_handler_raises_while_the_package_is_imported_reaches_the_program(number: int) -> None:
+    """Imports run code in callbacks of weak references, where errors are printed and lost."""
+    code = f"""
+import os, signal, sys, threading, time, torch
+raised, caught, begun = 0, 0, threading.Event()
+
+def handler(*_):
+    global raised
+    raised += 1
+    raise RuntimeError("from a handler")
+
+def shoot():
+    begun.wait()
+    for _ in range(25):
+        before = raised
+        time.sleep(0.001 * {1 + 5 * number})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while raised == before:
+            time.sleep(0.0005)
+
+shooter = threading.Thread(target=shoot)
+shooter.start()
+signal.signal(signal.SIGUSR1, handler)
+while shooter.is_alive():
+    try:
+        begun.set()
+        import tba
+        while shooter.is_alive():
+            time.sleep(0.001)
+    except RuntimeError as error:
+        caught += str(error) == "from a handler"
+print(raised, caught)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["25", "25"], done.stderr
