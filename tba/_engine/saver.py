@@ -38,7 +38,7 @@ from .._config import OffloadConfig
 from .._derive.derivations import Derivations
 from .._derive.worth import Worth
 from .._errors import OffloadError, OffloadWarning, edited_in_place
-from .._memory import streams
+from .._memory import shortage, streams
 from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
@@ -264,7 +264,7 @@ class Saver(ForkAware):
             return
         own = isinstance(error, (OffloadError, OffloadWarning, torch.OutOfMemoryError, MemoryError))
         if not own and isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
-            own = not interrupts.is_foreign(error)  # of an edit in place, or for lack of memory on a CPU
+            own = shortage.lacks_memory(error) or not interrupts.is_foreign(error)  # of an edit in place
         if not own:
             self.tear()
 
