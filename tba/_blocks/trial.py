@@ -129,21 +129,25 @@ class Trial:
         """Run it again; returns why that is not the same, or "" and the seconds until it saved its last tensor."""
         if lost := first.call.found.lost():
             return f"{lost} was edited before backward", None
+        tracer = interrupts.tracer()
         try:
             before = [self._give(kept).detach() for kept in first.outputs]
             with first.call.repeated(self._give, again := _Noted(), as_saved) as (args, kwargs):
                 return self._compare(first, before, again, args, kwargs)
-        except (OffloadError, RuntimeError):
+        except (OffloadError, RuntimeError) as error:
+            interrupts.pass_on(error, tracer)
             return "what it was given or returned was edited, or could not be read back", None
 
     def _compare(
         self, first: _First, before: list[Tensor], again: _Noted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, float | None]:
         begun_s = again.saved_s = clock.current.now_s()
+        tracer = interrupts.tracer()
         try:
             with Communication() as communication:
                 out = self._forward(*args, **kwargs)
         except Exception as error:
+            interrupts.pass_on(error, tracer)
             return f"its second run raises {type(error).__name__}", None
         after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if change := first.call.found.block.change():
