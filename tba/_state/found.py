@@ -14,7 +14,6 @@ Assumption: no other thread changes it in that region; such a change is undone.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ from .generators import SHARED_GENERATORS
 from .holders import PLAIN, Holder, Reading, equal, version
 from .reach import Reach
 
+_NOTE = "_tba_state"
 _GLOBAL_HOOKS = tuple(getattr(modules, name, None) for name in ("_global_forward_hooks", "_global_forward_pre_hooks"))
 
 
@@ -44,6 +44,12 @@ class State:
         self._weights = weights
         self._readings: list[Reading] = [holder.read() for holder in holders]
         self._versions = [version(weight) for weight in weights]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """Be nothing in a copy of the module that it is kept with."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
     def again(self) -> State:
         """Read the same holders anew."""
@@ -89,10 +95,13 @@ class Found:
     @classmethod
     def of(cls, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
         """Read it. What is known of the block from its last call is looked through again only if it has changed."""
-        known = _known.get(module)
+        # Kept with the module, where the garbage collector sees it, as it may hold what holds the module; as an
+        # attribute of the dictionary of its hooks, where nobody looks.
+        notes: dict[str, Any] = getattr(module._forward_hooks, "__dict__", {})
+        known = notes.get(_NOTE)
         if known is None or known.change() or known.unseen:
             reach = Reach().walk([forward, *_GLOBAL_HOOKS, *SHARED_GENERATORS], block=module)
-            known = _known[module] = State(reach.holders, reach.weights, reach.unseen)
+            known = notes[_NOTE] = State(reach.holders, reach.weights, reach.unseen)
         given = Reach()
         leaves = list(plain_leaves((args, kwargs)))
         if any(type(leaf) not in PLAIN and not isinstance(leaf, (Tensor, float)) for leaf in leaves):
@@ -119,9 +128,6 @@ class Found:
         finally:
             block.put_back()
             given.put_back()
-
-
-_known: weakref.WeakKeyDictionary[nn.Module, State] = weakref.WeakKeyDictionary()
 
 
 def plain_leaves(value: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ an equal tensor has.
 from __future__ import annotations
 
 import operator
+import weakref
 from array import array
 from collections import OrderedDict, deque
 from contextvars import ContextVar
@@ -15,7 +16,7 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch.private import keeping_version
 
@@ -112,24 +113,9 @@ def _kind(held: dict[Any, Any]) -> Any:
 
 
 class Attributes(Dict):
-    """The attributes of an object, by its `__dict__`, but for those named in `apart`."""
+    """The attributes of an object, by its `__dict__`."""
 
-    __slots__ = ("_apart",)
-
-    def __init__(self, of: dict[str, Any], name: str, apart: tuple[str, ...] = ()) -> None:
-        super().__init__(of, name)
-        self._apart = apart
-
-    def read(self) -> Reading:
-        held: dict[str, Any] = self.of
-        if any(map(held.__contains__, self._apart)):
-            held = {name: value for name, value in held.items() if name not in self._apart}
-        return (*held.keys(), *held.values())
-
-    def write(self, reading: Reading) -> None:
-        kept = {name: self.of[name] for name in self._apart if name in self.of}
-        super().write(reading)
-        self.of.update(kept)
+    __slots__ = ()
 
     def difference(self, one: Reading, other: Reading) -> str:
         half, others = len(one) // 2, len(other) // 2
@@ -137,6 +123,49 @@ class Attributes(Dict):
         after = dict(zip(other[:others], other[others:], strict=True))
         names = (key for key in {**before, **after} if not same(before.get(key, MISSING), after.get(key, MISSING)))
         return f"{self.name}.{next(names, '')}".rstrip(".")
+
+
+class Module(Attributes):
+    """The attributes of a module, but for those named in `apart`; `of` is a weak reference to it."""
+
+    __slots__ = ("_apart",)
+
+    def __init__(self, of: weakref.ref[nn.Module], name: str, apart: frozenset[str]) -> None:
+        super().__init__(of, name)
+        self._apart = apart
+
+    def read(self) -> Reading:
+        module = self.of()
+        held = vars(module) if module is not None else {}
+        names = [name for name in held if name not in self._apart]
+        return (*names, *map(held.__getitem__, names))
+
+    def write(self, reading: Reading) -> None:
+        if (module := self.of()) is not None:
+            held, half = vars(module), len(reading) // 2
+            before = dict(zip(reading[:half], reading[half:], strict=True))
+            kept = {name: value for name, value in held.items() if name in self._apart}
+            held.clear()
+            held.update(before | kept)
+
+
+class Parameters(Dict):
+    """The parameters of a module, but for those named in `apart`."""
+
+    __slots__ = ("_apart",)
+
+    def __init__(self, of: dict[str, Any], name: str, apart: frozenset[str]) -> None:
+        super().__init__(of, name)
+        self._apart = apart
+
+    def read(self) -> Reading:
+        names = [name for name in self.of if name not in self._apart]
+        return (*names, *map(self.of.__getitem__, names))
+
+    def write(self, reading: Reading) -> None:
+        kept = {name: value for name, value in self.of.items() if name in self._apart}
+        super().write(reading)
+        self.of.update(kept)
 
 
 class List(Holder):

@@ -65,6 +65,8 @@ from .holders import (
     Global,
     Holder,
     List,
+    Module,
+    Parameters,
     Set,
     Slots,
     Tensors,
@@ -72,7 +74,7 @@ from .holders import (
 )
 from .origins import OURS, Kind, is_compiled, of_file, of_module
 
-_MOST = 200_000  # objects that are walked through
+_MOST = 50_000  # objects that are walked through
 
 # Built-in functions by which code reaches what it does not name, or the world outside. A block that calls one, in code
 # of the program's own, must not run twice.
@@ -271,8 +273,12 @@ class Reach:
             self._cannot_see(value, name, library)
         within = library or Kind.of(kind).origin == "library"
         held = object.__getattribute__(value, "__dict__") if kind.__dictoffset__ else None
-        if type(held) is dict:
-            self._attributes(held, kind.__name__, within, module=isinstance(value, nn.Module), block=block)
+        if isinstance(value, nn.Module):
+            self._module_object(value, within, block=block)
+        elif type(held) is dict:
+            self._hold(Attributes(held, kind.__name__))
+            for key, each in held.items():
+                self._meet(each, key if type(key) is str else "", within)
         if slots := Kind.of(kind).slots:
             holder = Slots((value, slots), kind.__name__)
             self._hold(holder)
@@ -280,22 +286,19 @@ class Reach:
                 self._meet(each, slot.__name__, within)
         self._class(kind)
 
-    def _attributes(self, held: dict[str, Any], name: str, library: bool, *, module: bool, block: bool) -> None:
-        if not module:
-            self._hold(Attributes(held, name))
-            for key, each in held.items():
-                self._meet(each, key if type(key) is str else "", library)
-            return
+    def _module_object(self, module: nn.Module, library: bool, *, block: bool) -> None:
+        held, name = vars(module), type(module).__name__
         # A forward that the engine has put there, and views that FSDP gathers anew, are not the program's.
-        self._hold(Attributes(held, name, ("forward", *_weights(held))))
+        apart = frozenset(("forward", *_OTHER_HOOKS, *(_HOOKS if block else ()), *_weights(held)))
+        self._hold(Module(weakref.ref(module), name, apart))
         parameters = held.get("_parameters")
         if type(parameters) is dict and id(parameters) not in self._seen:
             self._seen[id(parameters)] = parameters
-            self._hold(Attributes(parameters, name, _weights(parameters)))
+            self._hold(Parameters(parameters, name, frozenset(_weights(parameters))))
             for each in parameters.values():
                 self._meet(each, "", library)
         for key, each in held.items():
-            if not (key in _OTHER_HOOKS or (block and key in _HOOKS) or is_ours(each)):
+            if key not in apart or (key == "forward" and not is_ours(each)):
                 self._meet(each, key, library)
 
     def _class(self, kind: type) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import array
 import contextvars
+import copy
 import functools
+import gc
 import itertools
+import pickle
 import random
 import threading
 import types
@@ -294,3 +297,48 @@ def test_an_exception_in_the_region_puts_everything_back() -> None:
         block.kept += [1, 2, 3]
         raise KeyError
     assert block.kept == [1]
+
+
+def test_a_block_that_was_read_dies_with_its_last_reference() -> None:
+    block = Block(lambda _: None)
+    gc.disable()
+    try:
+        Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+        alive = [weakref.ref(block), weakref.ref(block.linear), weakref.ref(block.linear.weight)]
+        del block
+        assert [reference() for reference in alive] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_block_that_holds_its_parent_is_collected_with_it() -> None:
+    parent = nn.Module()
+    parent.block = block = Block(lambda _: None, [parent])
+    Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    alive = weakref.ref(block)
+    del parent, block
+    gc.collect()
+    assert alive() is None
+
+
+class Plain(nn.Module):
+    """One layer, in a class that can be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+def test_copies_of_a_block_that_was_read_carry_nothing() -> None:
+    block = Plain()
+    before = pickle.dumps(block)
+    attributes = set(vars(block))
+    Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    assert set(vars(block)) == attributes
+    assert len(pickle.dumps(block)) - len(before) < 200
+    for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):
+        assert torch.equal(other(torch.ones(1, 2)), block(torch.ones(1, 2)))
+        assert not any(vars(other._forward_hooks).values())
