@@ -31,10 +31,12 @@ class Counted(Clock):
 
     Args:
         operator_s: that an operator takes, a power of two.
+        rate: of the link, in bytes/s, a power of two.
     """
 
-    def __init__(self, operator_s: float = OPERATOR_S) -> None:
+    def __init__(self, operator_s: float = OPERATOR_S, rate: int = RATE) -> None:
         self._operator_s = operator_s
+        self._rate = rate
         self._nodes = 0
         self._moved_s = 0.0
         self._local = threading.local()  # autograd numbers nodes by thread
@@ -54,7 +56,7 @@ class Counted(Clock):
 
     def carried(self, ticket: Ticket) -> Carried:
         begun_s = self._moved_s
-        self._moved_s += ticket.moved_bytes / RATE
+        self._moved_s += ticket.moved_bytes / self._rate
         return Carried(begun_s, self._moved_s, 0.0)
 
 
