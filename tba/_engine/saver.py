@@ -411,7 +411,11 @@ class Saver(ForkAware):
             self.left_by(error)
             raise
         finally:
-            self.mover.catch_up()
+            try:
+                self.mover.catch_up()
+            except BaseException:  # perhaps with the lock still held
+                self.tear()
+                raise
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
