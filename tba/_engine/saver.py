@@ -132,7 +132,7 @@ class Saver(ForkAware):
                 else:
                     packed = self._pack(tensor)
             if self.mover.ended:
-                self.mover.catch_up()
+                self._catch_up()
             if interrupts.kept:
                 interrupts.throw()
         except BaseException as error:
@@ -236,7 +236,7 @@ class Saver(ForkAware):
             else:
                 tensor = self._tensor(first, second, task, to_code)
             if self.mover.ended:
-                self.mover.catch_up()
+                self._catch_up()
             if interrupts.kept:
                 interrupts.throw()
         except BaseException as error:
@@ -411,11 +411,15 @@ class Saver(ForkAware):
             self.left_by(error)
             raise
         finally:
-            try:
-                self.mover.catch_up()
-            except BaseException:  # perhaps with the lock still held
-                self.tear()
-                raise
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Land what has ended meanwhile. An error that breaks that off may leave the lock held, which tells nothing."""
+        try:
+            self.mover.catch_up()
+        except BaseException:
+            self.tear()
+            raise
 
     # -- with the lock -------------------------------------------------------------------------------------------
 
