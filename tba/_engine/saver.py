@@ -218,6 +218,7 @@ class Saver(ForkAware):
                 self.steps.backward_seen = True
                 if task != backward.task:
                     backward.begins(task)
+                    self._readings.look_at_caches()
             if self.light.course is not None and not self.came_back():
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
