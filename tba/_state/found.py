@@ -38,11 +38,17 @@ class State:
         unseen: why not all can be read; "" if it can.
     """
 
-    def __init__(self, holders: list[Holder], weights: list[nn.Parameter], unseen: str) -> None:
+    def __init__(
+        self,
+        holders: list[Holder],
+        weights: list[nn.Parameter],
+        unseen: str,
+        readings: list[Reading] | None = None,
+    ) -> None:
         self.unseen = unseen
         self._holders = holders
         self._weights = weights
-        self._readings: list[Reading] = [holder.read() for holder in holders]
+        self._readings = [holder.read() for holder in holders] if readings is None else readings
         self._versions = [version(weight) for weight in weights]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -55,13 +61,22 @@ class State:
         """Read the same holders anew."""
         return State(self._holders, self._weights, self.unseen)
 
+    def now(self) -> State | None:
+        """Be as of now, if nothing but weights has changed since, as they do in each step; else None."""
+        if self.unseen or self._difference():
+            return None
+        return State(self._holders, self._weights, self.unseen, self._readings)
+
     def change(self) -> str:
         """Name something that has changed since; "" if nothing has."""
+        return self._difference() or ("its weights" if self.weights_changed() else "")
+
+    def _difference(self) -> str:
         for holder, reading in zip(self._holders, self._readings, strict=True):
             now = holder.read()
             if not equal(reading, now):
                 return holder.difference(reading, now)
-        return "its weights" if self.weights_changed() else ""
+        return ""
 
     def lost(self) -> str:
         """Name something that has changed since and cannot be put back; "" if all can."""
@@ -98,10 +113,12 @@ class Found:
         # Kept with the module, where the garbage collector sees it, as it may hold what holds the module; as an
         # attribute of the dictionary of its hooks, where nobody looks.
         notes: dict[str, Any] = getattr(module._forward_hooks, "__dict__", {})
-        known = notes.get(_NOTE)
-        if known is None or known.change() or known.unseen:
+        before: State | None = notes.get(_NOTE)
+        known = before.now() if before is not None else None
+        if known is None:
             reach = Reach().walk([forward, *_GLOBAL_HOOKS, *SHARED_GENERATORS], block=module)
-            known = notes[_NOTE] = State(reach.holders, reach.weights, reach.unseen)
+            known = State(reach.holders, reach.weights, reach.unseen)
+        notes[_NOTE] = known
         given = Reach()
         leaves = list(plain_leaves((args, kwargs)))
         if any(type(leaf) not in PLAIN and not isinstance(leaf, (Tensor, float)) for leaf in leaves):

@@ -279,6 +279,17 @@ def test_weights_that_are_edited_are_told_as_lost() -> None:
     assert found.lost() == "its weights"
 
 
+def test_a_block_is_not_walked_again_because_an_optimizer_has_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = Block(lambda _: None)
+    earlier = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    with torch.no_grad():
+        block.linear.weight.add_(1)
+    monkeypatch.setattr("tba._state.reach.Reach._visit", None)
+    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    assert (found.lost(), found.block.change()) == ("", "")
+    assert earlier.lost() == "its weights"
+
+
 def test_putting_back_moves_no_version_counter() -> None:
     block = Block(lambda block: block.kept.add_(1), torch.zeros(2))
     found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
