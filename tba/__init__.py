@@ -29,6 +29,7 @@ from ._errors import (
 from ._offloader import Offloader
 from ._plan.plan import Plan
 from ._stats import OffloadStats, TraceEvent
+from ._torch import private, versions
 
 __all__ = [
     "Audit",
@@ -54,4 +55,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
+versions.tell({feature.value: names for feature, names in private.missing.items()})
 _armed.end()

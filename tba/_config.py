@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from compact import PRESETS, Preset
 
 from ._errors import ConfigError
+from ._torch.versions import SILENCED_BY
 
 _PREFIX = "TBA_"
 
@@ -262,6 +263,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if variable[: len(_PREFIX)].upper() != _PREFIX:
             continue
         name = variable[len(_PREFIX) :].lower()
+        if variable == SILENCED_BY:
+            continue
         if name not in _FIELDS:
             known = [_variable(name) for name in _FIELDS]
             raise ConfigError(

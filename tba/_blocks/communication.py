@@ -61,11 +61,14 @@ class Communication:
 def _begun() -> list[int | None]:
     """Give how many operations each group of several ranks has begun, by kind of device; None: it does not count."""
     counts: list[int | None] = []
-    for group in process_groups():
+    groups = process_groups()
+    if groups is None:
+        return [None]
+    for group in groups:
         for device in group._device_types if group.size() > 1 else ():
             try:
                 counts.append(group._get_backend(device)._get_sequence_number_for_group())
-            except RuntimeError:
+            except (RuntimeError, AttributeError):
                 counts.append(None)
     return counts
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from io_backends import interrupts
 
@@ -30,7 +29,7 @@ from .._state.found import Found, fingerprint
 from .._state.holders import equal_bits
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
-from .._torch.private import innermost
+from .._torch.private import innermost, tree_leaves
 from .call import Call, as_saved, shape
 from .communication import Communication, gathers
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn, strided
-from torch.utils._pytree import tree_leaves
 
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .._torch.modes import quiet
+from .._torch.private import tree_leaves
 from .trial import Verdict
 
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them

@@ -36,6 +36,7 @@ from .._memory import shortage, streams
 from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
 from .._stats import Counters
+from .._torch import private
 from .calls import SavedBy, kind_of
 from .projected_linear import ProjectedLinear
 
@@ -102,7 +103,7 @@ class Compressor:
             ConfigError: a projection, but no linear layer in the model.
             RankError: a rank above the width of a layer.
         """
-        if not self.lossy:
+        if not self.lossy or not private.has(private.Feature.LOSSY):
             return None
         mode = SavedBy(self.projection(model))
         if model is not None:

@@ -13,18 +13,22 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, strided
 
-from .._torch.private import current_graph_task_id, current_node, graph_is_kept, is_operator, storage_use_count
+from .._torch.private import (
+    current_graph_task_id,
+    current_node,
+    graph_is_kept,
+    is_operator,
+    run_backward,
+    storage_use_count,
+)
 from .record import RESTORED, Record
 from .restore import restore
 from .view import View, apart
 
 # References to a storage that one tensor uses: the tensor's, and that of the wrapper through which they are counted.
 _ALONE = 2
-# Calls PyTorch's autograd engine: for an operator the innermost Python frame is this one, for Python code its own.
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 # How many nodes Python looks at in one backward in search of Functions written in C++: see `weights.Chains`.
 _LOOKS = 512
 # The package that unpacks saved tensors to pass them to operators.
@@ -63,7 +67,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     """
     if task == -1:
         return True
-    if asker is not None and asker.f_code is not _RUN_BACKWARD:
+    if asker is not None and asker.f_code is not run_backward:
         return not is_for_operators(asker)
     if _looks.task != task:
         _looks.task, _looks.left = task, _LOOKS

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._memory.streams import raw_bytes
+from .._torch.private import negative_view
 
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
@@ -72,9 +73,9 @@ class View(NamedTuple):
 
     def _turned(self, tensor: Tensor) -> Tensor:
         if self.conj:
-            tensor = torch._conj(tensor)
+            tensor = tensor.conj()
         if self.neg:
-            tensor = torch._neg_view(tensor)
+            tensor = negative_view(tensor)
         return tensor
 
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.autograd import function
 from torch.jit import ScriptModule
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .hook_stack import Pack, owner_of_innermost
 from .module_hooks import ModelHook
+from .private import tree_leaves
 from .user_frames import warn
 
 # Files of torch's Python functions through which checkpointing saves the input of a region (the second one's: 2.11).

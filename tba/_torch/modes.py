@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes
-
 from . import private
 
 _NO_MODES: AbstractContextManager[None] = nullcontext()
@@ -23,7 +20,7 @@ def quiet() -> AbstractContextManager[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    with private.DisableTorchFunction(), _disable_current_modes():
+    with private.DisableTorchFunction(), private.without_dispatch_modes():
         yield
 
 
@@ -43,7 +40,7 @@ def without_programs() -> Iterator[None]:
         for mode in modes:
             if not _is_programs(mode):
                 private.push_function_mode(mode)
-        with _disable_current_modes():
+        with private.without_dispatch_modes():
             yield
     finally:
         private.take_function_modes()
@@ -52,4 +49,4 @@ def without_programs() -> Iterator[None]:
 
 
 def _is_programs(mode: object) -> bool:
-    return not isinstance(mode, DeviceContext) and not type(mode).__module__.startswith("tba.")
+    return not isinstance(mode, private.DeviceContext) and not type(mode).__module__.startswith("tba.")

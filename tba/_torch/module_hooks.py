@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import nn
 from torch.compiler import is_exporting
-from torch.jit import _recursive
 
 from io_backends import interrupts
 
+from . import private
 from .private import not_compiled, untraced
 
 
@@ -81,18 +81,13 @@ def _none_on(model: nn.Module) -> Iterator[None]:
             hooks.update(items)
 
 
-# Compiles a module and those in it, with their hooks; what it makes has none of ours.
-_script: Callable[..., Any] | None = getattr(_recursive, "create_script_module", None)
-
-
 def _without_hooks(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    assert _script is not None
+    assert private.create_script_module is not None
     with _none_on(model):
-        return _script(model, *args, **kwargs)
+        return private.create_script_module(model, *args, **kwargs)
 
 
-if _script is not None:
-    _recursive.create_script_module = functools.wraps(_script)(_without_hooks)  # type: ignore[assignment]
+private.script_by(_without_hooks)  # what it makes has none of our hooks
 
 
 def not_attached(*_: Any) -> None:

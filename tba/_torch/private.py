@@ -1,97 +1,303 @@
-"""Private functions of torch that the engine needs, in one place and checked at import.
+"""Private functions of torch that the engine needs, in one place: each belongs to a feature, and is checked at import.
 
-Each is used because no public function tells as much. A torch that lacks one is refused by its name, instead of failing
-somewhere inside a hook.
+Each is used because no public function tells as much. Without those that exactness rests on the package refuses to be
+imported, by their names. Any other that a torch lacks, or has in another form, switches its feature off: `missing`
+tells which, and `versions.tell` says so once.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from types import FrameType
+from contextlib import AbstractContextManager, nullcontext, suppress
+from importlib import import_module
+from inspect import signature
+from types import BuiltinMethodType, CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.function import BackwardCFunction, Function
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+
+from .versions import TESTED, tell
 
 
-def _find(path: str) -> Any:
-    found = _optional(path)
-    if found is None:
+class Feature(enum.Enum):
+    """What a private function is for; the value says what a torch without it means for training."""
+
+    EXACT = "gradients cannot be shown to be exact"
+    STEP_ASIDE = "hooks do not step aside where torch refuses them: torch.func transforms in a forward raise"
+    COMPILED = "compiled graphs are not told apart: their tensors move one by one, also where nothing is gained"
+    CODE = "custom code is not told from PyTorch's operators: each tensor that comes back to either is a copy"
+    DERIVE = "no saved tensor is derived from others"
+    RECOMPUTE = "plans recompute no block"
+    LOSSY = "lossy presets of compress= leave every tensor exact"
+    CHECKPOINT = "tba.integrations.checkpoint is torch's own: what its policies save stays in memory"
+    SCRIPT = "torch.jit.script refuses attached models: close() them first"
+    TRACE = "torch.compile does not look into forwards with hooks of ours: graphs break there"
+
+
+# All names that are looked up below, and what needs them.
+names: dict[str, tuple[Feature, ...]] = {}
+# The private functions that this torch lacks, or has in another form, by the feature that is off.
+missing: dict[Feature, list[str]] = {}
+
+
+def has(feature: Feature) -> bool:
+    """Whether this torch has all that a feature needs."""
+    return feature not in missing
+
+
+def _find(
+    path: str,
+    features: Feature | tuple[Feature, ...],
+    works: Callable[[Any], bool] = callable,
+    otherwise: Any = None,
+) -> Any:
+    """Find a private function of torch.
+
+    Args:
+        path: its dotted name.
+        features: what needs it.
+        works: tells whether what was found has the form that is expected. It may call it.
+        otherwise: what to use without it.
+    """
+    names[path] = features = features if isinstance(features, tuple) else (features,)
+    try:
+        found = _at(path)
+        if works(found):
+            return found
+        problem = "has in another form"
+    except (AttributeError, ImportError):
+        problem = "does not have"
+    except Exception:
+        problem = "has in another form"
+    if Feature.EXACT in features:
         raise ImportError(
-            f"tba needs torch._C.{path}, which torch {torch.__version__} does not have; "
-            "tba is developed on torch 2.13 and needs 2.11 or later"
+            f"tba needs {path}, which torch {torch.__version__} {problem}: without it {Feature.EXACT.value}. "
+            f"tba was tested with torch {TESTED[0]} to {TESTED[-1]}: install one of these"
         )
+    for feature in features:
+        missing.setdefault(feature, []).append(path)
+    return otherwise
+
+
+def _at(path: str) -> Any:
+    first, *rest = path.split(".")
+    found: Any = sys.modules[first]
+    name = first
+    for part in rest:
+        name += f".{part}"
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = import_module(name)  # a module that nothing has imported yet
     return found
 
 
-def _optional(path: str) -> Any:
-    """Find what the engine can do without; None if this torch lacks it."""
-    found: Any = torch._C
-    for name in path.split("."):
-        found = getattr(found, name, None)
-    return found
+def _gives(*kinds: type, to: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
+    """Return a check that a function gives one of these types."""
+    return lambda found: isinstance(found(*to), kinds)
 
+
+def _is_exact(path: str, works: Callable[[Any], bool] = callable) -> Any:
+    return _find(path, Feature.EXACT, works)
+
+
+def _is_context(*arguments: Callable[[], Any]) -> Callable[[Any], bool]:
+    """Return a check that a function gives a context; `arguments` are made when it is called."""
+
+    def works(found: Any) -> bool:
+        with found(*(argument() for argument in arguments)):
+            return True
+
+    return works
+
+
+def _answers(found: Any) -> bool:
+    """Whether a function that tells of the running backward can be asked; outside one it may refuse to say."""
+    with suppress(RuntimeError):
+        found()
+    return True
+
+
+def _zero() -> Tensor:
+    return torch.zeros(1, device="cpu")
+
+
+def _takes_pair(push: Any) -> bool:
+    """Whether hooks can be pushed and seen; where they are refused, as an import may be, that is not known."""
+    if hooks_are_enabled():
+        push(_hook, _hook)
+        return top_hooks(True) == (_hook, _hook)
+    return True
+
+
+def _gives_back(pop: Any) -> bool:
+    if hooks_are_enabled():
+        pop()
+        return top_hooks(True) != (_hook, _hook)
+    return True
+
+
+def _hook(packed: Any) -> Any:
+    return packed
+
+
+def _refuses_hooks(disable: Any) -> bool:
+    if not hooks_are_enabled() or enable_hooks is None:
+        return True
+    disable("tba looks whether hooks can be refused", False)
+    try:
+        return not hooks_are_enabled()
+    finally:
+        enable_hooks()
+
+
+def _shows_modes(get: Any) -> bool:
+    with BaseTorchFunctionMode() as mode:
+        return get(function_mode_count() - 1) is mode
+
+
+def _pops_modes(pop: Any) -> bool:
+    with BaseTorchFunctionMode() as mode:
+        popped = pop()
+        mode.__enter__()
+    return popped is mode
+
+
+def _pushes_modes(push: Any) -> bool:
+    if _pop_function_mode is None:
+        return True
+    mode = BaseTorchFunctionMode()
+    push(mode)
+    return _pop_function_mode() is mode
+
+
+def _counts(use_count: Any) -> bool:
+    storage = torch.empty(1, device="cpu").untyped_storage()
+    return isinstance(use_count(storage._cdata), int)
+
+
+def _shows_packed(kind: Any) -> bool:
+    return all(hasattr(kind, name) for name in ("data", "unpack_hook"))
+
+
+# -- exactness --------------------------------------------------------------------------------------------------------
 
 # -1 outside backward, else a number unique to the running call of backward.
-current_graph_task_id: Callable[[], int] = _find("_current_graph_task_id")
-# Whether the running backward keeps its graph (retain_graph or create_graph).
-graph_is_kept: Callable[[], bool] = _find("_autograd._get_current_graph_task_keep_graph")
+current_graph_task_id: Callable[[], int] = _is_exact("torch._C._current_graph_task_id", _gives(int))
+# Whether the running backward keeps its graph (retain_graph or create_graph). It raises outside one.
+graph_is_kept: Callable[[], bool] = _is_exact("torch._C._autograd._get_current_graph_task_keep_graph", _answers)
 # The number the next node made on this thread will get: once it has moved on, the last operator's kernel has returned.
-sequence_nr: Callable[[], int] = _find("_autograd._get_sequence_nr")
+sequence_nr: Callable[[], int] = _is_exact("torch._C._autograd._get_sequence_nr", _gives(int))
 # The node whose backward runs on this thread.
-current_node: Callable[[], Any] = _find("_current_autograd_node")
+current_node: Callable[[], Any] = _is_exact("torch._C._current_autograd_node", _answers)
 # How many tensors and wrappers share a storage, by `storage._cdata`.
-storage_use_count: Callable[[int], int] = _find("_storage_Use_Count")
-push_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _find(
-    "_autograd._push_saved_tensors_default_hooks"
-)
-pop_hooks: Callable[[], None] = _find("_autograd._pop_saved_tensors_default_hooks")
+storage_use_count: Callable[[int], int] = _is_exact("torch._C._storage_Use_Count", _counts)
+hooks_are_enabled: Callable[[], bool] = _is_exact("torch._C._autograd._saved_tensors_hooks_is_enabled", _gives(bool))
 # The innermost pair of hooks on this thread, or None; the argument asks for it even while compiling.
-top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _find(
-    "_autograd._top_saved_tensors_default_hooks"
+top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _is_exact(
+    "torch._C._autograd._top_saved_tensors_default_hooks", _gives(tuple, type(None), to=(True,))
 )
-hooks_are_enabled: Callable[[], bool] = _find("_autograd._saved_tensors_hooks_is_enabled")
+push_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = _is_exact(
+    "torch._C._autograd._push_saved_tensors_default_hooks", _takes_pair
+)
+pop_hooks: Callable[[], None] = _is_exact("torch._C._autograd._pop_saved_tensors_default_hooks", _gives_back)
+dispatch_mode_count: Callable[[], int] = _is_exact("torch._C._len_torch_dispatch_stack", _gives(int))
+function_mode_count: Callable[[], int] = _is_exact("torch._C._len_torch_function_stack", _gives(int))
+DisableTorchFunction: Callable[[], Any] = _is_exact("torch._C.DisableTorchFunction", _is_context())
+# A context without the dispatch modes of this thread.
+without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _is_exact(
+    "torch.utils._python_dispatch._disable_current_modes", _is_context()
+)
+# Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
+is_wrapper: Callable[[Any], bool] = _is_exact(
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _gives(bool, to=(None,))
+)
+# Tensors among nested arguments and results.
+tree_leaves: Callable[[Any], list[Any]] = _is_exact("torch.utils._pytree.tree_leaves", _gives(list, to=((),)))
+# A view whose elements are negated when they are read.
+negative_view: Callable[[Tensor], Tensor] = _is_exact("torch._neg_view", lambda found: found(_zero()).is_neg())
+
+# -- features ---------------------------------------------------------------------------------------------------------
+
 # Refuse hooks on this thread, by default only if there are none, and allow them again. Torch's own code finds both, and
 # `pop_hooks`, by these names each time.
-disable_hooks: Callable[..., None] | None = _optional("_autograd._saved_tensors_hooks_disable")
-enable_hooks: Callable[[], None] | None = _optional("_autograd._saved_tensors_hooks_enable")
-why_disabled: Callable[[], str | None] | None = _optional("_autograd._saved_tensors_hooks_get_disabled_error_message")
-# Whether a pair can step aside where torch refuses hooks, and come back.
-hooks_step_aside = None not in (disable_hooks, enable_hooks, why_disabled)
-dispatch_mode_count: Callable[[], int] = _find("_len_torch_dispatch_stack")
-function_mode_count: Callable[[], int] = _find("_len_torch_function_stack")
-_function_mode_at: Callable[[int], Any] = _find("_get_function_stack_at")
-push_function_mode: Callable[[Any], None] = _find("_push_on_torch_function_stack")
-_pop_function_mode: Callable[[], Any] = _find("_pop_torch_function_stack")
-DisableTorchFunction: Callable[[], Any] = _find("DisableTorchFunction")
-# Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
-transforming: Callable[[], bool] = _find("_are_functorch_transforms_active")
-# Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
-mkldnn_enabled: Callable[[], bool] = _find("_get_mkldnn_enabled")
-enable_mkldnn: Callable[[bool], None] = _find("_set_mkldnn_enabled")
-_exclude_key: Callable[..., Any] = _find("_SetExcludeDispatchKeyGuard")
-_DispatchKey: Any = _find("DispatchKey")
-_dispatch_mode: Callable[[Any], Any] = _find("_get_dispatch_mode")
-_ModeKey: Any = _find("_TorchDispatchModeKey")
-# Whether a node shows what a pack hook returned without calling the unpack hook. Derivations need it.
-shows_packed: bool = all(
-    hasattr(getattr(torch._C._autograd, "SavedTensor", None), name) for name in ("data", "unpack_hook")
+enable_hooks: Callable[[], None] | None = _find(
+    "torch._C._autograd._saved_tensors_hooks_enable",
+    Feature.STEP_ASIDE,
+    lambda found: not hooks_are_enabled() or found() is None,
 )
+disable_hooks: Callable[..., None] | None = _find(
+    "torch._C._autograd._saved_tensors_hooks_disable", Feature.STEP_ASIDE, _refuses_hooks
+)
+why_disabled: Callable[[], str | None] | None = _find(
+    "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
+    Feature.STEP_ASIDE,
+    _gives(str, type(None)),
+)
+# Whether a pair can step aside where torch refuses hooks, and come back.
+hooks_step_aside = has(Feature.STEP_ASIDE)
+_MODES = (Feature.LOSSY, Feature.RECOMPUTE)
+_function_mode_at: Callable[[int], Any] = _find("torch._C._get_function_stack_at", _MODES, _shows_modes)
+_pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack", _MODES, _pops_modes)
+push_function_mode: Callable[[Any], None] = _find("torch._C._push_on_torch_function_stack", _MODES, _pushes_modes)
+# Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
+transforming: Callable[[], bool] = _find(
+    "torch._C._are_functorch_transforms_active", _MODES, _gives(bool), lambda: True
+)
+# Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
+mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", Feature.DERIVE, _gives(bool))
+enable_mkldnn: Callable[[bool], None] = _find(
+    "torch._C._set_mkldnn_enabled", Feature.DERIVE, lambda found: found(mkldnn_enabled()) is None
+)
+# Whether a node shows what a pack hook returned without calling the unpack hook.
+_find("torch._C._autograd.SavedTensor", Feature.DERIVE, _shows_packed)
 # A context in which edits of a tensor do not count as new versions of it.
-keeping_version: Callable[[Tensor], AbstractContextManager[None]] = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
-# Decorates functions that torch.compile must not trace. `torch.compiler.disable` would import the compiler to do so.
-untraced: Callable[[Callable[..., None]], Callable[..., None]] = _disable_dynamo
-_frames: Any = _optional("_dynamo.eval_frame")
-# Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
-is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass
-# From 2.14 on it has no code: then no compiled graph is recognised, and what one saves moves as anything else.
-_APPLY = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
+keeping_version: Callable[[Tensor], AbstractContextManager[None]] = _find(
+    "torch.autograd._unsafe_preserve_version_counter", Feature.RECOMPUTE, _is_context(_zero), nullcontext
+)
+_DispatchKey: Any = _find("torch._C.DispatchKey", Feature.CHECKPOINT, lambda found: bool(found.ADInplaceOrView))
+_exclude_key: Callable[..., Any] = _find(
+    "torch._C._SetExcludeDispatchKeyGuard",
+    Feature.CHECKPOINT,
+    _is_context(lambda: _DispatchKey.ADInplaceOrView, lambda: False),
+)
+_ModeKey: Any = _find("torch._C._TorchDispatchModeKey", Feature.CHECKPOINT, lambda found: bool(found.PROXY))
+_dispatch_mode: Callable[[Any], Any] = _find(
+    "torch._C._get_dispatch_mode", Feature.CHECKPOINT, lambda found: found(_ModeKey.PROXY) is None or True
+)
+# Compiles a module and those in it to TorchScript, with their hooks.
+create_script_module: Callable[..., Any] | None = _find(
+    "torch.jit._recursive.create_script_module",
+    Feature.SCRIPT,
+    lambda found: "nn_module" in signature(found).parameters,
+)
+# Decorates functions that torch.compile must not trace. The public way imports the compiler.
+untraced: Callable[[Callable[..., None]], Callable[..., None]] = _find(
+    "torch._compile._disable_dynamo", Feature.TRACE, lambda found: callable(found(_zero)), torch.compiler.disable
+)
+_frames: Any = _find("torch._C._dynamo.eval_frame", Feature.TRACE, lambda found: callable(found.set_code_exec_strategy))
+# The code that calls autograd's engine: for an operator it is the innermost Python frame.
+_calls_engine: Any = _find(
+    "torch.autograd.graph._engine_run_backward", Feature.CODE, lambda found: "t_outputs" in signature(found).parameters
+)
+run_backward: CodeType | None = getattr(_calls_engine, "__code__", None)
+# The mode of a default device.
+DeviceContext: Any = _find(
+    "torch.utils._device.DeviceContext",
+    Feature.RECOMPUTE,
+    lambda found: issubclass(found, TorchFunctionMode),
+    otherwise=(),
+)
+# Up to 2.13 what calls a Function is Python code, as here; from 2.14 on it is built in.
+_APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
+# Where AOTAutograd calls the Function of a compiled graph.
+_AOT = "torch._functorch._aot_autograd"
 
 
 def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
@@ -101,14 +307,22 @@ def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
         setattr(torch._C._autograd, name, functools.update_wrapper(by, function))
 
 
+def script_by(by: Callable[..., Any]) -> None:
+    """Have torch's own Python code call `by` instead of `create_script_module`."""
+    if create_script_module is not None:
+        torch.jit._recursive.create_script_module = functools.wraps(create_script_module)(by)
+
+
 def function_modes() -> list[Any]:
-    """List the torch-function modes of this thread, from the outermost."""
-    return [_function_mode_at(number) for number in range(function_mode_count())]
+    """List the torch-function modes of this thread, from the outermost; None for each that torch does not show."""
+    unknown = [None] * function_mode_count()
+    return unknown if _function_mode_at is None else [_function_mode_at(number) for number in range(len(unknown))]
 
 
 def take_function_modes() -> list[Any]:
     """Take all torch-function modes off this thread's stack; lists them from the outermost."""
-    return [_pop_function_mode() for _ in range(function_mode_count())][::-1]
+    count = function_mode_count() if _pop_function_mode is not None else 0
+    return [_pop_function_mode() for _ in range(count)][::-1]
 
 
 def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
@@ -155,19 +369,30 @@ def in_place_is_seen() -> AbstractContextManager[None]:
 
 def compiles() -> bool:
     """Whether torch.compile traces what is called."""
-    return torch.compiler.is_compiling() or _dispatch_mode(_ModeKey.PROXY) is not None
+    traced = has(Feature.CHECKPOINT) and _dispatch_mode(_ModeKey.PROXY) is not None
+    return torch.compiler.is_compiling() or traced
 
 
 def compiled_graph(frame: FrameType | None) -> int | None:
     """Return the number of the compiled graph whose node calls the pack hook that runs in `frame`; None for others.
 
-    Each compiled graph is a Function of its own, which torch numbers.
+    Each compiled graph is a Function of its own, which torch numbers. The frame around the hook's is that of the
+    Function's `apply`, or that calls it.
     """
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("tba."):
         frame = frame.f_back
-    if frame is None or _APPLY is None or frame.f_code is not _APPLY:
+    if frame is None:
         return None
-    return getattr(frame.f_locals["cls"], "_aot_id", None)
+    if frame.f_code is _APPLY:
+        return getattr(frame.f_locals["cls"], "_aot_id", None)
+    if not str(frame.f_globals.get("__name__")).startswith(_AOT):
+        return None
+    called = (each.__self__ for each in frame.f_locals.values() if isinstance(each, BuiltinMethodType))
+    number: int | None = next((each._aot_id for each in called if hasattr(each, "_aot_id")), None)
+    if number is None and _APPLY is None and has(Feature.COMPILED):
+        missing[Feature.COMPILED] = [f"{_AOT} that calls Function.apply"]
+        tell({Feature.COMPILED.value: missing[Feature.COMPILED]})
+    return number
 
 
 def is_operator(kind: type) -> bool:
@@ -209,7 +434,10 @@ def is_shard(tensor: Tensor) -> bool:
     return not any(placement.is_partial() for placement in tensor.placements)
 
 
-def process_groups() -> list[Any]:
-    """Return the groups of `torch.distributed` that this process is in."""
+def process_groups() -> list[Any] | None:
+    """Return the groups of `torch.distributed` that this process is in; None where torch does not tell."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
-    return [] if module is None else list(module._world.pg_map)
+    if module is None:
+        return []
+    groups = getattr(getattr(module, "_world", None), "pg_map", None)
+    return None if groups is None else list(groups)

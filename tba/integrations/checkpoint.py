@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from .._compress.calls import unclassed
 from .._errors import edited_in_place
 from .._torch.hook_stack import Pack, Unpack, innermost
-from .._torch.private import compiles, in_place_is_seen
+from .._torch.private import Feature, compiles, has, in_place_is_seen
 
 Policy = Callable[..., CheckpointPolicy | bool]
 States = dict[torch.device, Tensor]
@@ -58,7 +58,7 @@ def create_selective_checkpoint_contexts(policy: Policy | Sequence[OpOverload]) 
     Raises:
         TypeError: something else, such as `torch.ops.aten.mm` without its overload `.default`.
     """
-    if compiles():
+    if compiles() or not has(Feature.CHECKPOINT):
         return checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
     if isinstance(policy, OpOverload | OpOverloadPacket) or not callable(policy):
         operators: list[Any] = list(policy) if isinstance(policy, Iterable) else [policy]

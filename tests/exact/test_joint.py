@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.compiled import call
 from support.engine import Gate, activation, engine, save
 from support.exactness import assert_bit_equal
 
@@ -72,7 +73,7 @@ def test_parts_of_one_storage_saved_by_compiled_code_are_written_once(scratch: P
     expected = _expected(x)
     with engine(scratch, **settings) as offload:
         with offload:
-            out = Parts.apply(x, [])
+            out = call(Parts, x, [])
         offload.flush()
         stats = offload.stats()
         assert stats.live_records == 1
@@ -98,7 +99,7 @@ def test_an_edit_through_any_part_before_the_copy_is_finished_is_an_error(scratc
     gate, parts = Gate("write"), list[Tensor]()
     with engine(scratch, gate, prefetch_bytes=0) as offload:
         with offload:
-            out = Parts.apply(x, parts)
+            out = call(Parts, x, parts)
         parts[edited].add_(1)
         gate.open()
         offload.flush()
@@ -112,7 +113,7 @@ def test_an_edit_in_memory_through_any_part_is_an_error(scratch: Path, edited: i
     parts = list[Tensor]()
     with engine(scratch, tier="auto") as offload:
         with offload:
-            out = Parts.apply(x, parts)
+            out = call(Parts, x, parts)
         parts[edited].add_(1)
         with pytest.raises(RuntimeError, match="version 1; expected version 0"):
             out.sum().backward()
@@ -124,7 +125,7 @@ def test_an_edit_after_the_copy_is_legal_and_a_later_save_is_another_record(scra
     expected, parts = _expected(x), list[Tensor]()
     with engine(scratch) as offload:
         with offload:
-            out = Parts.apply(x, parts)
+            out = call(Parts, x, parts)
             offload.flush()
             parts[edited].add_(1)
             first = parts[0].requires_grad_()
@@ -140,7 +141,7 @@ def test_another_operator_finds_the_record_of_the_first_part(scratch: Path) -> N
     parts = list[Tensor]()
     with engine(scratch) as offload:
         with offload:
-            out = Parts.apply(x, parts)
+            out = call(Parts, x, parts)
             first = parts[0].requires_grad_()
             again = save(first)
         assert offload.stats().live_records == 1
@@ -157,7 +158,7 @@ def test_compiled_code_gets_memory_of_its_own(scratch: Path, kept: bool, flush: 
     expected, parts = _expected(x), list[Tensor]()
     with engine(scratch) as offload:
         with offload:
-            out = Parts.apply(x, parts)
+            out = call(Parts, x, parts)
         before = [part.clone() for part in parts]
         if not kept:
             parts.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from support.compiled import call
 from support.engine import activation, engine, save
 from support.exactness import assert_bit_equal
 from tba import OffloadWarning, attach
@@ -55,14 +56,14 @@ def _gradient(leaf: Tensor, out: Tensor) -> Tensor:
 
 def test_what_a_graph_of_the_whole_model_saves_stays_from_the_second_step_on(scratch: Path) -> None:
     leaf, x = activation(64, 64)
-    expected = _gradient(leaf, Graph.apply(x))
+    expected = _gradient(leaf, call(Graph, x))
     written = []
     with engine(scratch) as offload:
         for step in range(4):
             with warnings.catch_warnings(record=True) as told:
                 warnings.simplefilter("always")
                 with offload:
-                    out = Graph.apply(leaf + 0)
+                    out = call(Graph, leaf + 0)
                 offload.flush()
                 assert_bit_equal(_gradient(leaf, out), expected)
                 del out
@@ -103,7 +104,7 @@ def test_a_graph_that_is_no_longer_most_of_a_step_moves_again(scratch: Path) -> 
             _, x = activation(64, 64)
             with pytest.warns(OffloadWarning, match=ONE_GRAPH) if not moved else warnings.catch_warnings():
                 with offload:
-                    out = Graph.apply(x)
+                    out = call(Graph, x)
                     for _ in range(more):
                         out = save(out * 1)
                 offload.flush()
@@ -120,7 +121,7 @@ def test_where_everything_fits_nobody_is_told(scratch: Path) -> None:
         for _ in range(3):
             _, x = activation(64, 64)
             with offload:
-                out = Graph.apply(x)
+                out = call(Graph, x)
             out.sum().backward()
             del out
         assert ONE_GRAPH not in offload.stats().kept_by_reason
