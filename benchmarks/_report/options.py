@@ -26,7 +26,7 @@ def _neutral(machine: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
-Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
+Out = Annotated[Path, typer.Option(help="Folder for pictures and reports.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")]
 Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]

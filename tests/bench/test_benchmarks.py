@@ -218,7 +218,7 @@ def test_gpt_checkpointed_gives_the_same_gradients() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_io_is_busy_while_any_transfer_is_under_way_and_hidden_where_nothing_waits() -> None:
+def test_io_is_busy_while_a_transfer_is_under_way_and_hidden_unless_waited_for() -> None:
     assert busy_s([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0)]) == 4.0
     assert hidden_share(4.0, 1.0) == 0.75
     assert hidden_share(0.0, 0.0) == 1.0
