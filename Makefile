@@ -114,7 +114,7 @@ FILED = $(if $(MACHINE),--save --machine $(MACHINE))
 gpu-step:
 	$(PYTHON) -m benchmarks step --device cuda --rounds 12 $(FILED)
 gpu-rok:
-	$(PYTHON) -m benchmarks rok --device cuda $(FILED)
+	$(PYTHON) -m benchmarks curve --arms card --device cuda $(FILED)
 gpu-peers:
 	$(PYTHON) -m benchmarks peers --device cuda $(FILED)
 gpu-hooks:

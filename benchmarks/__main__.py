@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
 
-from ._evidence import add_evidence
 from ._processes.child import ChildError
 from ._report.options import (
     MACHINE,
@@ -23,6 +23,7 @@ from ._report.options import (
     Threads,
     check_names,
     command,
+    parse_rate,
 )
 from ._report.results import MIB, CannotMeasure, Result, show
 
@@ -57,37 +58,6 @@ def step(
 
 
 @command(app)
-def auto(
-    family: Annotated[
-        list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all, some 25 minutes).")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed rounds of each arm.")] = 12,
-    starts: Annotated[int, typer.Option(min=1, help="Sets of processes.")] = 2,
-    rate: Annotated[str | None, typer.Option(help="Limit the link to so much a second, such as 100MB.")] = None,
-    regions: Annotated[
-        str, typer.Option(help="Modules to recompute instead of blocks, in arms of their own, such as LlamaMLP.")
-    ] = "",
-    threads: Threads = 2,
-    quick: Quick = False,
-) -> Result:
-    """Tier auto at seven budgets beside every fixed policy: time, peak, and what each plan predicted."""
-    from ._workload.families import FAMILIES
-    from .auto import run_auto
-    from .overlap import parse_rate
-
-    names = family or list(FAMILIES)
-    check_names(names, FAMILIES, "family")
-    try:
-        limit = None if rate is None else parse_rate(rate)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    asked = {"threads": threads, "rate_bytes_per_s": limit, "regions": regions}
-    if quick:
-        return run_auto(family or ["conv"], rounds=1, starts=1, shares=(0.4, 0.85), **asked)
-    return run_auto(names, rounds=rounds, starts=starts, **asked)
-
-
-@command(app)
 def forecast(
     family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds, in each of which all is forecast and run.")] = 2,
@@ -104,21 +74,71 @@ def forecast(
 
 
 @command(app)
-def ablation(
-    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: all).")] = None,
+def curve(
+    arms: Annotated[
+        str | None, typer.Option(help="Set of arms: rok, card, auto, paper, links (default: rok; on cuda card).")
+    ] = None,
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: the set's).")] = None,
+    batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: the set's).")] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: the set's).")] = None,
+    rate: Annotated[str | None, typer.Option(help="Limit each link to so much a second, such as 100MB.")] = None,
     threads: Threads = 2,
+    device: Device = "cpu",
+    out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """Plans by the library, a linear program and fixed rules: simulated, above the lower bound (two minutes)."""
+    """Throughput against peak memory under a set of arms: recomputed, moved, by budget (up to 15 minutes a family)."""
+    from ._processes.device import DEVICES
     from ._workload.families import FAMILIES
-    from .ablation import run_ablation
+    from .curve import SETS, run_curve
 
-    names = family or (["conv"] if quick else list(FAMILIES))
-    check_names(names, FAMILIES, "family")
-    return run_ablation(names, scratch=OUT / "scratch", threads=threads, with_large=not quick)
+    arms, here = arms or ("card" if device == "cuda" else "rok"), DEVICES[device]
+    check_names([arms], SETS, "set of arms")
+    chosen = SETS[arms]
+    check_names(family or (), FAMILIES, "family")
+    parts = [arms, *(family or ())]
+    if quick:
+        chosen, here = chosen.tiny(), replace(here, size="small")
+    if rate is not None:
+        limit = parse_rate(rate)
+        chosen = chosen.limited(limit)
+        parts.append(f"{limit / 1e6:.0f}MBps")
+    given = {"families": family, "scales": batch, "rounds": rounds, "starts": starts}
+    chosen = replace(chosen, **{name: value for name, value in given.items() if value})
+    return run_curve("-".join(parts), chosen, threads=threads, out=out, device=here)
 
 
-add_evidence(app)
+@command(app)
+def peers(
+    family: Annotated[Literal["llama", "gpt", "bert", "conv"], typer.Option(help="What is trained.")] = "llama",
+    peer: Annotated[list[str] | None, typer.Option(help="Measure these alone, beside tba (default: all).")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on cuda 5).")
+    ] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 2; on cuda 1).")] = None,
+    threads: Threads = 2,
+    device: Device = "cpu",
+    out: Out = OUT,
+    quick: Quick = False,
+) -> Result:
+    """tba beside what else there is: memory, time, bytes left; what becomes of ten things code does (10 minutes)."""
+    from ._peers.registry import CHECKPOINT, NVME, PEERS
+    from ._processes.device import DEVICES
+    from ._workload.sizes import TINY_SETTINGS
+    from .peers import known_cases, run_peers
+
+    here, cases = DEVICES[device], known_cases()
+    check_names(peer or (), PEERS, "peer")
+    chosen = [name for name in PEERS if name in (peer or PEERS) or name == NVME]
+    if not quick:
+        rounds, starts, batch = (rounds or 5, starts or 1, 4) if here.apart else (rounds or 12, starts or 2, 0)
+        given = {"rounds": rounds, "starts": starts, "threads": threads, "out": out, "device": here, "batch": batch}
+        return run_peers(chosen, family=family, cases=cases, **given)
+    few, here = [CHECKPOINT, "tutorial's files", NVME], replace(here, size="small")
+    tiny = {"layers": 2, "batch": 2, "settings": TINY_SETTINGS, "device": here}
+    names, cases = (chosen, cases) if peer else (few, cases[:1] + cases[-3:])
+    return run_peers(names, family="gpt", cases=cases, rounds=1, starts=1, threads=threads, out=out, **tiny)
 
 
 @command(app)
@@ -139,65 +159,18 @@ def hooks(
 def overlap(
     model: Annotated[Literal["24x256", "8x512"], typer.Option(help="Size of the GPT.")] = "24x256",
     rate: Annotated[list[str] | None, typer.Option(help="Limit the link to so much a second, such as 200MB.")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the one of median length is drawn.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the report shows the last.")] = 3,
     threads: Threads = 2,
     out: Out = OUT,
     quick: Quick = False,
 ) -> Result:
-    """One step as a timeline of compute and I/O; with --rate (several times) on a slower link."""
+    """The share of a step's I/O that compute hides; with --rate (several times) on a slower link."""
     from ._workload.sizes import CPU_MODELS, TINY
-    from .overlap import parse_rate, run_overlap
+    from .overlap import run_overlap
 
-    try:
-        rates = [parse_rate(text) for text in rate or []]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    rates = [parse_rate(text) for text in rate or []]
     size, rounds = (TINY, 1) if quick else (CPU_MODELS[model], rounds)
     return run_overlap(size, rates=rates, rounds=rounds, threads=threads, out=out)
-
-
-@command(app)
-def replay(
-    family: Annotated[list[str] | None, typer.Option(help="gpt, conv (default: both).")] = None,
-    rate: Annotated[list[str] | None, typer.Option(help="Limit of the link (default: 100MB and 400MB).")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps traced.")] = 9,
-    threads: Threads = 2,
-    quick: Quick = False,
-) -> Result:
-    """Transfers of planned steps on a throttled link beside those that their plans foresee (five minutes)."""
-    from .overlap import parse_rate
-    from .replay import BUDGETS, run_replay
-
-    names = family or (["conv"] if quick else list(BUDGETS))
-    check_names(names, BUDGETS, "family")
-    try:
-        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["100MB", "400MB"])]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    return run_replay(names, rates=rates, rounds=2 if quick else rounds, threads=threads)
-
-
-@command(app)
-def sim(
-    rate: Annotated[
-        list[str] | None, typer.Option(help="Limit of the check's link (default: 200MB and 400MB).")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Steps that check the simulator.")] = 5,
-    threads: Threads = 2,
-    out: Out = OUT,
-    quick: Quick = False,
-) -> Result:
-    """Simulation: what can leave at 2% of a step on cards, links and drives that are not here (five minutes)."""
-    from .overlap import parse_rate
-    from .replay import BUDGETS
-    from .sim import run_sim
-
-    try:
-        rates = [parse_rate(text) for text in rate or (["400MB"] if quick else ["200MB", "400MB"])]
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    families = ["conv"] if quick else list(BUDGETS)
-    return run_sim(rates=rates, families=families, rounds=2 if quick else rounds, threads=threads, out=out, quick=quick)
 
 
 @command(app)
@@ -244,26 +217,6 @@ def codec(
 
 
 @command(app)
-def fidelity(
-    task: Annotated[list[str] | None, typer.Option(help="text, digits (default: both).")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Of text (default: 2000); of digits 0.3 as many.")] = None,
-    seeds: Annotated[int, typer.Option(min=1, max=10, help="Seeds; only from two on they show a doubt.")] = 3,
-    rate: Annotated[list[float] | None, typer.Option(help="Learning rates tried (default: three a task).")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Trainings at a time, one thread each.")] = 2,
-    resume: Annotated[bool, typer.Option(help="Go on with the runs that are finished.")] = False,
-    out: Out = OUT,
-    quick: Quick = False,
-) -> Result:
-    """Validation loss under presets, CompAct, and arms like PRAC and GACT, against peak and step time (three hours)."""
-    from .fidelity import PLAN, TINY_PLAN, run_fidelity
-
-    plan, seeds = (TINY_PLAN, min(seeds, 2)) if quick else (PLAN, seeds)
-    check_names(task or (), plan.studies, "task")
-    plan = plan.changed(steps=steps, rates=rate, tasks=task or list(plan.studies))
-    return run_fidelity(plan, seeds=seeds, jobs=jobs, resume=resume, out=out)
-
-
-@command(app)
 def bert(
     rounds: Annotated[int, typer.Option(min=1, help="Processes of each arm.")] = 2,
     threads: Threads = 2,
@@ -274,14 +227,6 @@ def bert(
     from .bert import run_bert
 
     return run_bert(rounds=1 if quick else rounds, threads=threads, rank=rank, quick=quick)
-
-
-@app.command()
-def report(out: Out = OUT, json: AsJson = False) -> None:
-    """One page of all that is filed: report.html, and report.md for the docs. Measures nothing."""
-    from .report import run_report
-
-    show(run_report(out), as_json=json)
 
 
 @app.command(name="all")
@@ -295,7 +240,7 @@ def everything(
     """Every benchmark; with --quick, in a few minutes, to see that all of them work."""
     from .all import run_all
 
-    known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "report", "all")]
+    known = [name for entry in app.registered_commands if (name := entry.name) not in (None, "all")]
     names = only or known
     check_names(names, known, "benchmark")
     result = run_all(names, quick=quick, options=["--save", "--machine", machine] if save else [])
@@ -315,11 +260,9 @@ def main() -> None:
     except (CannotMeasure, ChildError) as error:
         sys.exit(f"benchmarks: {error}")
     except ModuleNotFoundError as error:
-        needs = {"matplotlib": ("pictures need", "plot"), "scipy": ("the linear program needs", "dev")}
-        if error.name not in needs:
+        if error.name != "matplotlib":
             raise
-        what, extra = needs[error.name]
-        sys.exit(f"benchmarks: {what} {error.name}, which is not here; pip install 'tba-offload[{extra}]'")
+        sys.exit("benchmarks: pictures need matplotlib, which is not here; pip install 'tba-offload[plot]'")
 
 
 if __name__ == "__main__":

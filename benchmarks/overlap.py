@@ -1,16 +1,12 @@
-"""The overlap benchmark: the timeline of a step, the share of its I/O that is hidden, and the link speed it needs."""
+"""The overlap benchmark: the share of a step's I/O that is hidden, the link it needs, and the report of each link."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import ByteSize, TypeAdapter, ValidationError
-
-from ._pictures.pictures import draw_rates, draw_timeline
-from ._pictures.timeline import TRANSFERS, busy_s, hidden_share, of_kind, phase_s
 from ._processes.arms import Spec, in_turns, running
 from ._report.environment import environment_block
 from ._report.progress import progress
@@ -19,29 +15,18 @@ from ._report.results import Grid, Result, mib
 from ._workload.sizes import Model
 
 _WARM_UP_ROUNDS = 2
-
-
-def parse_rate(text: str) -> float:
-    """Parse bytes per second, such as `200MB` (10^6) or `1GiB` (2^30), with or without `/s`.
-
-    Raises:
-        ValueError: it does not read as a size above zero.
-    """
-    try:
-        rate = float(TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s")))
-    except ValidationError:
-        raise ValueError(f"{text!r} is not a rate; write bytes per second such as 200MB or 1GiB") from None
-    if rate <= 0:
-        raise ValueError(f"a rate must be above zero, got {text!r}")
-    return rate
+_TRANSFERS = ("write", "read")
 
 
 def run_overlap(model: Model, *, rates: Sequence[float], rounds: int, threads: int, out: Path) -> Result:
     """Trace `rounds` steps at each rate beside plain ones; without a rate, at the device's own."""
-    specs = {"plain": _arm("plain", model, threads)}
+    out.mkdir(parents=True, exist_ok=True)
+    specs, files = {"plain": _arm("plain", model, threads)}, []
     for rate in [None, *rates]:
         name = link_name(rate)
-        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate)
+        files.append(out / ("overlap.html" if rate is None else f"overlap_{rate / 1e6:.0f}MBps.html"))
+        page = str(files[-1].absolute())
+        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate, page=page)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
     total = _WARM_UP_ROUNDS + rounds
     with progress(f"overlap {model.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:
@@ -55,7 +40,6 @@ def run_overlap(model: Model, *, rates: Sequence[float], rounds: int, threads: i
     found = {name: summarise(steps, answers["plain"]) for name, steps in answers.items()}
     free = found[link_name(None)]
     need = needed_rate(free)
-    files = _draw(model, answers, found, rates, need, out)
     data = {
         "model": model.options(),
         "links": {
@@ -84,12 +68,12 @@ def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, A
     def moved(*counters: str) -> float:
         return middle(lambda step: sum(step["moved"].get(counter, 0) for counter in counters))
 
-    busy = middle(lambda step: busy_s(of_kind(step["events"], *TRANSFERS)))
+    busy = middle(lambda step: busy_s((start, end) for kind, start, end in step["events"] if kind in _TRANSFERS))
     return {
         "wall_s": middle(lambda step: step["wall_s"]),
         "wall_ratio": median_ratio([step["wall_s"] for step in steps], [step["wall_s"] for step in plain]),
-        "forward_s": middle(lambda step: phase_s(step["spans"], "forward")),
-        "backward_s": middle(lambda step: phase_s(step["spans"], "backward")),
+        "forward_s": middle(lambda step: step["forward_s"]),
+        "backward_s": middle(lambda step: step["backward_s"]),
         "peak_bytes": max(step["peak_bytes"] for step in steps),
         "written_bytes": moved("written_bytes"),
         "read_bytes": moved("read_bytes"),
@@ -101,6 +85,20 @@ def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, A
     }
 
 
+def busy_s(transfers: Iterable[tuple[float, float]]) -> float:
+    """Count the seconds in which at least one of the transfers, from start to end, was under way."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(transfers):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
+
+
+def hidden_share(io_busy_s: float, waited_s: float) -> float:
+    """Share of I/O time hidden behind compute: 1 where nothing waited."""
+    return max(0.0, 1.0 - waited_s / io_busy_s) if io_busy_s > 0.0 else 1.0
+
+
 def needed_rate(row: Mapping[str, Any]) -> float:
     """Bytes per second each way below which I/O cannot fit behind this compute, whatever the order."""
     return max(row["written_bytes"] / row["forward_s"], row["read_bytes"] / row["backward_s"])
@@ -109,32 +107,6 @@ def needed_rate(row: Mapping[str, Any]) -> float:
 def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
     merged = {**model.options(), **options}
     return Spec(name=name, role="timeline:TimelineArm", options=merged, allocator="auto", threads=threads)
-
-
-def _draw(
-    model: Model,
-    answers: Mapping[str, Sequence[Mapping[str, Any]]],
-    found: Mapping[str, Mapping[str, Any]],
-    rates: Sequence[float],
-    need: float,
-    out: Path,
-) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
-    files = []
-    for rate in [None, *rates]:
-        name = link_name(rate)
-        steps = sorted(answers[name], key=lambda step: step["wall_s"])
-        middle = steps[len(steps) // 2]
-        files.append(out / ("overlap.png" if rate is None else f"overlap_{rate / 1e6:.0f}MBps.png"))
-        title = f"{model.describe()}: {name}, {found[name]['hidden_share']:.1%} of I/O hidden behind compute"
-        draw_timeline(middle, files[-1], title=title)
-    if rates and need:
-        files.append(out / "overlap_rates.png")
-        points = [(rate, found[link_name(rate)]) for rate in sorted(rates)]
-        draw_rates(
-            points, files[-1], plain=found["plain"], free=found[link_name(None)], need=need, title=model.describe()
-        )
-    return files
 
 
 def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) -> Grid:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tba
+from benchmarks.__main__ import app
 from support import samples
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -100,6 +101,13 @@ def test_every_story_names_a_test() -> None:
     rows = [row[0] for row in _TRAP.finditer((ROOT / "docs" / "stories.md").read_text())]
     assert len(rows) == 20
     assert [row for row in rows if not _TEST.search(row)] == []
+
+
+def test_every_benchmark_that_a_page_names_is_a_command() -> None:
+    pages = [*PAGES, ROOT / "Makefile"]
+    named = {name for page in pages for name in re.findall(r"-m\s+benchmarks\s+(\w+)", page.read_text())}
+    assert named - {command.name for command in app.registered_commands} == set()
+    assert {"curve", "hooks", "peers", "step"} <= named
 
 
 def messages() -> list[str]:

@@ -149,11 +149,9 @@ FLOORS = {
     ],
     "benchmarks": [
         ("_report", "_workload", ""),
-        ("_io", "_peers", "_pictures", "_plans", "_processes", "all"),
-        ("_arms", "ablation", "bert", "demo", "io", "knee", "overlap", "paper", "peers", "replay", "rok", "step"),
-        ("_fidelity", "_growth", "auto", "codec", "forecast", "hooks", "report", "sim"),
-        ("fidelity", "scale"),
-        ("_evidence",),
+        ("_io", "_peers", "_pictures", "_processes", "all"),
+        ("_arms", "bert", "curve", "demo", "io", "overlap", "peers", "step"),
+        ("codec", "forecast", "hooks"),
         ("__main__",),
     ],
 }
@@ -233,11 +231,7 @@ def test_no_module_imports_itself_by_a_detour(top: str) -> None:
 )
 def test_benchmarks_and_engine_tests_use_public_names_only(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0]
-    # The ablation compares how plans are decided, and simulations take forecasts apart: no public name shows either.
-    plans = relative(path).startswith(("benchmarks/_plans/", "benchmarks/ablation.py"))
-    inside = ("tba._plan.", "tba._forecast.") if plans else "-"
-    found = [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own]
-    assert [name for name in found if not name.startswith(inside)] == []
+    assert [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own] == []
 
 
 @pytest.mark.parametrize("name", PUBLIC_PACKAGES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor
 from .._peers.registry import put_under
 from .._workload.families import BY_SIZE, Family
 from .._workload.gpt import GPT, GPTConfig
-from .._workload.link_need import needed_bytes_per_s, rule_of_thumb_bytes_per_s
 from .train import Options, TrainArm
 
 # Steps over which what was predicted is compared with what came of it.
@@ -35,7 +33,6 @@ class FamilyOptions(Options):
         batch: examples of a batch; 0: the family's own.
         layers: of the model; None: the family's own number.
         scratch: a folder for what a peer writes.
-        replays: trace each step, and simulate its plan at the pace that the step had.
     """
 
     sequence: int = 0
@@ -47,7 +44,6 @@ class FamilyOptions(Options):
     peer: str = ""
     layers: int | None = None
     scratch: str = ""
-    replays: bool = False
 
 
 class FamilyArm(TrainArm):
@@ -82,14 +78,7 @@ class FamilyArm(TrainArm):
 
     def step(self, *batch: Tensor) -> Tensor:
         torch.manual_seed(0)  # dropout draws equal masks in every arm
-        if not self.options.replays:
-            return super().step(*batch)
-        self._begun_s = time.perf_counter()
-        with self.offload.trace() as self._events:
-            return super().step(*batch)
-
-    def turn_to_backward(self) -> None:
-        self._turned_s = time.perf_counter()
+        return super().step(*batch)
 
     def describe(self) -> dict[str, Any]:
         if self.options.settings.get("compress") is not None:
@@ -98,9 +87,6 @@ class FamilyArm(TrainArm):
         self._step_ratios: list[float] = []
         self._peak_ratios: list[float] = []
         self._held_bytes = 0
-        self._events: list[Any] = []
-        self._begun_s = self._turned_s = self._ended_s = 0.0
-        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "_ended_s", time.perf_counter()))
         return {
             "family": self.family.describe,
             "unit": self.family.unit,
@@ -113,8 +99,6 @@ class FamilyArm(TrainArm):
         plan = None if self.offload is None else self.offload.plan
         if plan is None:
             return answer
-        if self.options.replays:
-            answer["replay"] = self._replay(plan)
         if plan.measured is not None and self._predicted is not None:
             # What is measured is the step before: the engine learns of its end where the next begins.
             step_s, peak_bytes = self._predicted
@@ -127,10 +111,6 @@ class FamilyArm(TrainArm):
             "blocks": len(plan.facts.blocks),
             "recomputed": len(plan.recomputed),
             "moved_share": sum(plan.sends.values()) / max(1, plan.facts.saved_bytes),
-            "bound_s": plan.bound_s,
-            "predicted_s": plan.predicted.step_s,
-            "needed_bytes_per_s": needed_bytes_per_s(plan),
-            "rule_of_thumb_bytes_per_s": rule_of_thumb_bytes_per_s(plan),
         }
         if self._step_ratios:
             answer["moved"] |= {
@@ -139,28 +119,6 @@ class FamilyArm(TrainArm):
                 "predicted_peak": median(self._peak_ratios[-_LAST:]),
             }
         return answer
-
-    def _replay(self, plan: Any) -> dict[str, Any]:
-        """Give the transfers of the step and those of its plan, in seconds from the step's begin."""
-        from .._plans.paces import plan_at_pace
-
-        took_s = self._ended_s - self._begun_s
-        at_pace = plan_at_pace(plan, self._turned_s - self._begun_s, took_s)
-        facts, saved = at_pace.facts, at_pace.facts.saved
-        return {
-            "step_s": took_s,
-            "forward_pace": facts.forward_s / plan.facts.forward_s,
-            "backward_pace": facts.backward_s / plan.facts.backward_s,
-            "predicted_s": plan.predicted.step_s,
-            "seen": [
-                (each.kind, each.start_s - self._begun_s, each.end_s - self._begun_s, each.nbytes)
-                for each in self._events
-                if each.kind in ("write", "read")
-            ],
-            "simulated": [
-                (each.kind, each.start_s, each.end_s, saved[each.number].nbytes) for each in at_pace.predicted.transfers
-            ],
-        }
 
 
 def _compile_kernels(preset: str, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,1 +1,1 @@
-"""Pictures, and the arithmetic of a step's events beneath them."""
+"""Pictures: what matplotlib draws."""

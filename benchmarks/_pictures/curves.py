@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .pictures import BACKWARD, FORWARDED, OPTIMIZER, READ, WAIT, WRITE, picture
+from .pictures import BLUE, GREEN, GREY, PURPLE, RED, picture
 
 
 class Point(NamedTuple):
@@ -27,7 +27,7 @@ class Panel(NamedTuple):
     rate_unit: str
 
 
-_COLOURS = {"plain": OPTIMIZER, "peer": WAIT, "ours": READ, "auto": BACKWARD, "lossy": FORWARDED}
+_COLOURS = {"plain": GREY, "peer": RED, "ours": GREEN, "auto": BLUE, "lossy": PURPLE}
 _LABELS = {
     "plain": "plain PyTorch",
     "peer": "{}",
@@ -93,18 +93,3 @@ def _draw(axes: Any, points: Sequence[Point], markers: Mapping[str, str]) -> Non
 
 def _legend(axes: Any) -> tuple[list[Any], list[str]]:
     return axes.get_legend_handles_labels()  # type: ignore[no-any-return]  # matplotlib's own types end here
-
-
-def draw_peaks(shares: Mapping[str, tuple[float, float]], path: Path, *, title: str) -> None:
-    """Draw the activation peak of each model in MiB, plain beside offloaded: the figure of the paper."""
-    with picture(path, figsize=(7, 4.2)) as (_, axes):
-        for number, (plain, offloaded) in enumerate(shares.values()):
-            axes.bar(number - 0.2, plain, 0.38, color=OPTIMIZER, label="plain" if not number else None)
-            axes.bar(number + 0.2, offloaded, 0.38, color=WRITE, label="tba nvme" if not number else None)
-            text = f"{offloaded / plain - 1:.0%}"
-            axes.annotate(text, (number + 0.2, offloaded), xytext=(0, 3), textcoords="offset points", ha="center")
-        axes.set_xticks(range(len(shares)), list(shares))
-        axes.set_ylabel("peak over idle, MiB")
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.grid(axis="y", alpha=0.3)
-        axes.legend(frameon=False, fontsize=9)

@@ -1,16 +1,15 @@
 """Arms as processes: each under its own allocator, taking turns so that they share the machine's noise.
 
 Timing on a small machine drifts by tens of percent within minutes. So all arms are alive at once, one works at a time
-(A B A B ...), every other round runs in reverse, and results are ratios within a round. What needs no turns (memory
-that must begin from nothing, runs of which only the loss counts) is asked once: `ask`.
+(A B A B ...), every other round runs in reverse, and results are ratios within a round. What needs no turns is
+asked once: `ask`.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +21,8 @@ from .serve import Tell
 _WORKER = "benchmarks._processes.worker"
 # A turn takes a few seconds; the timeout only ends one that hangs.
 _TURN_TIMEOUT_S = 600.0
-# The longest arm that is asked once is five trainings, of minutes each where nothing else runs.
-_ASK_TIMEOUT_S = 6 * 3600.0
+# The longest arm that is asked once times every codec, which takes minutes.
+_ASK_TIMEOUT_S = 3600.0
 # OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
 _SETTLE_S = 0.02
 # Variables that choose or tune an allocator: removed for the arm that runs "as Python comes".
@@ -34,8 +33,7 @@ _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_
 class Spec:
     """One arm: its name, the role and options of its process, its allocator and its threads.
 
-    `role` names a module of `_arms` and what to call in it, such as "train:TrainArm"; a module of another room by its
-    path below `benchmarks`, such as "_growth.arms:LimitedArm".
+    `role` names a module of `_arms` and what to call in it, such as "train:TrainArm".
     `allocator` is "as-is" (as Python comes) or a name that `tba run --allocator` takes.
     """
 
@@ -144,20 +142,10 @@ def ask(spec: Spec, *, tell: Tell = lambda note: None) -> Arm:
 
     Raises:
         CannotMeasure: the allocator is not on this machine.
-        ChildError: the process ended, or gave no answer in six hours.
+        ChildError: the process ended, or gave no answer in an hour.
     """
     arm = Arm(spec)
     with closing(arm.child):
         arm.begin()
         arm.ready(timeout_s=_ASK_TIMEOUT_S, tell=tell)
     return arm
-
-
-def ask_all(specs: Sequence[Spec], *, jobs: int, tell: Callable[[Spec, str], None]) -> list[Arm]:
-    """Run all arms, `jobs` at a time, and return their answers in order. `tell` is called from several threads.
-
-    Raises:
-        ChildError: an arm failed; those not begun yet do not begin, those that run come to their end first.
-    """
-    with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda spec: ask(spec, tell=lambda note: tell(spec, note)), specs))

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-1. `ask` and `receive` return an answer or raise ChildError, within their timeout and a few seconds more. The error
+1. `ask` and `receive` return an answer or raise ChildError, within their timeout and half a minute more. The error
    holds the end of the child's standard error; of a child that hangs, that is the stack of each of its threads.
 2. After `close` there is no process.
 
@@ -29,7 +29,8 @@ from typing import IO, Any
 
 PIPE = "BENCHMARKS_PIPE"  # the variable that tells the child its end of the pipe
 _ROOT = Path(__file__).resolve().parents[2]
-_ENDING_S = 2.0  # a process may take a moment to end, and to write its stacks
+_STACKS_S = 2.0  # a process that hangs takes a moment to write its stacks
+_ENDING_S = 30.0  # one that has let go of its pipe ends, in its own time on a busy machine
 _WORDS = 6000
 
 
@@ -113,7 +114,7 @@ class Child:
         if hung:
             self._process.send_signal(signal.SIGUSR1)  # `serve` has it write its stacks to its standard error
         try:
-            status = f"exit status {self._process.wait(_ENDING_S)}"
+            status = f"exit status {self._process.wait(_STACKS_S if hung else _ENDING_S)}"
         except subprocess.TimeoutExpired:
             status = "still running"
         self._errors.seek(0)

@@ -1,8 +1,7 @@
 """Worker: builds the arm of a role in its own process and lets it take turns, or runs a role that answers once.
 
 `python -m benchmarks._processes.worker` is started by `arms`. Its questions:
-    {"role": "train:TrainArm", "options": {...}}   once, first: the module of `_arms`, or of another
-                                                   room if it has a dot, and the name in it
+    {"role": "train:TrainArm", "options": {...}}   once, first: the module of `_arms` and the name in it
     {"turn": 3}                                    of an arm with turns: one for each round
     {"close": true}                                last
 Called with its options and `tell`, a role answers once, or returns an Arm.
@@ -36,8 +35,7 @@ class Worker:
         """Answer one question."""
         if self._arm is None:
             module, _, name = question["role"].partition(":")
-            room = "benchmarks" if "." in module else "benchmarks._arms"
-            made = getattr(import_module(f"{room}.{module}"), name)(question["options"], tell)
+            made = getattr(import_module(f"benchmarks._arms.{module}"), name)(question["options"], tell)
             if isinstance(made, dict):
                 return made
             self._arm = made

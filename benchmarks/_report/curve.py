@@ -1,4 +1,4 @@
-"""Curve: throughput against peak memory, and whether an arm of ours is above and left of each of the others."""
+"""Curve: throughput against peak memory, whether an arm of ours is above and left of the others, and plans kept to."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .steps import Measured, memory_share
 
 # A peak counts as no higher up to here: two processes of one arm differ by about so much.
 _NO_HIGHER = 1.02
+_PEAK_OFF, _STEP_OFF = 0.05, 0.10  # by how much a plan's prediction may be off
 
 
 def per_second(arm: Measured) -> float:
@@ -40,6 +41,19 @@ def curve_bars(where: str, arms: Mapping[str, Measured], peers: Sequence[str], o
         what, off = f"{where}: throughput of {best.name} / {name}, at no higher peak", doubt(found)
         bars.append(Bar(what=what, measured=median(found), limit=1.0, sign=">=", spread=off, noise=off))
     return bars
+
+
+def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:
+    """Limit what saved tensors hold to the budget, and how far a plan's prediction is off; none without a plan."""
+    if "predicted_step" not in moved:
+        return []
+    held = moved["held_bytes_by_plan"] / moved["budget_bytes"]
+    peak, step = abs(moved["predicted_peak"] - 1), abs(moved["predicted_step"] - 1)
+    return [
+        Bar(what=f"{what}: held / budget", measured=held, limit=1.0),
+        Bar(what=f"{what}: |predicted / held - 1|", measured=peak, limit=_PEAK_OFF),
+        Bar(what=f"{what}: |predicted / measured step - 1|", measured=step, limit=_STEP_OFF),
+    ]
 
 
 def curve_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from .results import Result, file_result, show
 
@@ -25,7 +26,7 @@ def _neutral(machine: str) -> str:
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
-Out = Annotated[Path, typer.Option(help="Folder for pictures.")]
+Out = Annotated[Path, typer.Option(help="Folder for pictures and reports.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")]
 Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
@@ -43,6 +44,17 @@ def check_names(names: Iterable[str], known: Collection[str], what: str, *, wher
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"unknown {what} {name!r}{where}; known are {', '.join(known)}")
+
+
+def parse_rate(text: str) -> float:
+    """Parse bytes per second, such as `200MB` (10^6) or `1GiB` (2^30), with or without `/s`. Raises BadParameter."""
+    try:
+        rate = float(TypeAdapter(ByteSize).validate_python(text.strip().removesuffix("/s")))
+    except ValidationError:
+        raise typer.BadParameter(f"{text!r} is not a rate; write bytes per second such as 200MB or 1GiB") from None
+    if rate <= 0:
+        raise typer.BadParameter(f"a rate must be above zero, got {text!r}")
+    return rate
 
 
 def command(app: typer.Typer) -> Callable[[Callable[..., Result]], None]:

@@ -1,13 +1,10 @@
-"""Training text that every machine has: the source of Python's own standard library, and batches drawn from it.
-
-A part of it can be held out to validate on; no file, and no package, is in both.
-"""
+"""Training text that every machine has: the source of Python's own standard library, and batches drawn from it."""
 
 from __future__ import annotations
 
 import hashlib
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,8 +18,6 @@ _SKIPPED_FOLDERS = frozenset(
 )
 # Written when Python was built or by the distribution: they hold the paths and flags of one machine.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
-# One in so many of the library's modules and packages is held out: half a megabyte of twelve.
-_HELD_OUT_OF = 20
 
 
 @dataclass(frozen=True)
@@ -49,41 +44,25 @@ class Text:
         return self.data[places].long(), self.data[places + 1].long()
 
 
-def standard_library(root: Path | None = None, wanted: Callable[[str], bool] = lambda name: True) -> Text:
+def standard_library(root: Path | None = None) -> Text:
     """Read the modules of this Python's standard library, except tests, in the order of their paths (12 MB).
 
     Args:
         root: the library's folder; this Python's by default.
-        wanted: chooses among files and packages, by their name below `root`.
 
     Raises:
-        FileNotFoundError: there is no source of what is wanted.
+        FileNotFoundError: there is no source.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     data = bytearray()
     for path in sources(root):
-        if wanted(path.relative_to(root).parts[0]):
-            data += path.read_bytes()
+        data += path.read_bytes()
     if not data:
         raise FileNotFoundError(
             f"no Python source to read below {str(root)!r}, which should be the standard library; "
             "install the library's source files (some minimal images leave only compiled ones)"
         )
     return Text(torch.frombuffer(data, dtype=torch.uint8))
-
-
-def split_library(root: Path | None = None) -> tuple[Text, Text]:
-    """Read the library as the text to train on and the held-out text. Raises as `standard_library` does.
-
-    Files of one package resemble each other (the tables of `encodings` nearly to the letter), so a package is on one
-    side as a whole. A hash of its name decides, on every machine and in every version of Python alike.
-    """
-    return standard_library(root, lambda name: not is_held_out(name)), standard_library(root, is_held_out)
-
-
-def is_held_out(name: str) -> bool:
-    """Decide whether a top-level module's file or a package's folder is for validation."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % _HELD_OUT_OF == 0
 
 
 def sources(root: Path) -> Iterator[Path]:

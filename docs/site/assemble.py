@@ -1,4 +1,4 @@
-"""Assemble: lays out the tree that Sphinx reads: the repository's pages as they are, and two made of filed results.
+"""Assemble: lays out the tree that Sphinx reads: the repository's pages as they are, and one made of filed results.
 
     python docs/site/assemble.py out/site-source
 
@@ -15,9 +15,6 @@ from pathlib import Path
 from results import page
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from benchmarks.report import run_report  # noqa: E402  # the packages are above
-
 _PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE", "CITATION.cff", "docs/*.md",
           "docs/*.png", "docs/guide/*", "docs/frameworks/*.md", "examples/*", "benchmarks/README.md",
           "benchmarks/results/*.md", "benchmarks/results/*.png")  # fmt: skip
@@ -37,7 +34,6 @@ def assemble(target: Path) -> None:
     # The site has no .md: what language models read there leads to its pages.
     (target / "llms.txt").write_text((ROOT / "llms.txt").read_text().replace(".md)", ".html)"))
     (target / "benchmarks" / "results.md").write_text(page(ROOT / "benchmarks" / "results"))
-    run_report(target / "benchmarks", ROOT / "benchmarks" / "results")
 
 
 def expanded(lines: list[str], target: Path) -> Iterator[str]:

@@ -7,12 +7,10 @@ import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks._processes import arms
-from benchmarks._processes.arms import Spec, ask, ask_all, in_turns, plain_environment, running
+from benchmarks._processes.arms import Spec, ask, in_turns, plain_environment, running
 from benchmarks._processes.child import Child, ChildError
 from benchmarks._processes.worker import Worker
 
@@ -83,24 +81,6 @@ def test_worker_runs_a_role_that_answers_once() -> None:
     found = Worker().answer({"role": "codec_speed:measure_linear", "options": options}, notes.append)
     assert notes == ["round 0 of 1", "round 1 of 1"]
     assert {name: len(seconds) for name, seconds in found["seconds"].items()} == {"nn.Linear": 1, "compact_linear": 1}
-
-
-def test_arms_not_begun_never_begin_after_one_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = []
-
-    def fake(spec: Spec, *, tell: Any) -> str:
-        begun.append(spec.name)
-        if spec.name == "b":
-            raise ChildError("b", hung=False, words="")
-        return spec.name
-
-    monkeypatch.setattr(arms, "ask", fake)
-    specs = [Spec(name=name, role="", options={}) for name in "aebcdfgh"]
-    with pytest.raises(ChildError, match="b"):
-        ask_all(specs, jobs=1, tell=lambda spec, note: None)
-    assert begun[:3] == ["a", "e", "b"]
-    answers = ask_all(specs[:2], jobs=2, tell=lambda spec, note: None)
-    assert answers == ["a", "e"]
 
 
 def test_turns_reverse_every_other_round() -> None:

@@ -20,7 +20,6 @@ from tba._plan.clock import Carried, Clock
 
 OPERATOR_S = 2.0**-12
 SHORT_S = 2.0**-16  # of operators on a few KiB
-DEAR_S = 2.0**-5  # of operators that no plan has run again where a link can move what they save
 RATE = 1 << 30  # that of a link which has not carried enough to tell
 
 _sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr

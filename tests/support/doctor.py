@@ -5,10 +5,10 @@ from __future__ import annotations
 from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli._doctor.checks import Facts, MemoryReport, PathReport
 from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts
-from tba.cli._doctor.disk_probe import DiskFacts, Speed
+from tba.cli._doctor.disk_probe import DiskFacts
 
 GIB = 1 << 30
-FAST = DiskFacts(alignment=512, speeds=(Speed(1 << 20, 1e9, 1.2e9, GIB), Speed(16 << 20, 2e9, 3e9, GIB)))
+FAST = DiskFacts(direct=True, write_bytes_per_s=2e9, read_bytes_per_s=3e9, moved_bytes=GIB)
 DISK = PathReport(
     path="/disk",
     facts=PathFacts(
@@ -16,14 +16,7 @@ DISK = PathReport(
     ),
     disk=FAST,
 )
-GPU = DeviceFacts(
-    index=0,
-    name="A GPU",
-    total_bytes=80 * GIB,
-    free_bytes=79 * GIB,
-    to_device_bytes_per_s=25e9,
-    to_host_bytes_per_s=26e9,
-)
+GPU = DeviceFacts(index=0, name="A GPU", total_bytes=80 * GIB, free_bytes=79 * GIB)
 FIT = Facts(
     tier="nvme",
     io_backend="auto",

@@ -18,8 +18,6 @@ from .disk_probe import DiskFacts
 
 # A SATA SSD reaches this. Below it, a step that saves 1 GB of activations needs more than 2 s each way.
 _SLOW_BYTES_PER_S = 500e6
-# A small GPT (24 layers of 256) saves about 1 GB in a step; a disk should hold a few steps of such a model.
-_LITTLE_DISK_BYTES = 4 << 30
 
 
 class Level(enum.StrEnum):
@@ -84,18 +82,15 @@ class Facts:
         """Severity of a storage path that cannot be used."""
         return Level.FAILURE if self.tier in ("nvme", "auto") else Level.WARNING
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether what moves is the memory of this process, so that its allocator and its pages matter."""
+        return not self.devices and self.tier != "keep"
+
 
 def judge(facts: Facts) -> list[Finding]:
     """Judge the facts by every rule. The tier cannot work if any finding is a failure."""
     return [finding for rule in RULES for finding in rule(facts)]
-
-
-def _system(facts: Facts) -> Iterator[Finding]:
-    if facts.tier == "cpu" and not facts.devices:
-        text = "tier cpu moves tensors of a GPU to host memory, and there is no CUDA device: nothing will move"
-        yield Finding(Level.WARNING, "system", text, "choose --tier nvme")
-    if facts.tier == "keep":
-        yield Finding(Level.OK, "system", "tier keep moves nothing")
 
 
 def _paths(facts: Facts) -> Iterator[Finding]:
@@ -105,31 +100,19 @@ def _paths(facts: Facts) -> Iterator[Finding]:
         if path.refusal is not None:
             text, _, do = path.refusal.partition("; ")
             yield Finding(facts.no_disk, path.path, text, do)
-        else:
-            yield from _disk(path, facts)
-    first: dict[int | None, str] = {}
-    for path in facts.paths:
-        other = first.setdefault(path.facts.device, path.path)
-        if other != path.path and path.facts.device is not None:
-            text = f"is on the same file system as {other}: using both is no faster than one"
-            yield Finding(Level.WARNING, path.path, text, "name directories on different drives")
+        elif path.disk is not None and path.disk.error is not None:
+            text = f"the probe failed: {path.disk.error}"
+            yield Finding(facts.no_disk, path.path, text, "look at the disk, or name another directory")
+        elif path.disk is not None:
+            yield from _disk(path, path.disk)
 
 
-def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
-    disk, mount, free_bytes = path.disk, path.facts.mount, path.facts.free_bytes
+def _disk(path: PathReport, disk: DiskFacts) -> Iterator[Finding]:
+    mount, free_bytes = path.facts.mount, path.facts.free_bytes
     if mount.over_network:
         text = f"is on a network file system ({mount.kind}): expect waits"
         do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
         yield Finding(Level.WARNING, path.path, text, do)
-    if free_bytes is not None and free_bytes < _LITTLE_DISK_BYTES:
-        text = f"{free_bytes:,} bytes are free, less than a few steps of even a small model need"
-        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
-    if disk is None:
-        return
-    if disk.error is not None:
-        text = f"the probe failed: {disk.error}"
-        yield Finding(facts.no_disk, path.path, text, "look at the disk, or name another directory")
-        return
     if not disk.direct:
         text = (
             "direct I/O (O_DIRECT) does not work there: bytes go through the page cache, which costs memory and CPU "
@@ -138,11 +121,10 @@ def _disk(path: PathReport, facts: Facts) -> Iterator[Finding]:
         yield Finding(Level.WARNING, path.path, text, "name a directory on ext4 or xfs")
     free = f", {size(free_bytes)} free" if free_bytes is not None else ""
     place = f"{mount.kind or 'file system'} on {mount.source or 'an unknown device'}{free}"
-    if not disk.speeds:
+    write, read = disk.write_bytes_per_s, disk.read_bytes_per_s
+    if write is None or read is None:
         yield Finding(Level.OK, path.path, f"{place}; can be used; its speed was not measured")
         return
-    write = max(speed.write_bytes_per_s for speed in disk.speeds)
-    read = max(speed.read_bytes_per_s for speed in disk.speeds)
     told = f"{place}; writes {write / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s, every byte as it was written"
     if min(write, read) >= _SLOW_BYTES_PER_S:
         yield Finding(Level.OK, path.path, told)
@@ -164,38 +146,40 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _devices(facts: Facts) -> Iterator[Finding]:
-    if not facts.devices:
-        yield Finding(Level.OK, "GPU", "no CUDA device")
     for device in facts.devices:
-        told = f"{device.name}, {size(device.free_bytes)} of {size(device.total_bytes)} are free"
+        subject = f"cuda:{device.index}"
         if device.error is not None:
-            text = f"{told}; copying with pinned memory failed: {device.error}"
-            do = "raise the locked-memory limit (ulimit -l), or free memory of the device; copies go through pageable "
-            yield Finding(Level.WARNING, f"cuda:{device.index}", text, do + "memory, slower")
-        elif device.to_device_bytes_per_s is not None and device.to_host_bytes_per_s is not None:
-            rates = f"{device.to_device_bytes_per_s / 1e9:.1f} GB/s in and {device.to_host_bytes_per_s / 1e9:.1f} out"
-            yield Finding(Level.OK, f"cuda:{device.index}", f"{told}; copies {rates} with pinned memory")
+            text = f"{device.name} cannot be used: {device.error}"
+            yield Finding(Level.WARNING, subject, text, "end what holds it, or hide it with CUDA_VISIBLE_DEVICES")
+        else:
+            told = f"{device.name}, {size(device.free_bytes)} of {size(device.total_bytes)} are free"
+            yield Finding(Level.OK, subject, told)
+    if facts.devices:
+        return
+    if facts.tier == "cpu":
+        text = "no CUDA device: tier cpu moves tensors of a GPU to host memory, so nothing will move"
+        yield Finding(Level.WARNING, "GPU", text, "choose --tier nvme")
+    else:
+        yield Finding(Level.OK, "GPU", "no CUDA device")
 
 
 def _kvikio(facts: Facts) -> Iterator[Finding]:
     kvikio, asked = facts.kvikio, facts.io_backend == "kvikio"
     if kvikio.error is not None:
-        level = facts.no_disk if asked else Level.OK
-        text = kvikio.error + ("" if asked else ": the posix backend is used")
         do = "pip install 'tba-offload[gds]', or choose TBA_IO_BACKEND=posix" if asked else ""
-        yield Finding(level, "kvikio", text, do)
-    elif kvikio.mode == "gds":
-        yield Finding(Level.OK, "kvikio", f"{kvikio.version}: GPUDirect Storage, from disk to GPU")
-    elif kvikio.mode is None:
-        yield Finding(Level.OK, "kvikio", f"{kvikio.version} imports; there was no storage path to ask it about")
-    else:
-        text = f"{kvikio.version}: compatibility mode, bytes go through the host"
+        text = kvikio.error + ("" if asked else ": the posix backend is used")
+        yield Finding(facts.no_disk if asked else Level.OK, "kvikio", text, do)
+    elif kvikio.mode == "compat":
         do = "see whether nvidia-fs is loaded and the file system supports GDS (gdscheck -p)" if asked else ""
+        text = f"{kvikio.version}: compatibility mode, bytes go through the host"
         yield Finding(Level.WARNING if asked else Level.OK, "kvikio", text, do)
+    else:
+        how = "GPUDirect Storage, from disk to GPU" if kvikio.mode else "there was no storage path to ask it about"
+        yield Finding(Level.OK, "kvikio", f"{kvikio.version}: {how}")
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
-    if facts.allocator.startswith("glibc") and not facts.devices and facts.tier != "keep":
+    if facts.on_cpu and facts.allocator.startswith("glibc"):
         text = (
             f"a program started like this one runs on {facts.allocator}: what offloading frees stays in its heap, "
             "or is faulted anew"
@@ -207,17 +191,13 @@ def _allocator(facts: Facts) -> Iterator[Finding]:
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
-    if facts.devices or facts.tier == "keep" or not facts.huge_pages:
-        return
-    if facts.huge_pages == "never":
+    if facts.on_cpu and facts.huge_pages == "never":
         text = (
             "this process gets no transparent huge pages: direct I/O pins its memory in pages of 4 KiB, which "
             "cost a step 3.6% where it was measured"
         )
         do = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (in a container: on its host)"
         yield Finding(Level.WARNING, "huge pages", text, do)
-    else:
-        yield Finding(Level.OK, "huge pages", f"transparent huge pages are on ({facts.huge_pages})")
 
 
 def _warnings(facts: Facts) -> Iterator[Finding]:
@@ -227,4 +207,4 @@ def _warnings(facts: Facts) -> Iterator[Finding]:
         yield Finding(Level.WARNING, subject, text, do)
 
 
-RULES = (_system, _paths, _memory, _devices, _kvikio, _allocator, _huge_pages, _warnings)
+RULES = (_paths, _memory, _devices, _kvikio, _allocator, _huge_pages, _warnings)

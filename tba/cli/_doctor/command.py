@@ -28,7 +28,7 @@ def doctor(
         bool, typer.Option("--json", help="Print one JSON object; bytes, and bytes per second.")
     ] = False,
     seconds: Annotated[
-        float, typer.Option(min=0, max=60, help="How long to measure each path, block size and direction; 0: not.")
+        float, typer.Option(min=0, max=60, help="How long to measure each path and direction; 0: not.")
     ] = 1.0,
 ) -> None:
     """Say whether this machine is fit: disks, memory, GPUs and settings, and what to do about what is not.

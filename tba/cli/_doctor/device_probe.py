@@ -1,9 +1,8 @@
-"""Device probe: speed of copies between a CUDA device and pinned memory, and the mode of kvikio, found by trying."""
+"""Device probe: the CUDA devices that PyTorch sees, and the mode of kvikio, found by trying."""
 
 from __future__ import annotations
 
 import importlib
-import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -11,20 +10,15 @@ import torch
 
 from io_backends import KvikioStore
 
-_COPY_BYTES = 64 << 20
-_COPIES = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One CUDA device. Rates are those of copies with pinned memory, in bytes per second; None where not measured."""
+    """One CUDA device and its memory; `error` is why it cannot be used."""
 
     index: int
     name: str
     total_bytes: int
     free_bytes: int = 0
-    to_device_bytes_per_s: float | None = None
-    to_host_bytes_per_s: float | None = None
     error: str | None = None
 
 
@@ -39,7 +33,7 @@ class KvikioFacts:
 
 
 def probe_devices() -> tuple[DeviceFacts, ...]:
-    """Try every CUDA device that PyTorch sees. Failures are reported in the facts, not raised."""
+    """Look at every CUDA device that PyTorch sees. Failures are reported in the facts, not raised."""
     if not torch.cuda.is_available():
         return ()
     return tuple(_probe_device(index) for index in range(torch.cuda.device_count()))
@@ -65,31 +59,6 @@ def _probe_device(index: int) -> DeviceFacts:
     properties = torch.cuda.get_device_properties(index)
     facts = DeviceFacts(index=index, name=properties.name, total_bytes=properties.total_memory)
     try:
-        facts = replace(facts, free_bytes=torch.cuda.mem_get_info(index)[0])
-        to_device, to_host = _copy_rates(torch.device("cuda", index))
-        return replace(facts, to_device_bytes_per_s=to_device, to_host_bytes_per_s=to_host)
-    except RuntimeError as problem:  # pinning refused, no memory left on the device, wrong bytes
+        return replace(facts, free_bytes=torch.cuda.mem_get_info(index)[0])
+    except RuntimeError as problem:  # no memory left on the device, or another process has it for itself
         return replace(facts, error=str(problem).splitlines()[0])
-
-
-def _copy_rates(device: torch.device) -> tuple[float, float]:
-    """Measure bytes per second to the device and back. Raises RuntimeError for lack of memory and for wrong bytes."""
-    source = torch.empty(_COPY_BYTES // 8, dtype=torch.int64, pin_memory=True)
-    source.random_(generator=torch.Generator().manual_seed(0))
-    returned = torch.zeros_like(source, pin_memory=True)
-    there = torch.zeros_like(source, device=device)
-    there.copy_(source, non_blocking=True)  # the first copy sets things up
-    returned.copy_(there, non_blocking=True)
-    rates = _rate(there, source, device), _rate(returned, there, device)
-    if not torch.equal(source, returned):
-        raise RuntimeError(f"{_COPY_BYTES} bytes did not come back from {device} as they were sent")
-    return rates
-
-
-def _rate(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    torch.cuda.synchronize(device)
-    begun_s = time.perf_counter()
-    for _ in range(_COPIES):
-        target.copy_(source, non_blocking=True)
-    torch.cuda.synchronize(device)
-    return _COPY_BYTES * _COPIES / (time.perf_counter() - begun_s)

@@ -21,10 +21,8 @@ from .checks import Facts, MemoryReport, PathReport
 from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
 
-# Small blocks show the cost of a transfer, large ones the bandwidth of the disk.
-BLOCK_SIZES = (1 << 20, 16 << 20)
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# For each size of block, so that most of a day's allowance is left to training.
+# Most of a day's allowance is left to training.
 _ALLOWANCE_SHARE = 0.05
 
 
@@ -33,7 +31,7 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
 
     Args:
         config: the settings; storage paths are examined for tiers that use them, and where they are named.
-        seconds: to measure each path, block size and direction for; 0 measures none.
+        seconds: to measure each path and direction for; 0 measures none.
     """
     devices = probe_devices()
     threads = io_threads(config, on_device=bool(devices))
@@ -112,15 +110,12 @@ def _measured(
     """Measure the speed of a path, as far as the daily allowance permits."""
     if path.refusal is not None:
         return path
-    sizes = BLOCK_SIZES if seconds > 0 else ()
-    most_bytes = probe_bytes(path.facts.free_bytes)
+    most_bytes = probe_bytes(path.facts.free_bytes) if seconds > 0 else 0
     if allowance.limit_bytes is not None:
         most_bytes = min(most_bytes, int(allowance.limit_bytes * _ALLOWANCE_SHARE))
-    planned_bytes = most_bytes * len(sizes)
-    if not allowance.take(planned_bytes):
-        sizes, planned_bytes = (), 0
-    disk = probe_disk(
-        path.facts.path, sizes, threads=threads, most_bytes=most_bytes, seconds=seconds, timeout_s=config.io_timeout
-    )
-    allowance.give_back(planned_bytes - sum(speed.moved_bytes for speed in disk.speeds))
+    if not allowance.take(most_bytes):
+        most_bytes = 0
+    timeout_s = config.io_timeout
+    disk = probe_disk(path.facts.path, threads=threads, most_bytes=most_bytes, seconds=seconds, timeout_s=timeout_s)
+    allowance.give_back(most_bytes - disk.moved_bytes)
     return replace(path, disk=disk)

@@ -1,1 +1,0 @@
-"""Growth: arms and limits of the benchmark that asks how cost grows with size."""

@@ -1,1 +1,0 @@
-"""Plans decided in other ways than the library's, to compare with."""
