@@ -7,12 +7,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test test-all lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
 	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too"
-	@echo "make lint   ruff, format check, mypy strict"
+	@echo "make test-torch TORCH=$(TORCH)   run the core of the tests on another torch, in an environment of its own"
+	@echo "make lint   ruff, format check, mypy strict, for each Python from 3.11 to 3.14"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
 	@echo "make matrix train with every framework, with tba and without, and compare with docs/matrix.md"
@@ -57,10 +58,32 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
 
+# The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`.
+TORCH ?= 2.15.0
+TORCH_VENV := .venv-torch-$(TORCH)
+CORE := exact engine record plan seam blocks state derive compress memory transfer
+
+# The constraints without those of torch and of what it pins itself. As a variable they also take the place of any that
+# pip's own configuration names, which may hold torch back.
+$(TORCH_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "making $(TORCH_VENV): some minutes and, where only builds for CUDA are to be had, 6 GB"
+	test -x $(TORCH_VENV)/bin/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep --invert-match --extended-regexp '^(torch|triton|setuptools|cuda-|nvidia-)' constraints.txt \
+		> $(TORCH_VENV)/constraints.txt
+	PIP_CONSTRAINT=$(TORCH_VENV)/constraints.txt $(TORCH_VENV)/bin/python -m pip install --quiet \
+		torch==$(TORCH) --editable '.[test]'
+	touch $@
+
+test-torch: $(TORCH_VENV)/.installed
+	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+		-m "not serial and not exhaustive" $(addprefix tests/,$(CORE))
+	@echo "these were the core tests on torch $(TORCH)"
+
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for version in 3.12 3.13 3.14; do $(BIN)/mypy --python-version $$version || exit; done
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
@@ -121,5 +144,5 @@ gpu-hooks:
 	$(PYTHON) -m benchmarks hooks --device cuda $(FILED)
 
 clean:
-	rm -rf $(VENV) .venv-matrix build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-matrix .venv-torch-* build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
