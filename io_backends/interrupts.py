@@ -79,6 +79,7 @@ _protected: tuple[str, ...] = ()  # beginnings of file names
 _unprotected: tuple[str, ...] = ()  # the same of exceptions
 _lets_through: set[CodeType] = set()
 _takes_errors: set[CodeType] = set()
+_wholes: set[CodeType] = set()
 _apart: Callable[[bool], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]  # with a bool in it
 _beside = ""
 _armed = 0
@@ -147,6 +148,7 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
             if pending:
                 _ = [*again]
 
+    _wholes.add(run.__code__)  # type: ignore[attr-defined]  # mypy has it as what `wraps` makes
     return run
 
 
@@ -193,6 +195,21 @@ def reset() -> None:
     """Give the program its handlers back, however often `arm` was called: some `disarm` was torn off."""
     while _armed and on_main_thread():
         disarm(leaves=False)
+
+
+def overdue(known: int) -> bool:
+    """Whether some `disarm` was torn off: `arm` was called more often than `known`, and nothing `whole` runs."""
+    return _armed > known and on_main_thread() and not any(code in _wholes for code in callers())
+
+
+def callers() -> list[CodeType]:
+    """List the code on this thread's stack, from the caller of the function that asks."""
+    codes = []
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        codes.append(frame.f_code)
+        frame = frame.f_back
+    return codes
 
 
 def look() -> None:

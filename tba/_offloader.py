@@ -94,8 +94,6 @@ class Offloader:
         self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
         if torn.planner is not None:
             torn.planner.end_forward()
-        if not owners():
-            backward.reset()
         self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
         if self.tied:
             self._saver.tie()
@@ -144,7 +142,9 @@ class Offloader:
 
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
         """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
-        if self._saver.came_back():
+        if not owners():
+            backward.mend()
+        if self._saver.is_inside():
             self._per_thread.pairs.append(None)
             return None
         if self._saver.torn and not self.entered:
@@ -207,11 +207,13 @@ class Offloader:
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
-        pair = self._per_thread.pairs.pop()
+        pair = self._per_thread.pairs[-1]
         if pair is None:
+            self._per_thread.pairs.pop()
             return
         packed, saver = pair.pushed, self._saver
         try:
+            self._per_thread.pairs.pop()
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
@@ -286,9 +288,8 @@ class Offloader:
             raise ConfigError(
                 "report: nothing has been saved inside this context yet; run a step in it, then ask again"
             )
-        recorder, model = self._saver.recorder, self._saver.model()
-        with self._saver.locked():
-            events, number = recorder.latest()
+        model = self._saver.model()
+        events, number = self._saver.latest()
         name = type(model).__name__ if model is not None else "saved tensors"
         contents = Contents(
             title=f"{name}, tier {self.config.tier!r}",

@@ -19,6 +19,7 @@ Assumption: one thread does not edit in place what another thread's graph has sa
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections import deque
@@ -45,13 +46,13 @@ from .._record.record import Record
 from .._record.restore import restore_apart, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._record.view import View
-from .._stats import Counters, OffloadStats
+from .._stats import Counters, OffloadStats, TraceEvent
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
-from .._transfer.mover import ownership
+from .._transfer.mover import Mover, ownership
 from . import backward
 from .auto.light import Light
 from .auto.passing import Passing
@@ -64,6 +65,8 @@ from .readings import Readings
 from .steps import Steps
 from .unpacking import Unpacking
 from .write_behind import WriteBehind
+
+_TAKE_THE_LOCK = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in (__name__, Mover.__module__))
 
 
 class Saver(ForkAware):
@@ -269,6 +272,21 @@ class Saver(ForkAware):
         if not own:
             self.tear()
 
+    def is_inside(self) -> bool:
+        """Whether the caller comes in while this thread has the lock, so that nothing is to be changed.
+
+        A lock that no code of ours is left to let go of is let go of here: an exception came instead, so the engine is
+        torn.
+        """
+        if not self.came_back():
+            return False
+        if any(code.co_filename.startswith(_TAKE_THE_LOCK) for code in interrupts.callers()):
+            return True
+        self.tear()
+        while self.came_back():
+            self.lock.release()
+        return False
+
     # -- around the hooks ----------------------------------------------------------------------------------------
 
     @property
@@ -380,6 +398,11 @@ class Saver(ForkAware):
                     self.end_step()
             self.settle()
             return self._readings.snapshot()
+
+    def latest(self) -> tuple[list[TraceEvent], int]:
+        """Return the events that were collected last, and the number of their micro-batch."""
+        with self.locked():
+            return self.recorder.latest()
 
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
