@@ -79,7 +79,6 @@ _protected: tuple[str, ...] = ()  # beginnings of file names
 _unprotected: tuple[str, ...] = ()  # the same of exceptions
 _lets_through: set[CodeType] = set()
 _takes_errors: set[CodeType] = set()
-_wholes: set[CodeType] = set()
 _apart: Callable[[bool], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]  # with a bool in it
 _beside = ""
 _armed = 0
@@ -148,7 +147,6 @@ def whole(function: Callable[P, R]) -> Callable[P, R]:
             if pending:
                 _ = [*again]
 
-    _wholes.add(run.__code__)  # type: ignore[attr-defined]  # mypy has it as what `wraps` makes
     return run
 
 
@@ -198,18 +196,16 @@ def reset() -> None:
 
 
 def overdue(known: int) -> bool:
-    """Whether some `disarm` was torn off: `arm` was called more often than `known`, and nothing `whole` runs."""
-    return _armed > known and on_main_thread() and not any(code in _wholes for code in callers())
+    """Whether a `disarm` was torn off: but for `known` calls `arm` has its own, and nothing that arms is under way."""
+    return _armed > known and on_main_thread() and not in_midst()
 
 
-def callers() -> list[CodeType]:
-    """List the code on this thread's stack, from the caller of the function that asks."""
-    codes = []
-    frame = sys._getframe(1).f_back
-    while frame is not None:
-        codes.append(frame.f_code)
+def in_midst() -> bool:
+    """Whether the code of the program's or of PyTorch's that has called protected code was called by some itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_protected, *_wrappers())):
         frame = frame.f_back
-    return codes
+    return any(_stands(frame))
 
 
 def look() -> None:
@@ -283,6 +279,13 @@ def _known_files() -> tuple[str, ...]:
     folders = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy"))
     files = (contextlib.__file__, threading.__file__, weakref.__file__, functools.__file__)
     return (*files, *(os.path.join(os.path.dirname(file), "") for file in folders if file))
+
+
+@functools.cache
+def _wrappers() -> tuple[str, ...]:
+    """The file and the folder of what `torch.compile` puts around functions that it leaves alone."""
+    folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
+    return (os.path.join(folder, "_compile.py"), os.path.join(folder, "_dynamo", "")) if folder else ()
 
 
 def _acts(handler: Any) -> bool:

@@ -122,11 +122,11 @@ class Offloader:
             self._enter(None)
             if interrupts.pending:
                 _ = [*interrupts.again]
+            return self
         except BaseException:  # nobody calls `__exit__` then
             if len(self._per_thread.pairs) > entries:
                 self._leave(failed=True)
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,13 +142,17 @@ class Offloader:
 
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
         """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
+        if self._saver.came_back():
+            if interrupts.in_midst():
+                self._per_thread.pairs.append(None)
+                return None
+            self._saver.let_go()
+        if self._saver.torn:
+            clear_dead(forward)  # what has torn it has ended its forward too
+            if not self.entered:
+                self._replace()
         if not owners():
             backward.mend()
-        if self._saver.is_inside():
-            self._per_thread.pairs.append(None)
-            return None
-        if self._saver.torn and not self.entered:
-            self._replace()
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
         try:
@@ -288,8 +292,9 @@ class Offloader:
             raise ConfigError(
                 "report: nothing has been saved inside this context yet; run a step in it, then ask again"
             )
-        model = self._saver.model()
-        events, number = self._saver.latest()
+        recorder, model = self._saver.recorder, self._saver.model()
+        with self._saver.locked():
+            events, number = recorder.latest()
         name = type(model).__name__ if model is not None else "saved tensors"
         contents = Contents(
             title=f"{name}, tier {self.config.tier!r}",

@@ -19,7 +19,6 @@ Assumption: one thread does not edit in place what another thread's graph has sa
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections import deque
@@ -46,13 +45,13 @@ from .._record.record import Record
 from .._record.restore import restore_apart, restore_in_child
 from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._record.view import View
-from .._stats import Counters, OffloadStats, TraceEvent
+from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
 from .._torch.weights import is_parameter, mark_weights
 from .._transfer.build import make_mover
-from .._transfer.mover import Mover, ownership
+from .._transfer.mover import ownership
 from . import backward
 from .auto.light import Light
 from .auto.passing import Passing
@@ -65,8 +64,6 @@ from .readings import Readings
 from .steps import Steps
 from .unpacking import Unpacking
 from .write_behind import WriteBehind
-
-_TAKE_THE_LOCK = tuple(os.path.dirname(sys.modules[name].__file__ or "") for name in (__name__, Mover.__module__))
 
 
 class Saver(ForkAware):
@@ -110,10 +107,9 @@ class Saver(ForkAware):
             config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
         )
         self._remains = self._packing.remains
-        steps, readings = self.steps, self._readings
         self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
         given = self.settle, self._remains, self.planner, self._passing
-        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, steps, readings, *given)
+        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, self.steps, self._readings, *given)
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
@@ -272,21 +268,6 @@ class Saver(ForkAware):
         if not own:
             self.tear()
 
-    def is_inside(self) -> bool:
-        """Whether the caller comes in while this thread has the lock, so that nothing is to be changed.
-
-        A lock that no code of ours is left to let go of is let go of here: an exception came instead, so the engine is
-        torn.
-        """
-        if not self.came_back():
-            return False
-        if any(code.co_filename.startswith(_TAKE_THE_LOCK) for code in interrupts.callers()):
-            return True
-        self.tear()
-        while self.came_back():
-            self.lock.release()
-        return False
-
     # -- around the hooks ----------------------------------------------------------------------------------------
 
     @property
@@ -317,8 +298,7 @@ class Saver(ForkAware):
 
     def enter(self) -> bool:
         """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
-        if not self.steps.open:
-            self._marked = False
+        self._marked = self._marked and self.steps.open
         self.steps.unentered = False
         return not self.rest.enter()
 
@@ -398,11 +378,6 @@ class Saver(ForkAware):
                     self.end_step()
             self.settle()
             return self._readings.snapshot()
-
-    def latest(self) -> tuple[list[TraceEvent], int]:
-        """Return the events that were collected last, and the number of their micro-batch."""
-        with self.locked():
-            return self.recorder.latest()
 
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
@@ -510,6 +485,12 @@ class Saver(ForkAware):
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         self.came_back = ownership(self.lock)
+
+    def let_go(self) -> None:
+        """Let go of the lock, which this thread has and no code of ours: an exception has come in its stead."""
+        self.tear()
+        while self.came_back():
+            self.lock.release()
 
     def tear(self) -> None:
         """Move and change nothing any more: the state is not to be relied on. Wants no lock."""

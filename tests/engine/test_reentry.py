@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for pac
 SETTINGS: dict[str, dict[str, Any]] = {
     "nvme": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
     "auto": {"tier": "auto", "memory_budget": 1 << 14},
+    "attached": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
     "exact": {"tier": "nvme", "compress": "exact", "prefetch_bytes": 0},
 }
 
@@ -52,6 +54,7 @@ class Bench:
 
     def __init__(self, offload: Offloader, model: nn.Module, x: Tensor) -> None:
         self.offload, self.model, self.x = offload, model, x
+        self._entered: AbstractContextManager[object] = nullcontext() if offload.tied else offload
         for _ in range(2):
             self.step()
         self.expected = self.gradients()
@@ -60,7 +63,7 @@ class Bench:
 
     def step(self) -> None:
         self.model.zero_grad()
-        with self.offload:
+        with self._entered:
             loss = self.model(self.x)
         self.offload.flush()
         loss.backward()
@@ -88,7 +91,7 @@ def bench(request: pytest.FixtureRequest, scratch: Path) -> Any:
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 16, 16)
     config = OffloadConfig(storage_paths=scratch, min_tensor_bytes=0, io_timeout=5.0, **SETTINGS[request.param])
-    offload = Offloader(model, config)
+    offload = tba.attach(model, config=config) if request.param == "attached" else Offloader(model, config)
     yield Bench(offload, model, x)
     offload.close()
     while private.top_hooks(True) is not None:  # of a test that has failed
