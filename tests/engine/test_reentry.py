@@ -262,23 +262,26 @@ def test_a_torn_engine_lets_tensors_pass_until_the_context_is_left(scratch: Path
         offload.flush()
 
 
-def test_a_lock_that_an_exception_has_left_held_costs_the_engine_and_no_more(scratch: Path) -> None:
-    leaf = torch.randn(4096, requires_grad=True)
-    expected = torch.autograd.grad(chain(leaf.relu(), 4).sum(), leaf)
-    with engine(scratch, prefetch_bytes=0) as offload:
-        with offload:
-            loss = chain(leaf.relu(), 4).sum()
-        offload.flush()
-        before, offloaded_bytes = offload._saver, offload.stats().offloaded_bytes
-        before.lock.acquire()
-        with offload:
-            other = chain(leaf.relu(), 4).sum()
-        assert offload._saver is not before
-        assert not before.came_back()
-        offload.flush()
-        assert offload.stats().offloaded_bytes == 2 * offloaded_bytes > 0
-        for each in (loss, other):
-            assert_bit_equal(torch.autograd.grad(each, leaf), expected)
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_lock_that_an_exception_has_left_held_costs_the_engine_and_no_more(attached: bool, scratch: Path) -> None:
+    model, x = nn.Sequential(*(nn.Tanh() for _ in range(4))), torch.randn(4096, requires_grad=True)
+    expected = torch.autograd.grad(model(x).sum(), x)
+    config = OffloadConfig(tier="nvme", storage_paths=scratch, min_tensor_bytes=0, prefetch_bytes=0)
+    offload = tba.attach(model, config=config) if attached else Offloader(model, config)
+    with offload if not attached else nullcontext():
+        loss = model(x).sum()
+    offload.flush()
+    before, offloaded_bytes = offload._saver, offload.stats().offloaded_bytes
+    before.lock.acquire()
+    with offload if not attached else nullcontext():
+        other = model(x).sum()
+    assert offload._saver is not before
+    assert not before.came_back()
+    offload.flush()
+    assert offload.stats().offloaded_bytes == 2 * offloaded_bytes > 0
+    for each in (loss, other):
+        assert_bit_equal(torch.autograd.grad(each, x), expected)
+    offload.close()
 
 
 def test_handlers_that_an_exception_has_left_held_back_are_free_after_the_next_entry(scratch: Path) -> None:
