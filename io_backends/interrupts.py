@@ -195,6 +195,19 @@ def reset() -> None:
         disarm(leaves=False)
 
 
+def overdue(known: int) -> bool:
+    """Whether a `disarm` was torn off: but for `known` calls `arm` has its own, and nothing that arms is under way."""
+    return _armed > known and on_main_thread() and not in_midst()
+
+
+def in_midst() -> bool:
+    """Whether the code of the program's or of PyTorch's that has called protected code was called by some itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_protected, *_wrappers())):
+        frame = frame.f_back
+    return any(_stands(frame))
+
+
 def look() -> None:
     """In a wait that lasts: call the program's handlers for pending signals. Does nothing off the main thread.
 
@@ -266,6 +279,13 @@ def _known_files() -> tuple[str, ...]:
     folders = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy"))
     files = (contextlib.__file__, threading.__file__, weakref.__file__, functools.__file__)
     return (*files, *(os.path.join(os.path.dirname(file), "") for file in folders if file))
+
+
+@functools.cache
+def _wrappers() -> tuple[str, ...]:
+    """The file and the folder of what `torch.compile` puts around functions that it leaves alone."""
+    folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
+    return (os.path.join(folder, "_compile.py"), os.path.join(folder, "_dynamo", "")) if folder else ()
 
 
 def _acts(handler: Any) -> bool:

@@ -94,8 +94,6 @@ class Offloader:
         self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
         if torn.planner is not None:
             torn.planner.end_forward()
-        if not owners():
-            backward.reset()
         self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
         if self.tied:
             self._saver.tie()
@@ -124,11 +122,11 @@ class Offloader:
             self._enter(None)
             if interrupts.pending:
                 _ = [*interrupts.again]
+            return self
         except BaseException:  # nobody calls `__exit__` then
             if len(self._per_thread.pairs) > entries:
                 self._leave(failed=True)
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,10 +143,16 @@ class Offloader:
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
         """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
         if self._saver.came_back():
-            self._per_thread.pairs.append(None)
-            return None
-        if self._saver.torn and not self.entered:
-            self._replace()
+            if interrupts.in_midst():
+                self._per_thread.pairs.append(None)
+                return None
+            self._saver.let_go()
+        if self._saver.torn:
+            clear_dead(forward)  # what has torn it has ended its forward too
+            if not self.entered:
+                self._replace()
+        if not owners():
+            backward.mend()
         saver = self._saver
         pair = Pair(saver.pack, saver.unpack, forward, self._forget, owner=self)
         try:
@@ -207,11 +211,13 @@ class Offloader:
 
     def _leave(self, *, failed: bool) -> None:
         """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
-        pair = self._per_thread.pairs.pop()
+        pair = self._per_thread.pairs[-1]
         if pair is None:
+            self._per_thread.pairs.pop()
             return
         packed, saver = pair.pushed, self._saver
         try:
+            self._per_thread.pairs.pop()
             if self._saved_by is not None:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()

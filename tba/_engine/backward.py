@@ -42,11 +42,12 @@ def look() -> None:
         _ended()
 
 
-def reset() -> None:
-    """Hold nothing back any more: nothing of ours is entered, and an exception has broken something off."""
+def mend() -> None:
+    """Where nothing of ours is entered: hold nothing back any more, if an exception has broken a `disarm` off."""
     global _armed
-    _armed = False
-    interrupts.reset()
+    if interrupts.overdue(int(_armed)):
+        _armed = False
+        interrupts.reset()
 
 
 def _ended() -> None:

@@ -107,10 +107,9 @@ class Saver(ForkAware):
             config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
         )
         self._remains = self._packing.remains
-        steps, readings = self.steps, self._readings
         self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
         given = self.settle, self._remains, self.planner, self._passing
-        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, steps, readings, *given)
+        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, self.steps, self._readings, *given)
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
@@ -299,8 +298,7 @@ class Saver(ForkAware):
 
     def enter(self) -> bool:
         """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
-        if not self.steps.open:
-            self._marked = False
+        self._marked = self._marked and self.steps.open
         self.steps.unentered = False
         return not self.rest.enter()
 
@@ -487,6 +485,12 @@ class Saver(ForkAware):
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         self.came_back = ownership(self.lock)
+
+    def let_go(self) -> None:
+        """Let go of the lock, which this thread has and no code of ours: an exception has come in its stead."""
+        self.tear()
+        while self.came_back():
+            self.lock.release()
 
     def tear(self) -> None:
         """Move and change nothing any more: the state is not to be relied on. Wants no lock."""

@@ -24,6 +24,11 @@ class Place(NamedTuple):
     code: CodeType
     offset: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether the function has only been entered."""
+        return self.offset == min(_points(self.code))
+
     def __str__(self) -> str:
         line = next((at[2] for at in self.code.co_lines() if at[0] <= self.offset < at[1]), None)
         return f"{self.code.co_filename}:{line} in {self.code.co_qualname} at {self.offset}"
