@@ -11,7 +11,7 @@
 `attach(model)` does so with the model's own forward, where a trainer owns the loop.
 """
 
-from . import _armed
+from . import _armed, _config
 from ._audit.audit import audit
 from ._audit.report import Audit
 from ._config import OffloadConfig, Setting, describe
@@ -29,7 +29,7 @@ from ._errors import (
 from ._offloader import Offloader
 from ._plan.plan import Plan
 from ._stats import OffloadStats, TraceEvent
-from ._torch import private, versions
+from ._torch import private
 
 __all__ = [
     "Audit",
@@ -55,5 +55,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-versions.tell({feature.value: names for feature, names in private.missing.items()})
+private.tell(_config.UNTESTED_TORCH)
 _armed.end()

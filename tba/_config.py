@@ -15,9 +15,10 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 from compact import PRESETS, Preset
 
 from ._errors import ConfigError
-from ._torch.versions import SILENCED_BY
 
 _PREFIX = "TBA_"
+# No setting of a training: `allow` keeps an untested torch from being warned of at import.
+UNTESTED_TORCH = "TBA_UNTESTED_TORCH"
 
 
 def _number(value: Any) -> Any:
@@ -263,7 +264,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if variable[: len(_PREFIX)].upper() != _PREFIX:
             continue
         name = variable[len(_PREFIX) :].lower()
-        if variable == SILENCED_BY:
+        if variable == UNTESTED_TORCH:
             continue
         if name not in _FIELDS:
             known = [_variable(name) for name in _FIELDS]

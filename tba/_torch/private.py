@@ -2,7 +2,7 @@
 
 Each is used because no public function tells as much. Without those that exactness rests on the package refuses to be
 imported, by their names. Any other that a torch lacks, or has in another form, switches its feature off: `missing`
-tells which, and `versions.tell` says so once.
+tells which, and the package says so once, when it is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, Function
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
-from .versions import TESTED, tell
+from .user_frames import warn
+from .versions import TESTED, lacking, newer
 
 
 class Feature(enum.Enum):
@@ -300,6 +301,17 @@ _APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", Non
 _AOT = "torch._functorch._aot_autograd"
 
 
+def tell(silenced_by: str) -> None:
+    """Warn of what is off with this torch, and if it is newer than any tested.
+
+    Args:
+        silenced_by: the environment variable that keeps the latter from being told where it is `allow`.
+    """
+    off = {feature.value: names for feature, names in missing.items()}
+    for told in (*lacking(torch.__version__, off), *newer(torch.__version__, silenced_by)):
+        warn(told)
+
+
 def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
     """Have torch's own Python code call `by` instead of one of the functions about hooks above."""
     name = function.__name__
@@ -391,7 +403,8 @@ def compiled_graph(frame: FrameType | None) -> int | None:
     number: int | None = next((each._aot_id for each in called if hasattr(each, "_aot_id")), None)
     if number is None and _APPLY is None and has(Feature.COMPILED):
         missing[Feature.COMPILED] = [f"{_AOT} that calls Function.apply"]
-        tell({Feature.COMPILED.value: missing[Feature.COMPILED]})
+        for told in lacking(torch.__version__, {Feature.COMPILED.value: missing[Feature.COMPILED]}):
+            warn(told)
     return number
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import tba
 from support import torch_names
+from tba._config import UNTESTED_TORCH
 from tba._torch import private, versions
 from tba._torch.private import Feature
 
@@ -55,17 +56,17 @@ def test_nobody_else_reaches_into_torch_c() -> None:
 def test_only_a_torch_newer_than_any_tested_is_told_of(
     version: str, release: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(versions.SILENCED_BY, raising=False)
+    monkeypatch.delenv(UNTESTED_TORCH, raising=False)
     assert versions.untested(version) == release
-    told = versions.remarks(version, {})
+    told = versions.newer(version, UNTESTED_TORCH)
     assert [f"torch {release} is newer than any" in text for text in told] == [True] * (release is not None)
-    monkeypatch.setenv(versions.SILENCED_BY, "allow")
-    assert versions.remarks(version, {}) == []
+    monkeypatch.setenv(UNTESTED_TORCH, "allow")
+    assert versions.newer(version, UNTESTED_TORCH) == []
     tba.OffloadConfig()  # the variable is no setting of training
 
 
 def test_what_is_missing_is_told_once_for_all_that_it_is_for() -> None:
-    (text,) = versions.remarks(
+    (text,) = versions.lacking(
         "2.13.0", {"this stops": ["torch._a", "torch._b"], "that stops": ["torch._a", "torch._b"]}
     )
     assert "has no torch._a and no torch._b in the form that tba knows: this stops; that stops." in text
