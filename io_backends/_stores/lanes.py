@@ -13,16 +13,16 @@ Reads under way are not counted: where they were, reading and writing at once to
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-REST_S = 30.0  # a failed write costs little, as another store takes it; a disk comes back within minutes, if at all
+REST_S = 30.0  # a failed write costs little, as its tensor stays in memory; a disk comes back in minutes, if at all
 # Of the past, each transfer leaves so much to the estimate of speed: it looks back over about ten.
 _MEMORY = 0.9
 
 
 class Ended(NamedTuple):
-    """A write that is over; `moved` is False for one that was taken back or failed, `failed` for the store's fault."""
+    """A write that is over; `moved` is False for one that was taken back or failed, `failed` for the latter."""
 
     at_s: float
     nbytes: int
@@ -68,19 +68,16 @@ class Lane:
                 self.rests_until_s = end.at_s + REST_S
 
 
-def choose(lanes: Sequence[Lane], nbytes: int, now_s: float, tried: Collection[int]) -> int | None:
-    """The index of the lane for a write of `nbytes`, none of `tried`; None where that leaves none.
+def choose(lanes: Sequence[Lane], nbytes: int, now_s: float) -> int:
+    """The index of the lane for a write of `nbytes`.
 
     Where all rest, the one whose rest ends first is tried rather than none.
     """
     for lane in lanes:
         lane.catch_up()
-    left = [index for index in range(len(lanes)) if index not in tried]
-    if not left:
-        return None
-    awake = [index for index in left if lanes[index].rests_until_s <= now_s]
+    awake = [index for index, lane in enumerate(lanes) if lane.rests_until_s <= now_s]
     if not awake:
-        return min(left, key=lambda index: lanes[index].rests_until_s)
+        return min(range(len(lanes)), key=lambda index: lanes[index].rests_until_s)
     # One of unknown speed passes for the fastest: that is how it comes to be known.
     fastest = max((lane.bytes_per_s or 0.0 for lane in lanes), default=0.0) or 1.0
 

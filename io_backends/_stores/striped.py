@@ -3,41 +3,25 @@
 Guarantees beyond those of `Store`:
 
 1. Each write goes whole to the store that will probably end it first (`_stores.lanes`); its read goes there too.
-2. A write that fails is tried on the other stores, once each, while its bytes are still in memory: its ticket ends
-   only when one of them has it or none of them could. The error is then the first one.
-3. A store that failed is left alone for a while, then tried again. There is a RuntimeWarning at the first failure,
-   and at the next after it has worked again.
-4. What a failed attempt took of a store is given back there.
+2. A write that fails there has failed: no other store is tried. The one that failed is left alone for a while, so that
+   a disk that is full or broken does not take the writes that the others could have.
 
-A write is one ticket to its user (the outer one) and, beneath it, one ticket of a store at a time (the inner one).
-
-Where threads meet:
-
-- `discard` against the end of a write. The submitter's thread (1) sets `discarded`, (2) takes `placed`. The worker that
-  ends the write (a) sets `placed`, (b) looks at `discarded`, and if it is set (c) takes `placed`. If (1) comes before
-  (b) the worker gives the space back, else (a) was before (2) and the submitter does. Where both try, `dict.pop` gives
-  `placed` to one of them.
-- `cancel` against the start of a write. The inner ticket decides: if it can be cancelled no worker has begun it, and
-  the outer one can be. An attempt after the first may be queued too, but by then the outer ticket is RUNNING, as its
-  callbacks have run; so that is asked first.
-- A failed attempt against its successor. The worker of the store that failed submits to the next and returns; that
-  store's worker may have ended the outer ticket by then. What the first still sets (`inner`, `watch`) is not read then.
+A write is one ticket to its user (the outer one) and, beneath it, one of a store (the inner one). The inner one decides
+whether it can be cancelled, and may be discarded at any time; the outer one tells of it.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 from .._buffer import Buffer
-from .._errors import StoreBroken, StoreClosed, StoreError
 from .._store import Store
-from .._ticket import QUEUED, Before, OnDone, Ticket
+from .._ticket import Before, OnDone, Ticket
 from .._workers.fork import ForkAware
 from .lanes import Ended, Lane, choose
 
@@ -52,27 +36,18 @@ class StripedLocation(NamedTuple):
 
 
 class _Write(Ticket):
-    """The outer ticket of a write. `inner` is that of the attempt under way."""
+    """The outer ticket of a write that the store `index` has."""
 
-    inner: Ticket | None = None
-    index = -1  # of the store that has the inner ticket
+    inner: Ticket
+    index: int
     lane: Lane
     discarded = False
-    first_error: StoreError | None = None  # of an attempt that failed
-    own_fault = False  # the submitter's own `before` failed, no store did
-    placed: tuple[int, Ticket] | None = None  # the store, and the inner ticket to discard there; taken with `dict.pop`
 
     def cancel(self) -> bool:
-        inner, index = self.inner, self.index
-        if inner is None or self.state is not QUEUED or not inner.cancel():
+        if not self.inner.cancel():
             return False
-        self.placed = index, inner
         self.lane.ended.append(Ended(time.perf_counter(), self.nbytes, moved=False, failed=False))
         return super().cancel()
-
-    def check(self, since_s: float) -> None:
-        if self.inner is not None:
-            self.inner.check(since_s)
 
 
 class StripedStore(Store, ForkAware):
@@ -90,14 +65,22 @@ class StripedStore(Store, ForkAware):
         self.stores = tuple(stores)
         self._lanes = [Lane() for _ in stores]
         self._lock = threading.Lock()  # of the lanes
-        self._failing: dict[int, object] = {}  # stores that were warned of and have not worked since
-        self._closed = False
         self.heed_forks()
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         ticket = _Write(buffer, None, _nothing, on_done)
-        if not self._send(ticket, (), None if before is None else partial(_begin, ticket, before)):
-            raise ticket.first_error or StoreClosed("the store is closed; make a new one")
+        now_s = time.perf_counter()
+        with self._lock:
+            index = choose(self._lanes, buffer.nbytes, now_s)
+            self._lanes[index].begin(buffer.nbytes, now_s)
+        ticket.index, ticket.lane = index, self._lanes[index]
+        first = None if before is None else partial(_begin, ticket, before)
+        try:
+            inner = self.stores[index].write(buffer, on_done=partial(_ended, ticket), before=first)
+        except BaseException:
+            ticket.lane.ended.append(Ended(time.perf_counter(), buffer.nbytes, moved=False, failed=True))
+            raise
+        ticket.inner, ticket.watch = inner, inner.watch
         return ticket
 
     def submit_read(self, location: StripedLocation, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
@@ -110,7 +93,8 @@ class StripedStore(Store, ForkAware):
         ticket.cancel()
         if isinstance(ticket, _Write):
             ticket.discarded = True
-            self._give_back(ticket)
+            ticket.location = None  # and `_ended`, which sets it, looks at `discarded` afterwards
+            self.stores[ticket.index].discard(ticket.inner)
 
     def trim(self) -> None:
         for store in self.stores:
@@ -132,14 +116,12 @@ class StripedStore(Store, ForkAware):
         return None if location is None else self.stores[location.store_index].resident(location.location)
 
     def close(self) -> None:
-        self._closed = True
         with ExitStack() as stack:
             for store in self.stores:
                 stack.callback(store.close)
                 store.abandon()  # all end at the same time
 
     def abandon(self) -> None:
-        self._closed = True
         for store in self.stores:
             store.abandon()
 
@@ -147,112 +129,32 @@ class StripedStore(Store, ForkAware):
         """In a forked child: another thread may have held the lock."""
         self._lock = threading.Lock()
 
-    # -- attempts ------------------------------------------------------------------------------------------------
-
-    def _send(self, ticket: _Write, tried: tuple[int, ...], before: Callable[[], None] | None) -> bool:
-        """Submit the write to the best store not yet tried, until one takes it; False if none does."""
-        buffer, nbytes = ticket.buffer, ticket.nbytes
-        assert buffer is not None
-        while True:
-            index = None if self._closed else self._begin_in_lane(nbytes, tried)
-            if index is None:
-                return False
-            tried = (*tried, index)
-            try:
-                inner = self.stores[index].write(
-                    buffer, on_done=partial(self._ended, ticket, index, tried), before=before
-                )
-            except (StoreError, RuntimeError, MemoryError, OSError) as cause:  # without a thread or memory for it too
-                error = cause if isinstance(cause, StoreError) else StoreBroken(f"a write cannot begin: {cause}")
-                self._degraded(index, error, nbytes)
-                ticket.first_error = ticket.first_error or _bare(error)
-                continue
-            ticket.watch, ticket.lane, ticket.index, ticket.inner = inner.watch, self._lanes[index], index, inner
-            return True
-
-    def _begin_in_lane(self, nbytes: int, tried: tuple[int, ...]) -> int | None:
-        """Choose a store for a write that begins now."""
-        now_s = time.perf_counter()
-        with self._lock:
-            index = choose(self._lanes, nbytes, now_s, tried)
-            if index is not None:
-                self._lanes[index].begin(nbytes, now_s)
-        return index
-
-    def _ended(self, ticket: _Write, index: int, tried: tuple[int, ...], inner: Ticket) -> None:
-        """On a store's worker: an attempt is over."""
-        if ticket.state is QUEUED:  # nothing was to be waited for, or it ended before it began
-            ticket.start()
-        if inner.error is None:
-            buffer = ticket.buffer
-            assert buffer is not None
-            self._lanes[index].ended.append(Ended(inner.ended_s, ticket.nbytes, moved=True, failed=False))
-            self._failing.pop(index, None)
-            ticket.location = StripedLocation(index, inner.location, ticket.nbytes, buffer.address % self.alignment)
-            ticket.moved_bytes, ticket.started_s, ticket.ended_s = inner.moved_bytes, inner.started_s, inner.ended_s
-            ticket.placed = index, inner
-            if ticket.discarded:
-                self._give_back(ticket)
-        else:
-            self.stores[index].discard(inner)
-            if self._try_again(ticket, index, tried, inner.error):
-                return
-            ticket.error = ticket.first_error
-            ticket.started_s, ticket.ended_s = inner.started_s, inner.ended_s
-        inner.buffer = None  # now, as a waiter of the outer ticket may look whether its memory has been released
-        ticket.finish()
-
-    def _try_again(self, ticket: _Write, index: int, tried: tuple[int, ...], error: BaseException) -> bool:
-        """Submit a failed write to another store; False if there is none, or no use in it."""
-        assert isinstance(error, StoreError)
-        ticket.first_error = ticket.first_error or error
-        if ticket.own_fault:
-            self._lanes[index].ended.append(Ended(time.perf_counter(), ticket.nbytes, moved=False, failed=False))
-            return False
-        self._degraded(index, error, ticket.nbytes)
-        return not ticket.discarded and self._send(ticket, tried, None)
-
-    def _degraded(self, index: int, error: StoreError, nbytes: int) -> None:
-        """Let a store that has failed rest, and warn of it once."""
-        closed = isinstance(error, StoreClosed)
-        self._lanes[index].ended.append(Ended(time.perf_counter(), nbytes, moved=False, failed=not closed))
-        mine = object()
-        if not closed and self._failing.setdefault(index, mine) is mine:
-            with suppress(Exception):  # a warning made an error must not end a transfer
-                self._warn(index, error)
-
-    def _warn(self, index: int, error: StoreError) -> None:
-        warnings.warn(
-            f"storage path {index + 1} of {len(self.stores)} failed ({error}); going on with the others",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-    def _give_back(self, ticket: _Write) -> None:
-        placed = vars(ticket).pop("placed", None)
-        if placed is not None:
-            index, inner = placed
-            ticket.location = None  # in a host store it is the memory itself
-            self.stores[index].discard(inner)
-
 
 def _begin(ticket: _Write, before: Callable[[], None]) -> None:
-    """Call the submitter's `before`, on a store's worker ahead of the first attempt."""
+    """On a worker: the write begins, with what is to be waited for."""
     ticket.start()
-    try:
-        before()
-    except BaseException:
-        ticket.own_fault = True
-        raise
+    before()
 
 
-def _bare(error: StoreError) -> StoreError:
-    """Drop the tracebacks of an error and its causes: their frames lead back to the submitter's and keep its locals."""
-    chained: BaseException | None = error
-    while chained is not None:
-        chained.__traceback__ = None
-        chained = chained.__cause__ or chained.__context__
-    return error
+def _ended(ticket: _Write, inner: Ticket) -> None:
+    """On a worker: the write is over."""
+    ticket.inner = inner  # what is called now may discard it, and the submitter may not have come so far
+    ticket.start()  # if nothing was to be waited for, or it ended before it began
+    failed = inner.error is not None
+    ticket.lane.ended.append(
+        Ended(inner.ended_s or time.perf_counter(), ticket.nbytes, moved=not failed, failed=failed)
+    )
+    if not failed:
+        buffer = ticket.buffer
+        assert buffer is not None
+        skew = buffer.address % StripedStore.alignment
+        ticket.location = StripedLocation(ticket.index, inner.location, ticket.nbytes, skew)
+        if ticket.discarded:  # its place is given back, and in a host store the location is the memory itself
+            ticket.location = None
+    ticket.error, ticket.moved_bytes = inner.error, inner.moved_bytes
+    ticket.started_s, ticket.ended_s, ticket.cpu_s = inner.started_s, inner.ended_s, inner.cpu_s
+    inner.buffer = None  # now, as a waiter of the outer ticket may look whether its memory has been released
+    ticket.finish()
 
 
 def _nothing(_: Ticket) -> None:

@@ -19,7 +19,6 @@ Assumption: callers hold the engine's lock.
 
 from __future__ import annotations
 
-import logging
 import time
 import weakref
 from collections import deque
@@ -37,6 +36,7 @@ from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
 from .._stats import Counters
 from .._torch import private
+from .._torch.user_frames import Notices
 from .calls import SavedBy, kind_of
 from .projected_linear import ProjectedLinear
 
@@ -91,7 +91,7 @@ class Compressor:
         self.lossy = any(not preset[kind].properties.exact for kind in Saved)
         self._linear: ProjectedLinear | None = None
         self.waiting: deque[_Waiting] = deque()
-        self._told = False
+        self._notices = Notices()
         self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # in this step; and when it began
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
@@ -128,14 +128,13 @@ class Compressor:
         if self._linear is not None:
             self._linear.step()
         now_s = time.perf_counter()
-        if further_byte_s and self.lossy and not self._told:
+        if further_byte_s and self.lossy:
             codec_s, gain_s = (
                 _CODEC_TURNS * self._encode_s + derive_s,
                 (self._spared_bytes + derived_bytes) * further_byte_s,
             )
             if line := advice(self._preset.name, codec_s, gain_s, now_s - self._begun_s):
-                self._told = True
-                logging.getLogger("tba").warning(line)
+                self._notices.say("preset", line, advice=True)
         self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, now_s
 
     def kind(self, tensor: Tensor) -> Saved:

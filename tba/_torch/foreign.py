@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from .hook_stack import Pack, owner_of_innermost
 from .module_hooks import ModelHook
 from .private import tree_leaves
-from .user_frames import warn
+from .user_frames import Notices
 
 # Files of torch's Python functions through which checkpointing saves the input of a region (the second one's: 2.11).
 SAVES_INPUTS = frozenset(map(str, (checkpoint.__file__, function.__file__)))
@@ -92,7 +92,8 @@ class Caches:
 
     def __init__(self, tier: str) -> None:
         self._found: list[weakref.ref[Any]] = []
-        self._told = tier == "keep"
+        self._tells = tier != "keep"
+        self._notices = Notices()
 
     def look(self, frame: FrameType | None) -> bool:
         """Look, while the input of a region is saved, for the cache that its forward is about to fill.
@@ -111,7 +112,8 @@ class Caches:
                 if not _shows(frame.f_locals.get("forward_context"), mode):
                     if not self._found or self._found[-1]() is not mode:
                         self._found.append(weakref.ref(mode))
-                    self._tell()
+                    if self._tells:
+                        self._tell()
                 return False
             frame = frame.f_back
         return False
@@ -125,14 +127,13 @@ class Caches:
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     def _tell(self) -> None:
-        if not self._told:
-            self._told = True
-            how = f"leave out {_SWITCH}=False and allow_cache_entry_mutation=True, or " if _HAS_SWITCH else ""
-            warn(
-                "torch's selective checkpointing keeps what its policy saves in a cache of its own, where no hook sees "
-                f"it: that stays in memory. To store it as any other saved tensor, {how}write `from "
-                "tba.integrations.checkpoint import create_selective_checkpoint_contexts` and pass that to context_fn"
-            )
+        how = f"leave out {_SWITCH}=False and allow_cache_entry_mutation=True, or " if _HAS_SWITCH else ""
+        self._notices.say(
+            "cache",
+            "torch's selective checkpointing keeps what its policy saves in a cache of its own, where no hook sees it: "
+            f"that stays in memory. To store it as any other saved tensor, {how}write `from "
+            "tba.integrations.checkpoint import create_selective_checkpoint_contexts` and pass that to context_fn",
+        )
 
 
 def _shows(filling: Any, cache: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import logging
 import os
 import sys
 import threading
@@ -51,6 +52,19 @@ def warn(message: str) -> None:
     registry = place.setdefault("__warningregistry__", {})  # once for each line, as `warnings.warn` does
     file, line = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, OffloadWarning, file, line, place.get("__name__"), registry)
+
+
+class Notices:
+    """What is said once, by a key. It takes no lock: two threads at the same moment may both say it."""
+
+    def __init__(self) -> None:
+        self.said: set[str] = set()
+
+    def say(self, key: str, text: str, *, advice: bool = False) -> None:
+        """Warn, the first time. What is only `advice` is logged instead, so that `python -W error` goes on."""
+        if key not in self.said:
+            self.said.add(key)  # ahead of it, as a warning may be raised
+            (logging.getLogger("tba").warning if advice else warn)(text)
 
 
 def _frames() -> dict[int, FrameType]:

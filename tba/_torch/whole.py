@@ -12,7 +12,7 @@ import sys
 import threading
 
 from .private import compiled_graph
-from .user_frames import warn
+from .user_frames import Notices
 
 # A compiled graph that saves at least this share of a step's bytes counts as the whole model: moving its tensors could
 # lower the peak by the remaining share at most, which is no more than the buffers take.
@@ -38,7 +38,7 @@ class Whole:
         self._graphs: set[int] = set()
         # The compiled graph that has saved most in this step: how much, and its number.
         self._largest: tuple[int, int] | None = None
-        self._told = self._told_exact = False
+        self._notices = Notices()
 
     def keeps(self, sequence_nr: int, nbytes: int) -> bool:
         """Count a tensor that a node saves at this sequence number of autograd. Whether it stays, as its graph does.
@@ -62,13 +62,13 @@ class Whole:
 
     def tell_exact(self, preset: str) -> None:
         """Say once that what compiled code saves stays exact under a lossy preset, if such code calls the pack hook."""
-        if self._told_exact or compiled_graph(sys._getframe(1)) is None:
+        if "exact" in self._notices.said or compiled_graph(sys._getframe(1)) is None:
             return
-        self._told_exact = True
-        warn(
+        self._notices.say(
+            "exact",
             f"compress={preset!r}: what compiled code saves stays exact, because nothing tells which of its operators "
             "saved it; tier and budget count it at full size. Leave the layers whose activations should shrink "
-            "uncompiled, or compile without compress="
+            "uncompiled, or compile without compress=",
         )
 
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
@@ -81,14 +81,9 @@ class Whole:
             self._graphs.discard(graph)
         elif moves:
             self._graphs.add(graph)
-            self._tell(nbytes, step_bytes)
-
-    def _tell(self, nbytes: int, step_bytes: int) -> None:
-        if self._told:
-            return
-        self._told = True
-        warn(
-            f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one graph, "
-            "which gets them all back at once when its backward begins; they stay in memory from now on. Compile each "
-            "block instead (`block.compile()`), and one block comes back at a time"
-        )
+            self._notices.say(
+                "whole",
+                f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one "
+                "graph, which gets them all back at once when its backward begins; they stay in memory from now on. "
+                "Compile each block instead (`block.compile()`), and one block comes back at a time",
+            )

@@ -33,7 +33,7 @@ from pathlib import Path
 from io_backends import ForkAware
 
 from .._errors import ClosedError
-from .._torch.user_frames import warn
+from .._torch.user_frames import Notices
 from .scratch_paths import make_private
 
 SYNC_S = 5.0
@@ -59,7 +59,7 @@ class Allowance(ForkAware):
         self._day, self._sync_at_s = "", 0.0
         # Bytes by day: taken by this process, the part of them that is in the file, and the file's count as last read.
         self._taken, self._added, self._in_file = Counter[str](), Counter[str](), Counter[str]()
-        self._said: set[str] = set()
+        self._notices = Notices()
         self.heed_forks()
 
     def take(self, nbytes: int) -> bool:
@@ -82,10 +82,10 @@ class Allowance(ForkAware):
             if self._counted(day) + nbytes <= self.limit_bytes:
                 self._taken[day] += nbytes
                 return True
-            self._say(
+            self._notices.say(
                 f"limit of {day}",
-                f"{self._counted(day):,} of the {self.limit_bytes:,} bytes that may be written on {day} (UTC) have "
-                "been: until the next day tensors stay in memory; raise max_write_bytes_per_day "
+                f"endurance allowance: {self._counted(day):,} of the {self.limit_bytes:,} bytes that may be written "
+                f"on {day} (UTC) have been: until the next day tensors stay in memory; raise max_write_bytes_per_day "
                 "(TBA_MAX_WRITE_BYTES_PER_DAY) or offload less",
             )
             return False
@@ -150,16 +150,11 @@ class Allowance(ForkAware):
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
                     return  # locked: it is tried again in `SYNC_S`
                 reason = f"does not work ({error})"
-        self._say(
+        self._notices.say(
             "no file",
-            f"{str(self._file)!r} {reason}, so bytes written are counted in memory and forgotten at the end; remove "
-            "it, or set XDG_STATE_HOME to a directory of yours",
+            f"endurance allowance: {str(self._file)!r} {reason}, so bytes written are counted in memory and forgotten "
+            "at the end; remove it, or set XDG_STATE_HOME to a directory of yours",
         )
-
-    def _say(self, key: str, text: str) -> None:
-        if key not in self._said:
-            self._said.add(key)
-            warn(f"endurance allowance: {text}")
 
 
 def counts_file(environment: Mapping[str, str], home: str, host: str) -> Path:

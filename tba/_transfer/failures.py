@@ -11,7 +11,7 @@ from __future__ import annotations
 from .._errors import ClosedError, StalledError, TransferError
 from .._record.record import Record
 from .._stats import Counters
-from .._torch.user_frames import warn
+from .._torch.user_frames import Notices
 
 _HOW_LONG = "(TBA_IO_TIMEOUT sets how long to wait)"
 
@@ -27,7 +27,7 @@ class Failures:
         self.in_step = 0
         self._counters = counters
         self._timeout_s = timeout_s
-        self._warned = False
+        self._notices = Notices()
 
     def end_step(self) -> None:
         """Count anew."""
@@ -79,9 +79,7 @@ class Failures:
 
     def _warn(self, text: str) -> None:
         self._count()
-        if not self._warned:
-            self._warned = True
-            warn(f"offloading: {text}")
+        self._notices.say("failure", f"offloading: {text}")
 
     def _count(self) -> None:
         self.in_step += 1

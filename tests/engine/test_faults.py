@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
@@ -15,10 +17,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from io_backends import PosixStore, Syscalls
+from io_backends import PosixStore, StripedStore, Syscalls
 from io_backends.testing import Fault, Operation
 from support.engine import Gate, activation, chain, engine
 from support.exactness import assert_adds_up, assert_bit_equal
+from support.striped import Disk
 from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning, StalledError, TransferError, offload_context
 
 N = 1 << 15
@@ -57,6 +60,34 @@ def test_a_failed_write_keeps_the_tensor(
         assert stats.errors == sum(map(which, range(8)))
         assert stats.kept_by_reason["write failed"] == stats.errors * N * 4
         assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_of_two_disks_one_that_is_dead_costs_memory_and_no_tensor(code: int, scratch: Path) -> None:
+    """Each write that lands on it keeps its tensor, with the one warning of a single disk; the other goes on."""
+    dead, well = Disk(scratch), Disk(scratch)
+    dead.code = code
+    store = StripedStore([dead.store, well.store])
+    config = OffloadConfig(tier="nvme", min_tensor_bytes=0)
+    with warnings.catch_warnings(record=True) as told, closing(Offloader(config=config, store=store)) as offload:
+        warnings.simplefilter("always")
+        for step in range(1, 4):
+            leaf, x = activation(N)
+            with offload:
+                y = chain(x)
+            offload.flush()
+            stats = offload.stats()
+            assert stats.errors >= step  # it has been tried again
+            assert stats.kept_by_reason["write failed"] == stats.errors * N * 4
+            assert stats.offloaded_bytes == (8 * step - stats.errors) * N * 4 > 0
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, _expected(leaf))
+            for lane in store._lanes:
+                lane.catch_up()
+                lane.rests_until_s = 0.0
+    assert len(told) == 1
+    said = rf"offloading: the write of .* failed \(.*{os.strerror(code)}\); it stays in memory"
+    assert re.fullmatch(said, str(told[0].message))
 
 
 def test_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path, store_kind: str) -> None:

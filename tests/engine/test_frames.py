@@ -187,6 +187,19 @@ def test_where_no_frame_is_the_users_it_is_said_all_the_same(monkeypatch: pytest
         user_frames.warn("said all the same")
 
 
+def test_a_notice_is_said_once_for_each_key_though_it_is_raised(caplog: pytest.LogCaptureFixture) -> None:
+    notices = user_frames.Notices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for key in ("first", "second"):
+            with pytest.raises(OffloadWarning, match=f"the {key}"):
+                notices.say(key, f"the {key}")
+            notices.say(key, f"the {key} again")
+        for _ in range(2):
+            notices.say("third", "the third", advice=True)
+    assert caplog.messages == ["the third"]
+
+
 def test_a_traceback_begins_at_the_users_frame() -> None:
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

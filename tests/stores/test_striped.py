@@ -1,19 +1,20 @@
-"""StripedStore: writes go on with the stores that are left, reads go where the bytes are, nothing is lost or kept."""
+"""StripedStore: writes are spread, reads find them, a failed write is an error, nothing is lost or kept."""
 
 from __future__ import annotations
 
 import errno
 import gc
 import threading
-import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from io_backends import (
+    Buffer,
     PosixStore,
     StoreBroken,
     StoreError,
@@ -25,7 +26,7 @@ from io_backends import (
 )
 from io_backends.testing import Fault, FaultyStore
 from support.stores import WAIT_S, Held, buffer_of, empty_at, pattern_at, read_back, write
-from support.striped import NBYTES, Disk, Reporting, index_of
+from support.striped import NBYTES, Disk, index_of
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def disks(scratch: Path) -> list[Disk]:
 
 
 @pytest.fixture
-def store(disks: list[Disk]) -> Iterator[Reporting]:
-    store = Reporting([disk.store for disk in disks])
+def store(disks: list[Disk]) -> Iterator[StripedStore]:
+    store = StripedStore([disk.store for disk in disks])
     yield store
     store.close()
 
 
-def test_writes_are_spread_and_reads_find_them(store: Reporting, disks: list[Disk]) -> None:
+def test_writes_are_spread_and_reads_find_them(store: StripedStore, disks: list[Disk]) -> None:
     arrays = [pattern_at(64 * seed, NBYTES + seed, seed) for seed in range(30)]
     tickets = [store.write(buffer_of(array)) for array in arrays]
     for ticket, array in zip(tickets, arrays, strict=True):
@@ -61,149 +62,117 @@ def test_writes_are_spread_and_reads_find_them(store: Reporting, disks: list[Dis
 
 
 @pytest.mark.parametrize(("code", "kind"), [(errno.ENOSPC, StoreFull), (errno.EIO, StoreBroken)])
-def test_a_failed_write_is_tried_on_another_store(
-    store: Reporting, disks: list[Disk], code: int, kind: type[StoreError]
+def test_a_failed_write_is_not_tried_on_another_store(
+    store: StripedStore, disks: list[Disk], code: int, kind: type[StoreError]
 ) -> None:
-    disks[0].code = disks[1].code = code
+    disks[0].code = code
     done: list[tuple[BaseException | None, bool]] = []
-    before: list[bool] = []
     array = pattern_at(100, NBYTES)
-    tickets = [
-        store.write(
-            buffer_of(array),
-            before=lambda: before.append(True),
-            on_done=lambda t: done.append((t.error, t.buffer is not None)),
-        )
-        for _ in range(12)
-    ]
-    for ticket in tickets:
-        assert ticket.wait(WAIT_S)
-        assert index_of(ticket) == 2
-        assert np.array_equal(read_back(store, ticket, padded=False), array)
-    assert len(before) == 12  # once for each write, not for each attempt
-    assert done == [(None, True)] * 12
-    assert sorted(index for index, _ in store.heard) == [0, 1]  # once for each store, not for each write
-    assert all(type(error) is kind for _, error in store.heard)
-    assert [disk.store.used_bytes for disk in disks[:2]] == [0, 0]  # what failed there is given back
+    watched = weakref.ref(array)
+    ticket = store.write(buffer_of(array), on_done=lambda t: done.append((t.error, t.buffer is not None)))
+    del array
+    with pytest.raises(kind) as caught:
+        ticket.wait(WAIT_S)
+    assert ticket.state is TicketState.FAILED
+    assert done == [(caught.value, True)]
+    assert ticket.location is None
+    assert [disk.calls for disk in disks] == [1, 0, 0]
+    with disks[0].store._workers.held():  # it may still be on its way back
+        pass
+    gc.collect()
+    assert watched() is None
+    store.discard(ticket)
+    assert store.used_bytes == 0
 
 
-def test_a_failed_store_is_left_alone_and_comes_back(store: Reporting, disks: list[Disk]) -> None:
+def test_a_failed_store_is_left_alone_and_comes_back(store: StripedStore, disks: list[Disk]) -> None:
     array = pattern_at(0, NBYTES)
     disks[0].code = errno.ENOSPC
-    for _ in range(6):
-        write(store, array)
+    failed = store.write(buffer_of(array))
+    with pytest.raises(StoreFull):
+        failed.wait(WAIT_S)
+    store.discard(failed)
+    for code in (errno.ENOSPC, 0):
+        disks[0].code = code
+        for _ in range(6):
+            assert index_of(write(store, array)) != 0  # it rests
     assert disks[0].calls == 1
-    disks[0].code = 0
-    for _ in range(6):
-        write(store, array)
-    assert disks[0].calls == 1  # it rests
     for lane in store._lanes:
+        lane.catch_up()
         lane.rests_until_s = 0.0
     assert disks[0].store.used_bytes == 0
     for ticket in [store.write(buffer_of(array)) for _ in range(40)]:  # at once, so that none is enough for all
         assert ticket.wait(WAIT_S)
     assert disks[0].store.used_bytes > 0
-    assert [index for index, _ in store.heard] == [0]
-    disks[0].code = errno.EIO
-    for ticket in [store.write(buffer_of(array)) for _ in range(40)]:
-        assert ticket.wait(WAIT_S)
-    assert [index for index, _ in store.heard] == [0, 0]  # well again in between, so it is news
 
 
-def test_where_all_fail_the_first_error_is_the_ticket_s(store: Reporting, disks: list[Disk]) -> None:
+def test_where_all_stores_fail_each_write_fails_by_itself(store: StripedStore, disks: list[Disk]) -> None:
     for disk in disks:
         disk.code = errno.ENOSPC
-    array = pattern_at(0, NBYTES)
-    watched = weakref.ref(array)
-    ticket = store.write(buffer_of(array))
-    del array
-    with pytest.raises(StoreFull, match="no space left"):
-        ticket.wait(WAIT_S)
-    assert ticket.state is TicketState.FAILED
-    assert [disk.calls for disk in disks] == [1, 1, 1]
-    assert ticket.error is store.heard[0][1]
-    for disk_store in store.stores:  # one that passed the write on may still be on its way back
-        with disk_store._workers.held():  # type: ignore[attr-defined]
-            pass
-    gc.collect()
-    assert watched() is None
-    store.discard(ticket)
+    for _ in range(6):
+        ticket = store.write(buffer_of(pattern_at(0, NBYTES)))
+        with pytest.raises(StoreFull, match="no space left"):
+            ticket.wait(WAIT_S)
+        store.discard(ticket)
+    assert [disk.calls for disk in disks] == [2, 2, 2]
     assert store.used_bytes == 0
     for disk in disks:
         disk.code = 0
     assert np.array_equal(read_back(store, write(store, pattern_at(0, NBYTES)), padded=False), pattern_at(0, NBYTES))
 
 
-def test_a_path_that_is_not_there_is_passed_over(scratch: Path) -> None:
-    stores = [PosixStore(scratch / "nowhere"), PosixStore(scratch)]
-    store = Reporting(stores)
+def test_a_store_that_cannot_begin_refuses_one_write_and_rests(scratch: Path) -> None:
+    store = StripedStore([PosixStore(scratch / "nowhere"), PosixStore(scratch)])
     array = pattern_at(64, NBYTES)
+    with pytest.raises(StoreBroken, match=r"cannot make a scratch file in .*nowhere"):
+        store.write(buffer_of(array))
     for _ in range(5):
         ticket = write(store, array)
         assert index_of(ticket) == 1
         assert np.array_equal(read_back(store, ticket, padded=False), array)
-    assert [index for index, _ in store.heard] == [0]
-    assert "cannot make a scratch file" in str(store.heard[0][1])
     store.close()
-    nowhere = Reporting([PosixStore(scratch / "nowhere"), PosixStore(scratch / "neither")])
-    with pytest.raises(StoreBroken, match=r"cannot make a scratch file in .*nowhere"):
-        nowhere.write(buffer_of(array))
-    nowhere.close()
 
 
-def test_an_attempt_that_could_not_begin_keeps_nothing_of_the_submitter_s(scratch: Path) -> None:
-    """The error that is kept has no traceback, whose frames would hold what the submitter had."""
-    store = Reporting([PosixStore(scratch / "nowhere"), PosixStore(scratch)])
+def test_a_ticket_tells_what_its_transfer_took(store: StripedStore) -> None:
+    ticket = write(store, pattern_at(0, NBYTES))
+    inner = ticket.inner  # type: ignore[attr-defined]
+    assert inner.cpu_s > 0
+    for name in ("moved_bytes", "started_s", "ended_s", "cpu_s"):
+        assert getattr(ticket, name) == getattr(inner, name)
 
-    def submit() -> tuple[Ticket, weakref.ref[Disk]]:
-        local = Disk(scratch)
-        return store.write(buffer_of(pattern_at(0, NBYTES))), weakref.ref(local)
 
-    ticket, watched = submit()
+def test_a_callback_may_discard_the_write_that_has_ended(scratch: Path) -> None:
+    """It may come before the submitter has its ticket."""
+    gate = threading.Event()
+
+    class Slow(PosixStore):
+        def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
+            ticket = super().submit_write(buffer, *callbacks)
+            assert gate.wait(WAIT_S)
+            return ticket
+
+    def discard(ticket: Ticket) -> None:
+        store.discard(ticket)
+        gate.set()
+
+    store = StripedStore([Slow(scratch)])
+    ticket = store.write(buffer_of(pattern_at(0, NBYTES)), on_done=discard)
     assert ticket.wait(WAIT_S)
-    assert [index for index, _ in store.heard] == [0]
-    gc.collect()
-    assert watched() is None
+    assert ticket.location is None
     store.close()
+    assert store.used_bytes == 0
 
 
-def test_there_is_a_warning_and_it_may_be_an_error(scratch: Path) -> None:
-    disks = [Disk(scratch), Disk(scratch)]
-    disks[0].code = errno.EIO
-    store = StripedStore([disk.store for disk in disks])
-    array = pattern_at(0, NBYTES)
-    ticket = write(store, array)  # on a worker, where nobody could catch what the filter makes of it
-    assert np.array_equal(read_back(store, ticket, padded=False), array)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        store._warn(1, StoreFull("no space left"))
-    assert [str(w.message) for w in caught] == ["storage path 2 of 2 failed (no space left); going on with the others"]
-    store.close()
-
-
-def test_an_error_of_the_caller_s_own_is_no_store_s_fault(store: Reporting, disks: list[Disk]) -> None:
-    def before() -> None:
-        raise RuntimeError("the device is gone")
-
-    ticket = store.write(buffer_of(pattern_at(0, NBYTES)), before=before)
-    with pytest.raises(StoreBroken, match="the device is gone"):
-        ticket.wait(WAIT_S)
-    assert store.heard == []
-    assert [disk.calls for disk in disks] == [0, 0, 0]
-
-
-def test_a_write_discarded_while_it_fails_is_not_tried_again(scratch: Path) -> None:
+def test_a_write_discarded_while_it_fails_gives_its_space_back(scratch: Path) -> None:
     gate, begun = threading.Event(), threading.Event()
     faulty = FaultyStore(PosixStore(scratch), lambda operation, number: Fault(gate=gate, error=OSError(5, "I/O")))
-    other = Disk(scratch)
-    store = Reporting([faulty, other.store])
+    store = StripedStore([faulty])
     ticket = store.write(buffer_of(pattern_at(0, NBYTES)), before=begun.set)
     assert begun.wait(WAIT_S)
     store.discard(ticket)
     gate.set()
     with pytest.raises(StoreBroken):
         ticket.wait(WAIT_S)
-    assert other.calls == 0
     assert store.used_bytes == 0
     store.close()
 
@@ -244,25 +213,3 @@ def test_a_queued_write_is_cancelled_beneath_too(scratch: Path) -> None:
     assert store.used_bytes == 0
     store._lanes[0].catch_up()
     assert store._lanes[0].in_flight_bytes == 0
-
-
-def test_a_second_attempt_is_not_cancelled(scratch: Path) -> None:
-    """It is queued on another store; but callbacks have run, so the write has begun."""
-    held = Held()
-    full = Disk(scratch)
-    full.code = errno.ENOSPC
-    other = held.store(scratch)
-    store = Reporting([full.store, other])
-    blocker = other.write(buffer_of(pattern_at(0, NBYTES)))
-    held.await_begun()
-    array = pattern_at(0, NBYTES)
-    ticket = store.write(buffer_of(array))
-    while not store.heard or ticket.inner is None or ticket.index != 1:  # type: ignore[attr-defined]
-        assert not ticket.wait(0.001)
-    assert not ticket.cancel()
-    assert ticket.state is TicketState.RUNNING
-    held.release.set()
-    assert blocker.wait(WAIT_S)
-    assert ticket.wait(WAIT_S)
-    assert np.array_equal(read_back(store, ticket, padded=False), array)
-    store.close()

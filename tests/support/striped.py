@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from io_backends import PosixStore, Store, StoreError, StripedStore, Syscalls, Ticket
+from io_backends import PosixStore, Syscalls, Ticket
 from support.stores import Pieces
 
 REAL = Syscalls()
@@ -29,17 +28,6 @@ class Disk:
             return REAL.pwritev(fd, pieces, offset)
 
         self.store = PosixStore(directory, syscalls=Syscalls(pwritev=pwritev), **settings)
-
-
-class Reporting(StripedStore):
-    """Tells a test instead of warning: `heard` has what it would have warned of."""
-
-    def __init__(self, stores: Sequence[Store]) -> None:
-        super().__init__(stores)
-        self.heard: list[tuple[int, StoreError]] = []
-
-    def _warn(self, index: int, error: StoreError) -> None:
-        self.heard.append((index, error))
 
 
 def index_of(ticket: Ticket) -> int:

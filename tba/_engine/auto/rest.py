@@ -14,7 +14,6 @@ Under a limit that was set they stay on, since only they can keep to it, but the
 
 from __future__ import annotations
 
-import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from io_backends import interrupts
 
 from ..._config import OffloadConfig
 from ..._text import size
+from ..._torch.user_frames import Notices
 
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
@@ -68,7 +68,7 @@ class Rest:
         self._learn_in = _LEARN_EVERY
         self._asked = False  # since the context was entered
         self._tells = False
-        self._told = False
+        self._notices = Notices()
 
     @classmethod
     def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
@@ -167,9 +167,8 @@ class Rest:
 
     def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
         """Say once what was decided, and why."""
-        if not self._told and self._tells and os.environ.get("RANK", "0") == "0":
-            logging.getLogger("tba").warning(self._decision(kept_bytes, moved_bytes, room_bytes))
-        self._told = True
+        if self._tells and os.environ.get("RANK", "0") == "0":
+            self._notices.say("decision", self._decision(kept_bytes, moved_bytes, room_bytes), advice=True)
 
     def _decision(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> str:
         """Tell in one line what tier `auto` has decided in the first step."""

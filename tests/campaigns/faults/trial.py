@@ -220,8 +220,7 @@ def _listening() -> Iterator[list[str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield noises
-        told = (str(w.message) for w in caught if not issubclass(w.category, OffloadWarning))
-        noises += [text for text in told if not text.startswith("storage path ")]  # a striped store's own
+        noises += [str(w.message) for w in caught if not issubclass(w.category, OffloadWarning)]
     finally:
         threading.excepthook, sys.unraisablehook = hooks
 
