@@ -76,6 +76,11 @@ def test_a_network_file_system_is_warned_of() -> None:
     assert "network file system (nfs4)" in told(facts, Level.WARNING, "/disk").text
 
 
+def test_a_disk_with_little_room_is_warned_of() -> None:
+    facts = path_with(facts=replace(DISK.facts, free_bytes=3 << 30))
+    assert "3.0 GiB are free, less than a few steps" in told(facts, Level.WARNING, "/disk").text
+
+
 def test_no_direct_io_is_warned_of() -> None:
     facts = path_with(disk=replace(FAST, direct=False))
     assert "O_DIRECT) does not work" in told(facts, Level.WARNING, "/disk").text

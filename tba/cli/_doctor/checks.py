@@ -18,6 +18,8 @@ from .disk_probe import DiskFacts
 
 # A SATA SSD reaches this. Below it, a step that saves 1 GB of activations needs more than 2 s each way.
 _SLOW_BYTES_PER_S = 500e6
+# A small GPT (24 layers of 256) saves about 1 GB in a step; a disk should hold a few steps of such a model.
+_LITTLE_DISK_BYTES = 4 << 30
 
 
 class Level(enum.StrEnum):
@@ -113,6 +115,9 @@ def _disk(path: PathReport, disk: DiskFacts) -> Iterator[Finding]:
         text = f"is on a network file system ({mount.kind}): expect waits"
         do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
         yield Finding(Level.WARNING, path.path, text, do)
+    if free_bytes is not None and free_bytes < _LITTLE_DISK_BYTES:
+        text = f"{size(free_bytes)} are free, less than a few steps of even a small model need"
+        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
     if not disk.direct:
         text = (
             "direct I/O (O_DIRECT) does not work there: bytes go through the page cache, which costs memory and CPU "
