@@ -32,6 +32,7 @@ from support.classes import (
     saved,
     weight,
 )
+from support.models import llama
 from tba._compress.calls import SavedBy, kind_of
 from tba._compress.classes import RULES
 from tba._torch.weights import is_weight
@@ -252,11 +253,7 @@ HEAD = (BATCH, 4, SEQUENCE, 8)
 
 
 def _llama(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[], Any]]:
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype).model
+    model = llama(intermediate_size=INNER, num_hidden_layers=1).to(dtype).model
     hidden = torch.randn(HIDDEN, dtype=dtype, requires_grad=True)
     turns = model.rotary_emb(hidden, torch.arange(SEQUENCE)[None])
     block = model.layers[0]

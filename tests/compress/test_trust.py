@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from support.engine import engine
 from support.exactness import assert_bit_equal, equal
+from support.models import RMSNorm
 from tba import Offloader
 
 Step = Callable[[nn.Module, int, Callable[[], None]], Tensor]
@@ -189,15 +190,6 @@ def test_what_a_norm_is_not_made_of_is_exact(scratch: Path, compress: str) -> No
         assert_bit_equal(mine[1], wanted[1])  # the bias: all that came through the norm
 
 
-class Rms(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 class Block(nn.Module):
     """Returns what its norm makes, besides."""
 
@@ -220,7 +212,7 @@ class Nested(nn.Module):
         return self.last(out).sum() + self.last(h).pow(2).sum()  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, Rms])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, RMSNorm])
 @pytest.mark.parametrize("alone", [False, True], ids=["block", "each norm"])
 def test_weights_that_are_gathered_for_a_while(scratch: Path, tmp_path: Path, norm: Any, alone: bool) -> None:
     dist = pytest.importorskip("torch.distributed")

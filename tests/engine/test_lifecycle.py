@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.engine import activation, chain, engine, save
 from support.exactness import assert_bit_equal
+from support.models import CubedTwice, Looks
 from tba import ClosedError, Offloader, OffloadWarning, attach, offload_context
 
 N = 4096
@@ -74,15 +75,8 @@ def test_memory_goes_when_the_write_is_done_and_nobody_else_holds_it(scratch: Pa
 
 
 def test_exceptions_in_forward_and_backward_release_everything(scratch: Path, store_kind: str) -> None:
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x)
-            return x.detach() * 1
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            raise KeyError("backward")
+    def fail(*_: Tensor) -> None:
+        raise KeyError("backward")
 
     with engine(scratch, store_kind=store_kind) as offload:
         _, x = activation(N)
@@ -91,7 +85,8 @@ def test_exceptions_in_forward_and_backward_release_everything(scratch: Path, st
             y = 1 / 0
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
         with offload:
-            z = chain(Fails.apply(chain(x)))
+            z = chain(x)
+            z = chain(Looks.apply(z, fail, z))
         offload.flush()
         with pytest.raises(KeyError):
             z.sum().backward()
@@ -117,22 +112,10 @@ def test_an_unused_branch_and_an_evaluation_in_between_are_legal(scratch: Path, 
 
 
 def test_retain_graph_double_backward_and_saved_tensors_twice(scratch: Path, store_kind: str) -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x)
-            return x.detach() ** 3
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            (a,), (b,) = ctx.saved_tensors, ctx.saved_tensors
-            assert torch.equal(a, b)
-            return 3 * a * b * gradient
-
     with engine(scratch, store_kind=store_kind) as offload:
         leaf, x = activation(N)
         with offload:
-            y = Twice.apply(x)
+            y = CubedTwice.apply(x)
         offload.flush()
         for _ in range(3):
             (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)

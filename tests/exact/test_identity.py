@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.engine import activation, engine, save
 from support.exactness import assert_adds_up, assert_bit_equal
+from support.models import Looks
 from tba import OffloadWarning
 
 BASE = 24
@@ -43,20 +44,9 @@ VIEWS = {
 }
 
 
-class _Keeps(torch.autograd.Function):
-    """Saves its input and puts what came back into a list."""
-
-    @staticmethod
-    def forward(ctx, x, back):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x)
-        ctx.back = back
-        return torch.view_as_real(x.detach().resolve_conj()).sum() if x.is_complex() else x.detach().sum()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (x,) = ctx.saved_tensors
-        ctx.back.append(x)
-        return torch.zeros_like(x), None
+def _keeping(x: Tensor, back: list[Tensor]) -> Tensor:
+    """A graph that saves `x` alone, and whose backward puts what came back into a list."""
+    return Looks.apply(torch.ones((), requires_grad=True), lambda _, *saved: back.extend(saved), x)
 
 
 @pytest.mark.parametrize("look", VIEWS.values(), ids=VIEWS)
@@ -69,7 +59,7 @@ def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look, scratch
         whole = view.untyped_storage().nbytes() <= 2 * (view.numel() * view.itemsize)
         offset = view.storage_offset()
         with offload:
-            result = _Keeps.apply(view, back)
+            result = _keeping(view, back)
         del view
         offload.flush()
         result.backward()
@@ -114,7 +104,7 @@ def test_every_dtype_comes_back_exact(dtype: torch.dtype, scratch: Path) -> None
     expected = x.detach().clone()
     with engine(scratch) as offload:
         with offload:
-            result = _Keeps.apply(x, back)
+            result = _keeping(x, back)
         del x
         offload.flush()
         result.backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.gpt import GPT, GPTConfig
+from support.models import LLAMA, llama
 
 BATCH, SEQUENCE, WIDTH, VOCAB = 2, 16, 32, 61
 
@@ -150,27 +151,9 @@ def _t5() -> nn.Module:
     return transformers.T5ForConditionalGeneration(config)
 
 
-_LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": SEQUENCE,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-
-
-def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA))
-
-
 def _mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
-        **_LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_jitter_noise=0.1
+        **LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_jitter_noise=0.1
     )
     return transformers.MixtralForCausalLM(config)
 
@@ -180,7 +163,7 @@ FAMILIES = (
     Family("gpt2", _gpt2, _labelled, ("transformer.h.0", "transformer.h.1")),
     Family("bert", _bert, _masked, ("bert.encoder.layer.0", "bert.encoder.layer.1")),
     Family("t5", _t5, _labelled, ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")),
-    Family("llama", _llama, _labelled, ("model.layers.0", "model.layers.1")),
+    Family("llama", llama, _labelled, ("model.layers.0", "model.layers.1")),
     # The balancing loss takes only the indices of a top-k, whose node saves them: int64 [B * S, 2] for each layer.
     Family("mixtral", _mixtral, _labelled, ("model.layers.0", "model.layers.1"), 2 * BATCH * SEQUENCE * 2 * 8),
     Family("convnet", ConvNet, _images, ("one", "two")),

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, convert, revert
 from compact._training.convert import CompactConv1D, CompactLinear
+from support.models import llama
 
 
 class _Block(nn.Module):
@@ -321,18 +321,10 @@ def _gpt2() -> tuple[nn.Module, dict[str, Tensor], set[str]]:
 
 
 def _llama() -> tuple[nn.Module, dict[str, Tensor], set[str]]:
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
     ids = torch.arange(24).reshape(2, 12)
     names = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
     names |= {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, names
+    return llama(num_hidden_layers=1), {"input_ids": ids, "labels": ids}, names
 
 
 @pytest.mark.parametrize("make", [_bert, _gpt2, _llama])
