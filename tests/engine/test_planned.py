@@ -63,14 +63,6 @@ def test_autocast_and_keyword_tensors_survive_recomputation(auto: Callable[..., 
     assert offload.plan.recomputed
 
 
-def test_a_run_that_fits_is_not_planned(auto: Callable[..., Offloader]) -> None:
-    training = Training()
-    offload = auto(training.model, memory_budget="1GiB")
-    assert_equal(train(offload, training), train(None, Training()))
-    assert offload.plan is None
-    assert offload.stats().offloaded_bytes == 0
-
-
 def test_steps_that_never_repeat_are_watched_no_more(
     auto: Callable[..., Offloader], monkeypatch: pytest.MonkeyPatch
 ) -> None:

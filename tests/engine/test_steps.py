@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from io_backends import PosixStore, Syscalls
-from support.engine import activation, chain, engine
+from support.engine import activation, chain, engine, stored_chain
 from tba import OffloadConfig, Offloader, OffloadStats, OffloadWarning, attach
 from tba._engine import steps
 
@@ -275,10 +275,7 @@ def test_a_long_first_step_tells_how_far_it_has_come_and_no_other_does(
     monkeypatch.setenv("RANK", rank)
     with engine(scratch, tier=tier, prefetch_bytes=0) as offload:
         for _ in range(2):
-            _, x = activation(4096)
-            with offload:
-                y = chain(x)
-            offload.flush()
+            _, y = stored_chain(offload, 4096)
             y.sum().backward()
             offload.stats()
             told = [record.getMessage() for record in caplog.records]

@@ -217,19 +217,6 @@ def test_a_copy_is_not_tied_and_works(copying: Callable[[nn.Module], nn.Module])
     assert model.calls[3:] == ["forward"]
 
 
-def test_an_attached_model_can_be_copied_and_only_it_is_followed(scratch: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
-    x = torch.randn(5, 8)
-    for copied in (copy.deepcopy(model), _pickled(model)):
-        copied(x).sum().backward()
-        assert offload.stats().saved_bytes == 0
-        assert_bit_equal(copied.state_dict(), model.state_dict())
-    model(x).sum().backward()
-    assert offload.stats().saved_bytes > 0
-    offload.close()
-
-
 def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scratch: Path) -> None:
     model = nn.Linear(8, 8)
     offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
