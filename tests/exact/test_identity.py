@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.engine import activation, engine, save
 from support.exactness import assert_adds_up, assert_bit_equal
-from support.models import Looks
+from support.models import Looks, Made
 from tba import OffloadWarning
 
 BASE = 24
@@ -224,21 +225,15 @@ def test_a_small_view_of_a_large_storage_does_not_take_it_along(scratch: Path, s
     assert_bit_equal(leaf.grad[17], 2 * leaf.detach()[17])
 
 
-class _Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(32)
-        self.register_buffer("scale", torch.rand(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.frozen(self.linear(x)) @ self.scale + self.linear.weight[:1])
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_never_move(autocast: bool, scratch: Path) -> None:
-    model = _Weights()
+    layers: dict[str, Any] = {"linear": nn.Linear(32, 32), "frozen": nn.Linear(32, 32).requires_grad_(False)}
+    model: Any = Made(
+        lambda self, x: self.norm(self.frozen(self.linear(x)) @ self.scale + self.linear.weight[:1]),
+        **layers,
+        norm=nn.BatchNorm1d(32),
+        scale=torch.rand(32, 32),
+    )
     x = torch.randn(16, 32, requires_grad=True)
     with engine(scratch, model=model) as offload:
         with offload, torch.autocast("cpu", torch.bfloat16, enabled=autocast):

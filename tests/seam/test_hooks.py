@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
+from support.models import Made
 from tba import OffloadWarning, attach
 from tba._torch import hook_stack, module_hooks, private
 
@@ -236,12 +237,7 @@ def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scr
 
 
 def test_closed_by_the_models_own_forward(scratch: Path) -> None:
-    class Closes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            offload.close()
-            return x.sin()
-
-    model = Closes()
+    model = Made(lambda _, x: (offload.close(), x.sin())[1])
     offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
     model(torch.randn(8, requires_grad=True)).sum().backward()
     assert not offload.entered

@@ -14,7 +14,7 @@ Forward = Callable[..., Any]
 class Made(nn.Module):
     """A module of these parts (modules, parameters, or tensors as buffers): `forward` is given it and the arguments."""
 
-    def __init__(self, forward: Forward, **parts: nn.Module | Tensor) -> None:
+    def __init__(self, forward: Forward, **parts: nn.Module | Tensor | None) -> None:
         super().__init__()
         self._made_forward = forward
         for name, part in parts.items():
