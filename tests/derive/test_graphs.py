@@ -215,7 +215,7 @@ def test_gradients_are_bit_equal(family: Family, autocast: bool) -> None:
 
 def llama_block() -> nn.Module:
     """One block of transformers' Llama, 8/3 of its width inside as in the models in use: tokens [B, S] -> scalar."""
-    sizes = {"hidden_size": 192, "intermediate_size": 512, "num_attention_heads": 6, "num_key_value_heads": 6}
+    sizes = {"width": 192, "inner": 512, "heads": 6, "num_key_value_heads": 6}
     layer = LlamaLayer(**sizes)
     return Made(lambda self, ids: self.layer(self.embed(ids)).float().sum(), embed=nn.Embedding(61, 192), layer=layer)
 

@@ -22,7 +22,7 @@ STEPS = 7
 SLOWER = {"max_write_rate": "5MB", "max_read_rate": "5MB"}  # too slow for a step beside which others compute, too
 
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4}
+SIZES = {"vocab": 64, "width": 64, "inner": 176, "layers": 4}
 # A small model of language, and its loss of tokens that are the labels too.
 LANGUAGE: dict[str, Callable[[], tuple[Any, Callable[[Any, Tensor], Tensor]]]] = {
     "gpt": lambda: (

@@ -267,7 +267,7 @@ def test_eager_blocks_are_not_told_about_compiled_code(scratch: Path) -> None:
 def _language_model() -> nn.Module:
     """Two layers of Llama, each with two modules that would be blocks, were the layer not compiled."""
     torch.manual_seed(5)
-    return llama(hidden_size=64, intermediate_size=160)  # type: ignore[no-any-return]
+    return llama(width=64, inner=160)  # type: ignore[no-any-return]
 
 
 def _compile(model: nn.Module, how: str, backend: str) -> nn.Module:

@@ -163,8 +163,8 @@ def test_a_llama_of_transformers_is_exact(scratch: Path) -> None:
         return found
 
     def make_model() -> nn.Module:
-        sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
-        return Made(loss, llama=llama(**sizes, max_position_embeddings=SEQUENCE))
+        sizes = {"vocab": VOCAB, "width": WIDTH, "inner": 2 * WIDTH}
+        return Made(loss, llama=llama(**sizes, positions=SEQUENCE))
 
     compare(Family("llama", make_model), "nvme", scratch)
 

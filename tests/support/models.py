@@ -49,25 +49,36 @@ class RMSNorm(nn.Module):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
 
 
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
+# What models of transformers call their sizes: those of Bert, Llama and Mixtral, GPT-2's, T5's.
+_USUAL = {
+    "width": "hidden_size",
+    "inner": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "positions": "max_position_embeddings",
 }
+_GPT2 = {"width": "n_embd", "inner": "n_inner", "layers": "n_layer", "heads": "n_head", "positions": "n_positions"}
+_T5 = {"width": "d_model", "inner": "d_ff", "layers": "num_layers", "heads": "num_heads"}
 
 
-def llama(**changes: Any) -> Any:
-    """A small Llama of transformers that gives the loss of its tokens, from the default generator."""
+def transformer(head: str, *, vocab: int = 61, **sizes: Any) -> Any:
+    """A model of transformers, from the default generator: width, inner, layers, heads, positions, or its own fields."""
     import transformers
 
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(LLAMA | changes)))
+    cls = getattr(transformers, head)
+    names = _GPT2 if head.startswith("GPT2") else _T5 if head.startswith("T5") else _USUAL
+    fields = {names.get(name, name): value for name, value in sizes.items()}
+    if names is _T5:
+        fields = {"decoder_start_token_id": 0} | fields
+    else:
+        fields = {"bos_token_id": 1, "eos_token_id": 2} | fields
+    return cls(cls.config_class(vocab_size=vocab, **({"use_cache": False} | fields)))
+
+
+def llama(head: str = "LlamaForCausalLM", **changes: Any) -> Any:
+    """A small Llama, or one of its kind."""
+    sizes = {"width": 32, "inner": 64, "layers": 2, "heads": 4, "num_key_value_heads": 2, "positions": 64}
+    return transformer(head, **(sizes | changes))
 
 
 class LlamaLayer(nn.Module):
@@ -75,7 +86,7 @@ class LlamaLayer(nn.Module):
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
-        model = llama(num_hidden_layers=1, **changes).model
+        model = llama(layers=1, **changes).model
         self.layer, self.rotary = model.layers[0], model.rotary_emb
 
     def forward(self, x: Tensor) -> Tensor:
