@@ -48,6 +48,11 @@ def _step(how: str, offload: Offloader | None, model: nn.Module, rows: int = ROW
     return step(how, offload, model, rows, WIDTH)
 
 
+def _steps(offload: Offloader, model: nn.Module, count: int = 3) -> None:
+    for _ in range(count):
+        _step("attach", offload, model)
+
+
 EACH_WAY = pytest.mark.parametrize("how", WAYS)
 
 
@@ -95,16 +100,14 @@ def test_after_a_step_that_was_too_large_those_that_fit_are_light_again(scratch:
             model.passes = passes
             _step("attach", offload, model)
         made = records(offload)
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         assert records(offload) == made
 
 
 def test_forwards_before_a_backward_are_counted_together_and_those_given_up_are_not(scratch: Path) -> None:
     model, x = Model(), torch.randn(ROWS, WIDTH)
     with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         made = records(offload)
         for _ in range(2):
             model(x)  # whose memory the next has again
@@ -217,8 +220,7 @@ def test_a_mode_sees_nothing_of_it(scratch: Path) -> None:
     with FlopCounterMode(display=False) as plain:
         _step("attach", None, model)
     with _used("attach", model, scratch) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         made = records(offload)
         with FlopCounterMode(display=False) as counter:
             assert_bit_equal(_step("attach", offload, model), expected)
@@ -229,8 +231,7 @@ def test_a_mode_sees_nothing_of_it(scratch: Path) -> None:
 def test_what_a_backward_that_keeps_its_graph_saves_is_seen(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch, memory_budget=24 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         made = records(offload)
         parameters = list(model.parameters())
         with offload:
@@ -243,8 +244,7 @@ def test_what_a_backward_that_keeps_its_graph_saves_is_seen(scratch: Path) -> No
 def test_graphs_that_live_on_are_in_the_budget_of_the_next_step(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch, memory_budget=24 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         x = torch.randn(ROWS, WIDTH)
         first = model(x)
         first.backward(retain_graph=True)
@@ -258,8 +258,7 @@ def test_graphs_that_live_on_are_in_the_budget_of_the_next_step(scratch: Path) -
 def test_a_step_that_is_traced_has_itsrecords(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch) as offload:
-        for _ in range(5):
-            _step("attach", offload, model)
+        _steps(offload, model, 5)
         made = records(offload)
         with offload.trace() as events:
             _step("attach", offload, model)
@@ -279,8 +278,7 @@ def test_other_shapes_are_seen_first(scratch: Path) -> None:
 def test_no_graph_outlives_its_step(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         x = torch.randn(ROWS, WIDTH)
         y = model.layers[0](x).exp()  # an output that its own node saves
         gone = weakref.ref(y)

@@ -62,17 +62,14 @@ _T5 = {"width": "d_model", "inner": "d_ff", "layers": "num_layers", "heads": "nu
 
 
 def transformer(head: str, *, vocab: int = 61, **sizes: Any) -> Any:
-    """A model of transformers, from the default generator: width, inner, layers, heads, positions, or its own fields."""
+    """A model of transformers from the default generator: by `width`, `inner` and so on, and by fields of its own."""
     import transformers
 
     cls = getattr(transformers, head)
     names = _GPT2 if head.startswith("GPT2") else _T5 if head.startswith("T5") else _USUAL
     fields = {names.get(name, name): value for name, value in sizes.items()}
-    if names is _T5:
-        fields = {"decoder_start_token_id": 0} | fields
-    else:
-        fields = {"bos_token_id": 1, "eos_token_id": 2} | fields
-    return cls(cls.config_class(vocab_size=vocab, **({"use_cache": False} | fields)))
+    tokens = {"decoder_start_token_id": 0} if names is _T5 else {"bos_token_id": 1, "eos_token_id": 2}
+    return cls(cls.config_class(vocab_size=vocab, use_cache=False, **tokens, **fields))
 
 
 def llama(head: str = "LlamaForCausalLM", **changes: Any) -> Any:

@@ -124,36 +124,21 @@ def _gpt() -> nn.Module:
     return GPT(GPTConfig(layers=2, width=WIDTH, heads=2, sequence=SEQUENCE, vocab=VOCAB, dropout=0.1))
 
 
-_SIZES = {"width": WIDTH, "layers": 2, "heads": 2, "positions": SEQUENCE}
-_T5 = {"width": WIDTH, "inner": 2 * WIDTH, "layers": 2, "heads": 2, "d_kv": 16}
+_SIZES: dict[str, Any] = {"width": WIDTH, "layers": 2, "heads": 2}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_jitter_noise": 0.1}
+_GPT2 = partial(transformer, "GPT2LMHeadModel", **_SIZES, positions=SEQUENCE)
+_BERT = partial(transformer, "BertForMaskedLM", **_SIZES, inner=2 * WIDTH, positions=SEQUENCE)
+_T5 = partial(transformer, "T5ForConditionalGeneration", **_SIZES, inner=2 * WIDTH, d_kv=16)
+_MIXTRAL = partial(llama, "MixtralForCausalLM", **_EXPERTS)
 
 FAMILIES = (
     Family("gpt", _gpt, _pair, ("blocks.0", "blocks.1")),
-    Family(
-        "gpt2", partial(transformer, "GPT2LMHeadModel", **_SIZES), _labelled, ("transformer.h.0", "transformer.h.1")
-    ),
-    Family(
-        "bert",
-        partial(transformer, "BertForMaskedLM", **_SIZES, inner=2 * WIDTH),
-        _masked,
-        ("bert.encoder.layer.0", "bert.encoder.layer.1"),
-    ),
-    Family(
-        "t5",
-        partial(transformer, "T5ForConditionalGeneration", **_T5),
-        _labelled,
-        ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"),
-    ),
+    Family("gpt2", _GPT2, _labelled, ("transformer.h.0", "transformer.h.1")),
+    Family("bert", _BERT, _masked, ("bert.encoder.layer.0", "bert.encoder.layer.1")),
+    Family("t5", _T5, _labelled, ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")),
     Family("llama", llama, _labelled, ("model.layers.0", "model.layers.1")),
     # The balancing loss takes only the indices of a top-k, whose node saves them: int64 [B * S, 2] for each layer.
-    Family(
-        "mixtral",
-        partial(llama, "MixtralForCausalLM", **_EXPERTS),
-        _labelled,
-        ("model.layers.0", "model.layers.1"),
-        2 * BATCH * SEQUENCE * 2 * 8,
-    ),
+    Family("mixtral", _MIXTRAL, _labelled, ("model.layers.0", "model.layers.1"), 2 * BATCH * SEQUENCE * 2 * 8),
     Family("convnet", ConvNet, _images, ("one", "two")),
     Family("lstm", Recurrent, _pair, ("layers",)),
 )
