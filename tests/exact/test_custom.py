@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
-from support.models import Made
+from support.models import Looks, Made
 from tba import OffloadConfig, Offloader
 
 N = 64
@@ -242,19 +242,6 @@ def test_of_a_graph_that_is_kept_only_the_last_backward_gets_the_memory(
     assert copied == [4 * N * N] * 2
 
 
-class Through(torch.autograd.Function):
-    """x, with a token that lives as long as the node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Any) -> Tensor:
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 class Token:
     pass
 
@@ -285,7 +272,7 @@ def test_an_operator_in_place_on_a_weight_leaves_no_cycle(
     weakref.finalize(token, ended.append, "graph")
     offload = Offloader(model, OffloadConfig(tier=tier, min_tensor_bytes=0, storage_paths=scratch))
     with offload:
-        edit(model, Through.apply(model.weight, token))
+        edit(model, Looks.apply(model.weight, token))  # whose node has the token
     assert offload.stats().weight_bytes > 0
     del token
     gc.collect()
