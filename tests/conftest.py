@@ -10,18 +10,21 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from io_backends import interrupts
 from io_backends._file.rate import RateLimit
 from support import samples
 from support.clock import Counted
 from support.engine import STORES
+from tba import Offloader, offload_context
 from tba._engine import backward
 from tba._plan import clock
 
@@ -93,6 +96,22 @@ def scratch(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
         pytest.skip(f"{tmp_path} and {request.config.rootpath} are in RAM; set --basetemp to a directory on a disk")
     with tempfile.TemporaryDirectory(prefix=".scratch-", dir=request.config.rootpath) as directory:
         yield Path(directory)
+
+
+@pytest.fixture
+def auto(scratch: Path, quick_limits: None) -> Iterator[Callable[..., Offloader]]:
+    """Makes contexts of tier auto, which are closed at the end."""
+    made = []
+
+    def make(model: nn.Module | None, **settings: Any) -> Offloader:
+        given: dict[str, Any] = {"min_tensor_bytes": 4096, "storage_paths": scratch} | settings
+        offload = offload_context(model, "auto", **given)
+        made.append(offload)
+        return offload
+
+    yield make
+    for offload in made:
+        offload.close()
 
 
 @pytest.fixture(params=STORES)

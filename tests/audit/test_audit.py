@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,24 +14,12 @@ from torch.utils.checkpoint import checkpoint
 import compact
 from compact import Exact, Projected, Quantized, Saved
 from support.audit import Feed, cube
+from support.models import Made
 from support.zoo import FAMILIES, Family
 from tba import audit
 from tba._audit.audit import _compare
 
 BITWISE = ("safe8", "balanced", "max")
-
-
-class Shared(nn.Module):
-    """One tensor that an activation and a linear layer save."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        out: Tensor = functional.gelu(hidden).sum() + self.second(hidden).sum()
-        return out
 
 
 @pytest.fixture(autouse=True)
@@ -81,15 +70,11 @@ def test_bytes_are_those_counted_by_hand() -> None:
 
 
 def test_what_is_saved_twice_counts_once() -> None:
-    class Three(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return sum((layer(x.view(shape)).sum() for layer, shape in zip(self.layers, SHAPES, strict=True)), x.sum())
 
-        def forward(self, x: Tensor) -> Tensor:
-            return sum((layer(x.view(shape)).sum() for layer, shape in zip(self.layers, SHAPES, strict=True)), x.sum())
-
-    found = audit(Three(), torch.randn(4, 8, 16), presets=["safe8"])
+    three = Made(forward, layers=nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    found = audit(three, torch.randn(4, 8, 16), presets=["safe8"])
     assert found.before_bytes == {Saved.LINEAR_INPUT: 4 * 8 * 16 * 4}
     assert found.duplicate_bytes == 2 * 4 * 8 * 16 * 4
 
@@ -97,8 +82,16 @@ def test_what_is_saved_twice_counts_once() -> None:
 SHAPES = ((4, 8, 16), (32, 16), (2, 16, 16))
 
 
+def _gelu_and(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """One tensor that an activation and a linear layer save."""
+    out: Tensor = functional.gelu(hidden).sum() + layer(hidden).sum()
+    return out
+
+
 def test_the_strictest_class_has_what_several_saved() -> None:
-    found = audit(Shared(), torch.randn(32, 64), presets=["exact", "max", "compact"])
+    layers = {"first": nn.Linear(64, 64), "second": nn.Linear(64, 64)}
+    model = Made(lambda self, x: _gelu_and(self.second, self.first(x)), **layers)
+    found = audit(model, torch.randn(32, 64), presets=["exact", "max", "compact"])
     nbytes = 32 * 64 * 4  # of the input, and of what both save
     assert found.before_bytes == {Saved.LINEAR_INPUT: nbytes, Saved.ACTIVATION_INPUT: nbytes}
     after = found.outcomes["max"].after_bytes
@@ -175,53 +168,36 @@ def test_a_seed_gives_the_same_again_and_another_one_does_not() -> None:
 
 
 def test_unusual_views_come_back_as_they_were() -> None:
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16)
-            self.scale = nn.Parameter(torch.randn(16))
-            self.wave = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        one, two = hidden.chunk(2, dim=-1)
+        total = (one * two).sum() + self.layer(x[0, 0].expand(5, 16)).sum()  # gaps, and one row for all
+        total = total + (hidden.unfold(1, 4, 2) * hidden.unfold(1, 4, 2).sin()).sum()  # overlapping windows
+        total = total + (hidden.transpose(0, 1)[1:, ::2] * self.scale).pow(3).sum()
+        total = total + (torch.fft.fft(hidden) * self.wave.conj()).abs().sum()  # complex, conjugate
+        return total + functional.rrelu(hidden, training=True).sum() + (hidden[:0] * self.scale).sum()
 
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.layer(x)
-            one, two = hidden.chunk(2, dim=-1)
-            total = (one * two).sum() + self.layer(x[0, 0].expand(5, 16)).sum()  # gaps, and one row for all
-            total = total + (hidden.unfold(1, 4, 2) * hidden.unfold(1, 4, 2).sin()).sum()  # overlapping windows
-            total = total + (hidden.transpose(0, 1)[1:, ::2] * self.scale).pow(3).sum()
-            total = total + (torch.fft.fft(hidden) * self.wave.conj()).abs().sum()  # complex, conjugate
-            return total + functional.rrelu(hidden, training=True).sum() + (hidden[:0] * self.scale).sum()
-
-    found = audit(Odd(), torch.randn(4, 8, 16), presets=["exact", "safe8"])
+    scale, wave = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16, dtype=torch.complex64))
+    odd = Made(forward, layer=nn.Linear(16, 16), scale=scale, wave=wave)
+    found = audit(odd, torch.randn(4, 8, 16), presets=["exact", "safe8"])
     assert found.outcomes["exact"].relative_error == 0.0
     assert 0 < found.outcomes["safe8"].relative_error < 0.02
 
 
 def test_what_no_codec_is_given_is_kept_and_said() -> None:
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 3))
-
-        def forward(self, a: Tensor, x: Tensor) -> Tensor:
-            return torch.sparse.mm(a, self.weight * x).sum()
-
-    dense = torch.eye(4)
-    found = audit(Sparse(), [dense.to_sparse(), torch.randn(4, 3)], presets=["exact"])
+    weight, dense = nn.Parameter(torch.randn(4, 3)), torch.eye(4)
+    sparse = Made(lambda self, a, x: torch.sparse.mm(a, self.weight * x).sum(), weight=weight)
+    found = audit(sparse, [dense.to_sparse(), torch.randn(4, 3)], presets=["exact"])
     assert found.unrecognised["kept as they are"] == 4 * 4 * 4
     assert found.outcomes["exact"].relative_error == 0.0
 
 
 def test_inputs_of_checkpoints_are_named() -> None:
-    class Again(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.feed = nn.Linear(16, 16), Feed()
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return cube(checkpoint(self.feed, self.first(x), use_reentrant=False))
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = checkpoint(self.feed, self.first(x), use_reentrant=False)
-            return cube(out)
-
-    found = audit(Again(), torch.randn(4, 8, 16), presets=["exact", "safe8"])
+    again = Made(forward, first=nn.Linear(16, 16), feed=Feed())
+    found = audit(again, torch.randn(4, 8, 16), presets=["exact", "safe8"])
     nbytes = 4 * 8 * 16 * 4
     assert found.before_bytes == {Saved.LINEAR_INPUT: nbytes, Saved.UNKNOWN: 2 * nbytes}
     assert found.unrecognised == {"torch.utils.checkpoint": nbytes, "PowBackward0": nbytes}

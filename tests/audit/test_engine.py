@@ -10,27 +10,23 @@ import torch
 from torch import nn
 
 from compact import Saved
+from support.models import transformer
 from tba import Audit, OffloadConfig, Offloader, audit
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 WIDTH, VOCAB, TOKENS = 64, 97, 48
 POINTS = 0.03
 PRESETS = ("exact", "safe8", "balanced", "max")
 
 
+HEADS = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
+
+
 def model_of(family: str) -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    encoder = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}
-    model: nn.Module
-    if family == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **encoder))
-    elif family == "gpt2":
-        config = transformers.GPT2Config(**sizes, n_embd=WIDTH, n_layer=2, n_head=4, n_positions=TOKENS)
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, **encoder))
+    sizes = {"vocab": VOCAB, "width": WIDTH, "inner": 4 * WIDTH, "layers": 2, "heads": 4, "positions": 2 * TOKENS}
+    model: nn.Module = transformer(HEADS[family], **sizes, pad_token_id=0)
     return model.train()
 
 

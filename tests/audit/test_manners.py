@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compact
-import tba
 from compact import Saved
 from support.audit import Feed, bits_equal, cube
+from support.models import Made
 from tba import Audit, ConfigError, OffloadWarning, audit
 from tba._audit.audit import _compare
 
@@ -112,20 +112,11 @@ def test_an_interrupted_audit_leaves_nothing_to_the_next() -> None:
                 raise KeyboardInterrupt
             return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
 
-    class Product(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            hidden: Tensor = self.layer(x)
-            return hidden * hidden.tanh()
-
-    x = torch.randn(16, 8)
-    before = audit(Product(), x, loss=cube, presets=["safe8"]).before_bytes
+    x, product = torch.randn(16, 8), _returns(lambda hidden: hidden * hidden.tanh())
+    before = audit(product, x, loss=cube, presets=["safe8"]).before_bytes
     with pytest.raises(KeyboardInterrupt):
         audit(nn.Sequential(nn.Linear(8, 8), RMSNorm()), x, presets=["safe8"])
-    assert audit(Product(), x, loss=cube, presets=["safe8"]).before_bytes == before
+    assert audit(product, x, loss=cube, presets=["safe8"]).before_bytes == before
 
 
 def test_all_is_left_as_it_was_when_the_model_fails() -> None:
@@ -225,15 +216,7 @@ class Output(dict):  # type: ignore[type-arg]
 
 
 def _returns(make: Callable[[Tensor], Any]) -> nn.Module:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            return make(self.layer(x))
-
-    return Model()
+    return Made(lambda self, x: make(self.layer(x)), layer=nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize(
@@ -287,20 +270,10 @@ def test_a_preset_without_effect_is_said_to_have_none() -> None:
 
 
 def test_hooks_inside_the_model_that_hide_what_is_saved_are_said() -> None:
-    class Hidden(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autograd.graph.save_on_cpu():
-                out: Tensor = self.layer(x).sum()
-                return out
+    def hidden(self: Any, x: Tensor) -> Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            out: Tensor = self.layer(x).sum()
+            return out
 
     with pytest.raises(ConfigError, match="no saved tensor but weights reached audit"):
-        audit(Hidden(), torch.randn(4, 8))
-
-
-def test_it_is_public() -> None:
-    assert tba.audit is audit
-    assert tba.Audit is Audit
+        audit(Made(hidden, layer=nn.Linear(8, 8)), torch.randn(4, 8))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.models import Made
 from tba._blocks.forwards import Forwards
 from tba._blocks.recompute import recompute
 
@@ -77,16 +78,11 @@ PLAIN = (lambda tensor: tensor.detach(), lambda kept: kept)  # packs and gives w
 def test_recompute_runs_again_in_backward_with_equal_gradients() -> None:
     runs = []
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def forward(self: Any, x: Tensor, *, scale: float) -> Tensor:
+        runs.append(scale)
+        return torch.dropout(self.linear(x), 0.5, True) * scale
 
-        def forward(self, x: Tensor, *, scale: float) -> Tensor:
-            runs.append(scale)
-            return torch.dropout(self.linear(x), 0.5, True) * scale
-
-    layer, x = Layer(), torch.ones(3, 4, requires_grad=True)
+    layer, x = Made(forward, linear=nn.Linear(4, 4)), torch.ones(3, 4, requires_grad=True)
     gradients = []
     for call in (lambda f: f(x, scale=2.0), lambda f: recompute(layer, f, (x,), {"scale": 2.0}, *PLAIN)):
         torch.manual_seed(0)

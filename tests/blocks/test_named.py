@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +40,6 @@ NAMED: list[tuple[Callable[[nn.Module], Any], int]] = [
     (lambda _: "layers.1.other", 2),  # a Sequential named alone stands for what is in it
     (lambda model: [layer.other for layer in model.layers], LAYERS),
 ]
-
-
-@pytest.fixture
-def auto(scratch: Path, quick_limits: None) -> Iterator[Callable[..., Offloader]]:
-    made = []
-
-    def make(model: nn.Module, **settings: Any) -> Offloader:
-        offload = offload_context(model, "auto", storage_paths=scratch, min_tensor_bytes=4096, **settings)
-        made.append(offload)
-        return offload
-
-    yield make
-    for offload in made:
-        offload.close()
 
 
 @pytest.mark.sampled(3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from support.models import CubedTwice, Made
 from tba import OffloadError
 from tba._blocks.recompute import recompute
 
@@ -88,15 +89,8 @@ def test_a_call_saves_what_it_is_given_and_runs_again_once() -> None:
 
 
 def test_what_a_call_saves_is_let_go_of_at_its_end() -> None:
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.last(self.first(x).exp().exp())
-
-    layer, x = Deep(), torch.randn(3, 4)
+    linear = {"first": nn.Linear(4, 4), "last": nn.Linear(4, 4)}
+    layer, x = Made(lambda self, x: self.last(self.first(x).exp().exp()), **linear), torch.randn(3, 4)
     before = _living()
     out = _call(layer, x)
     assert _living() - before <= 3  # what it returns, its detached input, the state of the generator
@@ -155,43 +149,26 @@ def test_second_derivatives_are_plain_ones() -> None:
 
 
 def test_a_saved_tensor_that_is_read_twice_is_made_twice() -> None:
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            ctx.save_for_backward(x)
-            return x.exp()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            (x,), (again,) = ctx.saved_tensors, ctx.saved_tensors
-            assert torch.equal(x, again)
-            return gradient * x.exp()
-
-    class Block(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            RAN(x.detach())
-            return Twice.apply(x.sin())
+    def twice(_: nn.Module, x: Tensor) -> Tensor:
+        RAN(x.detach())
+        return CubedTwice.apply(x.sin())
 
     x = torch.randn(3, requires_grad=True)
-    out = _call(Block(), x)
+    out = _call(Made(twice), x)
     assert _runs() == 1
     out.sum().backward()
     assert _runs() == 2
-    assert torch.equal(x.grad, x.detach().sin().exp() * x.detach().cos())  # type: ignore[arg-type]
+    inner = x.detach().sin()
+    assert torch.equal(x.grad, 3 * inner * inner * x.detach().cos())  # type: ignore[arg-type]
 
 
 def test_a_block_that_goes_through_its_own_graph_recomputes() -> None:
-    class Penalised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    def penalised(self: Any, x: Tensor) -> Tensor:
+        inner = self.linear(x).tanh()
+        (slope,) = torch.autograd.grad(inner.sum(), x, create_graph=True)
+        return inner + slope  # type: ignore[no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            inner = self.linear(x).tanh()
-            (slope,) = torch.autograd.grad(inner.sum(), x, create_graph=True)
-            return inner + slope
-
-    layer, found = Penalised(), []
+    layer, found = Made(penalised, linear=nn.Linear(4, 4)), []
     for call in (lambda x: layer(x), lambda x: _call(layer, x)):
         x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
         (call(x * 1.0)).square().sum().backward()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from support.models import Made
 from tba._blocks import trial as trial_module
 from tba._blocks.trial import Trial, Verdict
 
@@ -35,9 +36,10 @@ def _remembers(layer: Layer, _: Tensor) -> int:
     return layer.memory[0]
 
 
-@contextmanager
-def _apart() -> Iterator[None]:
-    yield
+def _trial(block: nn.Module) -> tuple[Trial, list[Verdict]]:
+    """A trial of a block, and where it says what it has found."""
+    verdicts: list[Verdict] = []
+    return Trial(block, block.forward, Tensor.detach, lambda kept: kept, nullcontext, verdicts.append), verdicts
 
 
 @pytest.mark.parametrize(
@@ -54,9 +56,8 @@ def _apart() -> Iterator[None]:
 )
 def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
     torch.manual_seed(0)
-    layer, verdicts = Layer(what), list[Verdict]()
-    x = torch.ones(3, 4, requires_grad=True) * 1.0
-    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    layer, x = Layer(what), torch.ones(3, 4, requires_grad=True) * 1.0
+    trial, verdicts = _trial(layer)
     out = trial.call((x,), {})
     before = [tensor.clone() for tensor in layer.state_dict().values()]
     out.sum().backward()
@@ -70,19 +71,13 @@ def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch)
     times_s = iter([0.0, 1.0, *[11.0] * 9])
     monkeypatch.setattr(trial_module.clock.current, "now_s", lambda: next(times_s))
 
-    class Slow(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.exp() + 1.0
-
-    layer, verdicts = Slow(), list[Verdict]()
-    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial, verdicts = _trial(Made(lambda _, x: x.exp() + 1.0))
     trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()
     assert verdicts == [Verdict(1.0)]
 
 
 def test_an_argument_whose_state_cannot_be_read_is_named() -> None:
-    layer, verdicts = Layer(lambda *_: None), list[Verdict]()
-    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial, verdicts = _trial(Layer(lambda *_: None))
     trial.call((torch.ones(3, 4, requires_grad=True),), {"by": itertools.count()})
     assert [verdict.why_not for verdict in verdicts] == ["it holds a count, whose state nobody can compare"]
 
@@ -95,25 +90,16 @@ def test_a_result_without_plain_memory_is_not_compared(make: Callable[[Tensor], 
         def forward(self, x: Tensor, by: Any = 1.0) -> Any:
             return make(x * 1.0), super().forward(x, by)
 
-    layer, verdicts = Two(lambda *_: None), list[Verdict]()
-    trial = Trial(layer, layer.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
+    trial, verdicts = _trial(Two(lambda *_: None))
     trial.call((torch.ones(3, 4, requires_grad=True),), {})[1].sum().backward()
     assert [verdict.why_not for verdict in verdicts] == ["it returns a sparse or nested tensor, which is not compared"]
 
 
 def test_a_block_is_tried_when_backward_reaches_what_it_made_and_not_what_it_was_given() -> None:
-    class Passes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-            return self.linear(x) + bias, bias
-
-    block, verdicts, known = Passes(), list[Verdict](), list[int]()
+    block, known = Made(lambda self, x, bias: (self.linear(x) + bias, bias), linear=nn.Linear(4, 4)), list[int]()
+    trial, verdicts = _trial(block)
     x, bias = torch.ones(3, 4), torch.ones(4, requires_grad=True) * 1.0
     bias.register_hook(lambda _: known.append(len(verdicts)))
-    trial = Trial(block, block.forward, lambda tensor: tensor.detach(), lambda kept: kept, _apart, verdicts.append)
     made, given = trial.call((x, bias), {})
     (made.sum() + given.sum()).backward()
     assert [verdict.why_not for verdict in verdicts] == [""]

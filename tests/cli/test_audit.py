@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import tba
 from compact import Saved
+from support.cli import answer, refused, users_module
 from tba import ConfigError
 from tba.cli import _blame, app
 from tba.cli._subject import from_callable, from_config, subject
@@ -63,6 +64,7 @@ class Nested:
 """
 WIDTH, VOCAB, POSITIONS = 32, 61, 48
 SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+run, refusal = partial(answer, "audit"), partial(refused, "audit")
 
 
 def llama(**changes: Any) -> Any:
@@ -79,30 +81,10 @@ def saved(config: Any, path: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["audit", *map(str, arguments)])
-
-
-def refusal(*arguments: object) -> str:
-    """Run a command that ends with status 2, and return its message."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("tba audit: ")
-    return str(result.stderr)
-
-
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A module of the user's in the working directory, gone from the interpreter afterwards."""
-    name = "audited_by_test"
-    (tmp_path / f"{name}.py").write_text(OURS)
     (tmp_path / "broken_by_test.py").write_text("import a_module_that_nobody_has")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
+    return users_module("audited_by_test", OURS, tmp_path, monkeypatch)
 
 
 # -- a callable ------------------------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tba.cli import app
+from support.cli import answer, refused, users_module
 
 transformers = pytest.importorskip("transformers")
 
@@ -46,10 +45,7 @@ SMALL = (
     *("--set", "hidden_size=256", "--set", "num_hidden_layers=4", "--set", "num_attention_heads=4"),
     *("--set", "intermediate_size=512", "--set", "vocab_size=500", "--set", "num_key_value_heads=4"),
 )
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, arguments)])
+run, refusal = partial(answer, "plan"), partial(refused, "plan")
 
 
 def figures(*arguments: object) -> dict[str, Any]:
@@ -59,24 +55,9 @@ def figures(*arguments: object) -> dict[str, Any]:
     return found
 
 
-def refusal(*arguments: object) -> str:
-    """Run a command that ends with status 2, and return its message."""
-    result = run(*arguments)
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("tba plan: ")
-    return str(result.stderr)
-
-
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    name = "planned_by_test"
-    (tmp_path / f"{name}.py").write_text(OURS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    return name
+    return users_module("planned_by_test", OURS, tmp_path, monkeypatch)
 
 
 def test_a_model_type_with_fields_is_planned() -> None:

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compact import Saved
 from support.classes import FACTOR, LINEAR, NORM, STATISTIC, B, Found, M, N, S, Twice, X, kinds, rand, saved, weight
+from support.models import Made
 from tba import offload_context
 from tba._compress.calls import SavedBy, kind_of
 
@@ -190,15 +191,9 @@ class NormFunction(OwnRMSNorm):
         return Twice.apply(a)
 
 
-class PreNorm(nn.Module):
+def _pre_norm() -> Any:
     """A norm and what follows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.inner = OwnRMSNorm(), nn.Identity()
-
-    def forward(self, a: Tensor) -> Tensor:
-        return self.norm(a).tanh().exp()
+    return Made(lambda self, a: self.norm(a).tanh().exp(), norm=OwnRMSNorm(), inner=nn.Identity())
 
 
 class LogNormal(OwnRMSNorm):
@@ -294,7 +289,7 @@ def test_names_of_norms(name: str, is_norm: bool) -> None:
 
 
 def test_other_modules_are_not_taken_for_norms() -> None:
-    whole, other, mode = PreNorm(), LogNormal(), SavedBy()
+    whole, other, mode = _pre_norm(), LogNormal(), SavedBy()
     parametrized = nn.utils.parametrizations.spectral_norm(nn.Linear(N, M))
     removers = [mode.norms(module) for module in (whole, other, parametrized)]
     assert saved(lambda: whole(x), mode) == sorted([*SCOPED, ("unknown", X), ("unknown", X)])
@@ -307,18 +302,6 @@ def test_other_modules_are_not_taken_for_norms() -> None:
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = OwnRMSNorm(), nn.Linear(N, M), nn.Linear(M, N)
-
-    def forward(self, a: Tensor, breaks: bool = False) -> Tensor:
-        a = functional.silu(self.up(self.norm(a)))
-        if breaks:
-            torch._dynamo.graph_break()
-        return self.down(a)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's own
 @pytest.mark.parametrize("breaks", [False, True])
 def test_compiled_code_is_the_same_and_compiled_once(breaks: bool) -> None:
@@ -329,7 +312,14 @@ def test_compiled_code_is_the_same_and_compiled_once(breaks: bool) -> None:
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    net, mode = Net(), SavedBy(linear=lambda *_: pytest.fail("asked within compiled code"))
+    def forward(self: Any, a: Tensor, breaks: bool = False) -> Tensor:
+        a = functional.silu(self.up(self.norm(a)))
+        if breaks:
+            torch._dynamo.graph_break()
+        return self.down(a)  # type: ignore[no-any-return]
+
+    net = Made(forward, norm=OwnRMSNorm(), up=nn.Linear(N, M), down=nn.Linear(M, N))
+    mode = SavedBy(linear=lambda *_: pytest.fail("asked within compiled code"))
     expected = net(x, breaks)
     grads = torch.autograd.grad(expected.sum(), list(net.parameters()))
     compiled = torch.compile(net, backend=backend)

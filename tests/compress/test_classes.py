@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,6 +31,7 @@ from support.classes import (
     saved,
     weight,
 )
+from support.models import llama, transformer
 from tba._compress.calls import SavedBy, kind_of
 from tba._compress.classes import RULES
 from tba._torch.weights import is_weight
@@ -252,11 +252,7 @@ HEAD = (BATCH, 4, SEQUENCE, 8)
 
 
 def _llama(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[], Any]]:
-    config = transformers.LlamaConfig(
-        vocab_size=61, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config).to(dtype).model
+    model = llama(inner=INNER, layers=1).to(dtype).model
     hidden = torch.randn(HIDDEN, dtype=dtype, requires_grad=True)
     turns = model.rotary_emb(hidden, torch.arange(SEQUENCE)[None])
     block = model.layers[0]
@@ -264,28 +260,20 @@ def _llama(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Callable[[], 
 
 
 def _gpt2() -> tuple[nn.Module, Callable[[], Any]]:
-    config = transformers.GPT2Config(
-        vocab_size=61, n_positions=64, n_embd=WIDTH, n_layer=1, n_head=4, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2
-    )
-    block = transformers.GPT2LMHeadModel(config).transformer.h[0]
+    sizes = {"width": WIDTH, "layers": 1, "heads": 4, "positions": 64}
+    block = transformer("GPT2LMHeadModel", **sizes, attn_pdrop=0.0).transformer.h[0]
     return block, lambda: block(rand(*HIDDEN))
 
 
 def _bert() -> tuple[nn.Module, Callable[[], Any]]:
-    config = transformers.BertConfig(
-        vocab_size=61, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, intermediate_size=INNER,
-        max_position_embeddings=64, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    block = transformers.BertForMaskedLM(config).bert.encoder.layer[0]
+    sizes = {"width": WIDTH, "inner": INNER, "layers": 1, "heads": 4, "positions": 64}
+    block = transformer("BertForMaskedLM", **sizes, attention_probs_dropout_prob=0.0).bert.encoder.layer[0]
     return block, lambda: block(rand(*HIDDEN))
 
 
 def _t5() -> tuple[nn.Module, Callable[[], Any]]:
-    config = transformers.T5Config(
-        vocab_size=61, d_model=WIDTH, d_kv=16, d_ff=INNER, num_layers=1, num_heads=2, dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    block = transformers.T5ForConditionalGeneration(config).encoder.block[0]
+    sizes = {"width": WIDTH, "inner": INNER, "layers": 1, "heads": 2, "d_kv": 16}
+    block = transformer("T5ForConditionalGeneration", **sizes, dropout_rate=0.0).encoder.block[0]
     return block, lambda: block(rand(*HIDDEN))
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from support.engine import engine
 from support.exactness import assert_bit_equal, equal
+from support.models import Made, RMSNorm
 from tba import Offloader
 
 Step = Callable[[nn.Module, int, Callable[[], None]], Tensor]
@@ -189,38 +190,22 @@ def test_what_a_norm_is_not_made_of_is_exact(scratch: Path, compress: str) -> No
         assert_bit_equal(mine[1], wanted[1])  # the bias: all that came through the norm
 
 
-class Rms(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+def _nested(norm: nn.Module) -> nn.Module:
+    """A block between two layers, which returns what its norm makes, besides."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
-class Block(nn.Module):
-    """Returns what its norm makes, besides."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm, self.layer = norm, nn.Linear(32, 32)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def block(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.norm(x)
         return x + functional.gelu(self.layer(h)), h
 
-
-class Nested(nn.Module):
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(32, 32), Block(norm), nn.Linear(32, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def nested(self: Any, x: Tensor) -> Tensor:
         out, h = self.block(self.first(x))
         return self.last(out).sum() + self.last(h).pow(2).sum()  # type: ignore[no-any-return]
 
+    first, last = nn.Linear(32, 32), nn.Linear(32, 1)
+    return Made(nested, first=first, block=Made(block, norm=norm, layer=nn.Linear(32, 32)), last=last)
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, Rms])
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, RMSNorm])
 @pytest.mark.parametrize("alone", [False, True], ids=["block", "each norm"])
 def test_weights_that_are_gathered_for_a_while(scratch: Path, tmp_path: Path, norm: Any, alone: bool) -> None:
     dist = pytest.importorskip("torch.distributed")
@@ -230,7 +215,7 @@ def test_weights_that_are_gathered_for_a_while(scratch: Path, tmp_path: Path, no
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    plain, model = Nested(norm(32)), Nested(norm(32))
+    plain, model = _nested(norm(32)), _nested(norm(32))
     model.load_state_dict(plain.state_dict())
     x = torch.randn(64, 32)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,6 +17,7 @@ from support.derive import Harness, about, gradients, settle, threads
 from support.engine import save
 from support.exactness import assert_bit_equal
 from support.gpt import GPT, GPTConfig
+from support.models import LlamaLayer, Made
 from support.zoo import FAMILIES, Family
 from tba._derive.operators import same_bits
 from tba._derive.search import recipe
@@ -213,39 +213,18 @@ def test_gradients_are_bit_equal(family: Family, autocast: bool) -> None:
     assert harness.share() <= SHARES[family.name][autocast]
 
 
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 192,
-    "intermediate_size": 512,  # 8/3 of the width, as in the models in use
-    "num_hidden_layers": 1,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "max_position_embeddings": 64,
-    "use_cache": False,
-}
-
-
-class LlamaBlock(nn.Module):
-    """One block of transformers' Llama between a linear layer and a sum: `[B, S, W] -> scalar`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        model = transformers.LlamaModel(transformers.LlamaConfig(**LLAMA))
-        self.embed, self.block = model.embed_tokens, model.layers[0]
-        self.rotary = model.rotary_emb
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        places = torch.arange(tokens.shape[1])[None]
-        out = self.block(x, position_embeddings=self.rotary(x, places), position_ids=places, attention_mask=None)
-        return (out[0] if isinstance(out, tuple) else out).float().sum()
+def llama_block() -> nn.Module:
+    """One block of transformers' Llama, 8/3 of its width inside as in the models in use: tokens [B, S] -> scalar."""
+    sizes = {"width": 192, "inner": 512, "heads": 6, "num_key_value_heads": 6}
+    layer = LlamaLayer(**sizes)
+    return Made(lambda self, ids: self.layer(self.embed(ids)).float().sum(), embed=nn.Embedding(61, 192), layer=layer)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_a_llama_block_keeps_at_most_six_tenths(dtype: torch.dtype, count: int) -> None:
     torch.manual_seed(0)
-    model = LlamaBlock().to(dtype)
+    model = llama_block().to(dtype)
     with threads(count):
         harness = compare(model, (torch.randint(0, 61, (2, 64)),))
     total = harness.kept_bytes.total() + harness.derived_bytes.total()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaModel
 
 from compact import PRESETS, Saved
+from support import models
 from support.derive import mkldnn
 from support.engine import ALL_INT8, activation, engine, save
 from support.exactness import equal
@@ -156,16 +156,8 @@ BARS = {"exact": (0.55, 0.9999), "safe8": (0.30, 0.999), "balanced": (0.24, 0.95
 
 def llama(compress: str | None) -> tuple[list[Tensor], OffloadStats | None]:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1376,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=64,
-        attn_implementation="sdpa",
-    )
-    model = LlamaModel(config).to(torch.bfloat16)
+    sizes = {"width": 512, "inner": 1376, "heads": 8, "num_key_value_heads": 8}
+    model = models.llama(**sizes, layers=1).model.to(torch.bfloat16)
     leaf = torch.randn(2, 256, 512).to(torch.bfloat16).requires_grad_()
     target = torch.randn(2, 256, 512)
     settings: dict[str, Any] = {"tier": "keep", "compress": compress, "min_tensor_bytes": 0}

@@ -17,8 +17,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
+from support.models import Made
 from tba import ConfigError, attach, offload_context
 from tba._torch import private
 from tba._torch.foreign import line_to_delete
@@ -327,22 +329,11 @@ def test_a_known_offloader_comes_with_the_line_to_delete(line: str) -> None:
     assert line_to_delete(line).startswith("delete ")
 
 
-class _Around(nn.Module):
-    """A wrapper that calls the inner model's `forward`, past its hooks."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner.forward(x)  # type: ignore[no-any-return, operator]
-
-
 @pytest.mark.parametrize("tier", ["nvme", "auto", "keep"])
 def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, scratch: Path) -> None:
     inner = nn.Linear(8, 8)
     offload = attach(inner, tier, storage_paths=scratch, min_tensor_bytes=0)
-    model = _Around(inner)
+    model = Made(lambda self, x: self.inner.forward(x), inner=inner)  # past its hooks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()  # before there are gradients, as some do to quieten a scheduler
     with warnings.catch_warnings(record=True) as told:
@@ -372,13 +363,8 @@ def test_nothing_is_told_of_models_that_are_called_or_not_trained(scratch: Path)
 
 
 def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:
-    class Checkpointed(_Inside):
-        def forward(self, x: Tensor) -> Tensor:
-            from torch.utils.checkpoint import checkpoint
-
-            return checkpoint(self.layers, x, use_reentrant=False).sum()  # type: ignore[no-any-return]
-
-    model = Checkpointed(None)
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    model = Made(lambda self, x: checkpoint(self.layers, x, use_reentrant=False).sum(), layers=layers)
     with offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) as offload:
         model(torch.randn(8, 64, requires_grad=True)).backward()
     assert not [str(w.message) for w in recwarn.list if "gets nothing" in str(w.message)]

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.engine import Gate, activation, chain, engine, save
+from support.engine import Gate, activation, chain, chain_gradient, engine, save, stored_chain
 from support.exactness import assert_bit_equal
+from support.models import Looks
 from support.stores import once
 from tba import offload_context
 
@@ -56,10 +57,7 @@ def test_a_thousand_steps_leave_the_file_flat(scratch: Path, store_kind: str) ->
     sizes = []
     with engine(scratch, store_kind=store_kind, prefetch_bytes=0) as offload:
         for step in range(1000):
-            _, x = activation(1024 + step % 7)
-            with offload:
-                y = chain(x, 3)
-            offload.flush()
+            _, y = stored_chain(offload, 1024 + step % 7, length=3)
             y.sum().backward()
             sizes.append(offload.stats().file_bytes)
         assert offload.stats().written_bytes > 1000 * 4096
@@ -71,10 +69,7 @@ def test_a_thousand_steps_leave_the_file_flat(scratch: Path, store_kind: str) ->
 def test_a_closed_offloader_leaves_no_thread_descriptor_or_record(scratch: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     offload = offload_context(tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
-    _, x = activation(N)
-    with offload:
-        y = chain(x)
-    offload.flush()
+    _, y = stored_chain(offload, N)
     assert set(os.listdir("/proc/self/fd")) != before
     y.sum().backward()
     offload.close()
@@ -112,10 +107,7 @@ def test_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch
     with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0, staging_bytes=cap) as offload:
         staging = offload._saver.mover.staging
         opener = once(lambda: staging.waiters, gate.open)
-        _, x = activation(N)
-        with offload:
-            y = chain(x, 12)
-        offload.flush()
+        _, y = stored_chain(offload, N, length=12)
         stats = offload.stats()
         opener.join()  # flush ended no earlier
         assert 0 < stats.staging_peak_bytes <= cap
@@ -130,24 +122,17 @@ def test_read_ahead_goes_on_within_its_cap_with_a_slow_consumer(
     cap = 4 * N * 4
     resident: list[int] = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):  # type: ignore[no-untyped-def]
-            ctx.save_for_backward(x)
-            return x.detach() * 1
-
-        @staticmethod
-        def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-            (x,) = ctx.saved_tensors
-            resident.append(offload.stats().resident_bytes)
-            return gradient + 0 * x
+    def look(*_: Tensor) -> None:
+        resident.append(offload.stats().resident_bytes)
 
     with engine(scratch, store_kind=store_kind, prefetch_bytes=cap) as offload:
         for length in lengths:  # the second time along the learned order
             _, x = activation(N)
             with offload:
                 for _ in range(length):
-                    x = Looks.apply(x * 1)
+                    y = x * 1
+                    x = Looks.apply(y, look, y)
+                    del y
             offload.flush()
             x.sum().backward()
         assert max(resident) <= cap
@@ -161,15 +146,14 @@ def test_retain_graph_twice_under_a_cap(flushed: bool, scratch: Path, store_kind
     cap = 3 * N * 4
     with engine(scratch, store_kind=store_kind, prefetch_bytes=cap, staging_bytes=cap) as offload:
         leaf, x = activation(N)
-        plain = leaf.detach().clone().requires_grad_()
-        chain(plain + 0, 16).sum().backward()
+        expected = chain_gradient(leaf, 16)
         with offload:
             y = chain(x, 16)
         if flushed:
             offload.flush()
         for _ in range(3):
             (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-            assert_bit_equal(gradient, plain.grad)
+            assert_bit_equal(gradient, expected)
             assert offload.stats().resident_bytes <= cap
         if not flushed:  # what was forwarded from memory at first had to be written after all
             offload.flush()
@@ -227,10 +211,7 @@ def test_reads_follow_the_learned_order_and_survive_a_miss(scratch: Path, store_
 def test_a_learned_order_makes_backward_ask_for_what_is_there_already(scratch: Path, store_kind: str) -> None:
     with engine(scratch, store_kind=store_kind, prefetch_bytes=1 << 30) as offload, offload.trace() as events:
         for _ in range(3):
-            _, x = activation(N)
-            with offload:
-                y = chain(x, 16)
-            offload.flush()
+            _, y = stored_chain(offload, N, length=16)
             events.clear()
             y.sum().backward()
         assert len([e for e in events if e.kind == "read"]) == 16  # each exactly once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
+from support.planned import gradients, records
 from tba import Offloader
 from tba._engine.auto.course import SMALL, Course, Entry
 from tba._engine.auto.light import Light
@@ -52,16 +54,9 @@ def _step(model: nn.Module, offload: Offloader | None, seed: int = 0) -> list[Te
     model.zero_grad()
     torch.manual_seed(seed)
     x = torch.randn(ROWS, WIDTH)
-    if offload is None:
+    with offload or nullcontext():
         model(x).backward()
-    else:
-        with offload:
-            model(x).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _records(offload: Offloader) -> int:
-    return offload._saver._packing.numbers
+    return gradients(model)
 
 
 def _course(offload: Offloader) -> list[Entry] | None:
@@ -85,17 +80,17 @@ def followed(auto: Auto) -> Callable[..., tuple[Model, Offloader]]:
     return make
 
 
-def test_only_what_moves_has_records(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+def test_only_what_moves_hasrecords(followed: Callable[..., tuple[Model, Offloader]]) -> None:
     model, offload = followed()
     plain = Model()
     for seed in range(6):
         if (entries := _course(offload)) is None:  # the plan was changed
             _step(model, offload, seed)
             continue
-        plan, before, stats = offload.plan, _records(offload), offload.stats()
+        plan, before, stats = offload.plan, records(offload), offload.stats()
         assert plan is not None
         assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
-        made = _records(offload) - before
+        made = records(offload) - before
         assert made == len({entry.first for entry in entries if entry.moves})
         assert made >= len(plan.sends)
         kept = sum(entry.kept_bytes for entry in entries)
@@ -168,13 +163,13 @@ def test_graphs_that_are_kept_and_gradients_of_gradients(followed: Callable[...,
         assert_bit_equal(twice(model, offload), twice(plain, None))
 
 
-def test_a_traced_step_has_all_its_records(followed: Callable[..., tuple[Model, Offloader]]) -> None:
+def test_a_traced_step_has_all_itsrecords(followed: Callable[..., tuple[Model, Offloader]]) -> None:
     model, offload = followed()
-    before = _records(offload)
+    before = records(offload)
     with offload.trace() as events:
         _step(model, offload)
     saved = [event for event in events if event.kind == "saved"]
-    assert len(saved) == _records(offload) - before > len([e for e in _course(offload) or () if e.moves])
+    assert len(saved) == records(offload) - before > len([e for e in _course(offload) or () if e.moves])
 
 
 def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
@@ -193,13 +188,13 @@ def test_beside_a_graph_that_lives_on_nothing_is_let_pass(
     followed: Callable[..., tuple[Model, Offloader]], layers: int
 ) -> None:
     model, offload = followed(layers)
-    before = _records(offload)
+    before = records(offload)
     with offload:
         first = model(torch.randn(ROWS, WIDTH))
         first.backward(retain_graph=True)
-        between = _records(offload)
+        between = records(offload)
         second = model(torch.randn(ROWS, WIDTH))
-        assert _records(offload) - between > between - before
+        assert records(offload) - between > between - before
         second.backward()
         first.backward()
     assert offload.stats().peak_bytes <= layers * LAYER_BYTES  # what was read back for the first one counts

@@ -15,23 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from io_backends import PosixStore, StripedStore, Syscalls
 from io_backends.testing import Fault, Operation
-from support.engine import Gate, activation, chain, engine
+from support.engine import Gate, activation, chain, chain_gradient, engine, stored_chain
 from support.exactness import assert_adds_up, assert_bit_equal
 from support.striped import Disk
 from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning, StalledError, TransferError, offload_context
 
 N = 1 << 15
-
-
-def _expected(leaf: Tensor) -> Tensor:
-    plain = leaf.detach().clone().requires_grad_()
-    chain(plain + 0).sum().backward()
-    assert plain.grad is not None
-    return plain.grad
 
 
 def _fails(operation: Operation, code: int, which: Callable[[int], bool]) -> Callable[[Operation, int], Fault | None]:
@@ -56,7 +48,7 @@ def test_a_failed_write_keeps_the_tensor(
             offload.flush()
         stats = offload.stats()
         y.sum().backward()
-        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
         assert stats.errors == sum(map(which, range(8)))
         assert stats.kept_by_reason["write failed"] == stats.errors * N * 4
         assert stats.saved_bytes == stats.kept_bytes + stats.offloaded_bytes
@@ -106,22 +98,19 @@ def test_a_failed_write_is_counted_once_however_often_it_is_tried(scratch: Path,
         assert stats.errors > 8  # some were tried again
         assert stats.offloaded_bytes == 0
         assert stats.kept_by_reason == {"write failed": 8 * N * 4}
-        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
 
 
 def test_a_failed_read_names_the_tensor_and_a_later_one_may_succeed(scratch: Path, store_kind: str) -> None:
     with engine(
         scratch, _fails("read", errno.EIO, lambda n: n == 0), store_kind=store_kind, prefetch_bytes=0
     ) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         with pytest.raises(TransferError, match=r"float32\[32768\] #7 .131072 bytes. could not be read back.*"):
             y.sum().backward(retain_graph=True)
         assert leaf.grad is None
         y.sum().backward()
-        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
         assert offload.stats().errors == 1
 
 
@@ -129,10 +118,7 @@ def test_a_failed_read_ahead_is_raised_only_where_its_tensor_is_used(scratch: Pa
     with engine(
         scratch, _fails("read", errno.EIO, lambda n: n == 5), store_kind=store_kind, prefetch_bytes=1 << 30
     ) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         with pytest.raises(TransferError, match=r"#2 "):  # reads are in the order 7, 6, 5, 4, 3, 2
             y.sum().backward()
         assert leaf.grad is None
@@ -153,12 +139,9 @@ def test_transfers_that_the_system_cuts_short_are_finished(at_most: int, scratch
     offload = Offloader(
         config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=PosixStore(scratch, syscalls=syscalls)
     )
-    leaf, x = activation(N)
-    with offload:
-        y = chain(x)
-    offload.flush()
+    leaf, y = stored_chain(offload, N)
     y.sum().backward()
-    assert_bit_equal(leaf.grad, _expected(leaf))
+    assert_bit_equal(leaf.grad, chain_gradient(leaf))
     assert_adds_up(offload.stats())
     offload.close()
 
@@ -172,10 +155,7 @@ def test_a_short_transfer_without_an_error_is_an_error(moved: int, scratch: Path
 
     store = PosixStore(scratch, syscalls=Syscalls(preadv=preadv))
     offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=store)
-    leaf, x = activation(N)
-    with offload:
-        y = chain(x)
-    offload.flush()
+    leaf, y = stored_chain(offload, N)
     short[0] = True
     with pytest.raises(OffloadError, match="bytes moved"):
         y.sum().backward()
@@ -194,7 +174,7 @@ def test_a_stalled_device_is_an_error_and_not_a_hang(scratch: Path, store_kind: 
         with pytest.raises(StalledError, match="stalled"):
             offload.flush()
         y.sum().backward()
-        assert_bit_equal(leaf.grad, _expected(leaf))
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
         gate.open()
     gate = Gate("read")
     with engine(scratch, gate, store_kind=store_kind, io_timeout=0.2, prefetch_bytes=0) as offload:
@@ -221,7 +201,7 @@ def test_a_directory_that_vanishes_before_the_first_write_keeps_the_tensors(scra
     with pytest.warns(OffloadWarning, match="stay"):
         offload.flush()
     y.sum().backward()
-    assert_bit_equal(leaf.grad, _expected(leaf))
+    assert_bit_equal(leaf.grad, chain_gradient(leaf))
     offload.close()
 
 
@@ -251,9 +231,7 @@ def test_a_disk_that_really_runs_full_keeps_the_tensors(scratch: Path) -> None:
             offload.flush()
         stats = offload.stats()
         y.sum().backward()
-        plain = leaf.detach().clone().requires_grad_()
-        chain(plain + 0, 12).sum().backward()
-        assert_bit_equal(leaf.grad, plain.grad)
+        assert_bit_equal(leaf.grad, chain_gradient(leaf, 12))
         assert stats.errors > 0
         assert stats.written_bytes > 8 << 20
         offload.close()
@@ -282,13 +260,10 @@ def test_the_test_store_can_corrupt(scratch: Path) -> None:
         return Fault(flip_byte=3) if operation == "read" else None
 
     with engine(scratch, plan) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         y.sum().backward()
         assert leaf.grad is not None
-        assert not torch.equal(leaf.grad, _expected(leaf))
+        assert not torch.equal(leaf.grad, chain_gradient(leaf))
 
 
 def test_a_directory_replaced_by_a_link_into_ram_is_noticed(scratch: Path, tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.exactness import assert_bit_equal
-from tba import Offloader, attach, offload_context
+from support.models import Made
+from support.planned import WAYS, records, step, used
+from tba import Offloader
 from tba._engine.auto.light import Light
 
 ROWS, WIDTH = 64, 32
@@ -39,68 +40,53 @@ class Model(nn.Module):
         return x.square().sum()
 
 
-@contextmanager
-def _used(how: str, model: nn.Module, scratch: Path, **settings: Any) -> Iterator[Offloader]:
-    settings = {"storage_paths": scratch, "min_tensor_bytes": 0, "memory_budget": 64 * LAYER_BYTES} | settings
-    offload = (attach if how == "attach" else offload_context)(model, "auto", **settings)
-    yield offload
-    offload.close()
+def _used(how: str, model: nn.Module, scratch: Path, **settings: Any) -> AbstractContextManager[Offloader]:
+    return used(how, model, scratch, **({"memory_budget": 64 * LAYER_BYTES} | settings))
 
 
-def _step(how: str, offload: Any, model: nn.Module, rows: int = ROWS) -> list[Tensor]:
-    model.zero_grad()
-    torch.manual_seed(rows)
-    x = torch.randn(rows, WIDTH)
-    if how == "around the step":
-        with offload:
-            model(x).backward()
-    elif how == "around the forward":
-        with offload:
-            loss = model(x)
-        loss.backward()
-    else:
-        model(x).backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+def _step(how: str, offload: Offloader | None, model: nn.Module, rows: int = ROWS) -> list[Tensor]:
+    return step(how, offload, model, rows, WIDTH)
 
 
-def _records(offload: Offloader) -> int:
-    return offload._saver._packing.numbers
+def _steps(offload: Offloader, model: nn.Module, count: int = 3) -> None:
+    for _ in range(count):
+        _step("attach", offload, model)
 
 
-WAYS = pytest.mark.parametrize("how", ["attach", "around the step", "around the forward"])
+EACH_WAY = pytest.mark.parametrize("how", WAYS)
 
 
-@WAYS
-def test_steps_that_fit_a_budget_make_no_records(how: str, scratch: Path) -> None:
+@EACH_WAY
+def test_steps_that_fit_a_budget_make_norecords(how: str, scratch: Path) -> None:
     model = Model()
     expected = _step("attach", None, model)
     with _used(how, model, scratch) as offload:
         assert_bit_equal(_step(how, offload, model), expected)
-        made = _records(offload)
+        made = records(offload)
         assert made
         kept_bytes = offload.stats().kept_bytes
         saved = [offload.stats().saved_bytes]
         for _ in range(5):
             assert_bit_equal(_step(how, offload, model), expected)
             saved.append(offload.stats().saved_bytes)
-        assert _records(offload) == made
+        assert records(offload) == made
         assert [after - before for before, after in pairwise(saved)] == [kept_bytes] * 5
         assert offload.stats().micro_batches == 6
         assert offload.stats().offloaded_bytes == 0
 
 
-@WAYS
+@EACH_WAY
 def test_a_step_that_saves_more_unseen_stays_within_the_budget(how: str, scratch: Path) -> None:
     model = Model()
     with _used(how, model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
         for _ in range(3):
             _step(how, offload, model)
-        made = _records(offload)
+        made = records(offload)
         assert offload._saver.light.fitted_bytes > 10 * LAYER_BYTES
         model.passes = 16
         grown = _step(how, offload, model)
         offload.stats()
-        assert _records(offload) > made
+        assert records(offload) > made
         assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
         assert 10 * LAYER_BYTES < offload.stats().peak_bytes <= 20 * LAYER_BYTES
         offload.close()
@@ -113,29 +99,27 @@ def test_after_a_step_that_was_too_large_those_that_fit_are_light_again(scratch:
         for passes in (4, 4, 16, 4, 4):
             model.passes = passes
             _step("attach", offload, model)
-        made = _records(offload)
-        for _ in range(3):
-            _step("attach", offload, model)
-        assert _records(offload) == made
+        made = records(offload)
+        _steps(offload, model)
+        assert records(offload) == made
 
 
 def test_forwards_before_a_backward_are_counted_together_and_those_given_up_are_not(scratch: Path) -> None:
     model, x = Model(), torch.randn(ROWS, WIDTH)
     with _used("attach", model, scratch, memory_budget=20 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
-        made = _records(offload)
+        _steps(offload, model)
+        made = records(offload)
         for _ in range(2):
             model(x)  # whose memory the next has again
         model(x).backward()
-        assert (offload.stats().offloaded_bytes, _records(offload)) == (0, made)
+        assert (offload.stats().offloaded_bytes, records(offload)) == (0, made)
         model(x)
         (model(x) + model(x) + model(x)).backward()
         assert offload.stats().offloaded_bytes > 10 * LAYER_BYTES
         assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
 
 
-def test_what_is_saved_ahead_of_the_forward_keeps_its_records(scratch: Path) -> None:
+def test_what_is_saved_ahead_of_the_forward_keeps_itsrecords(scratch: Path) -> None:
     model, first = Model(), nn.Linear(WIDTH, WIDTH)
 
     def step() -> list[Tensor]:
@@ -150,7 +134,7 @@ def test_what_is_saved_ahead_of_the_forward_keeps_its_records(scratch: Path) -> 
         made = []
         for _ in range(5):
             assert_bit_equal(step(), expected)
-            made.append(_records(offload))
+            made.append(records(offload))
         each = [after - before for before, after in pairwise(made)]
         assert each[1:] == [each[1]] * 3  # those ahead of the forward only
         assert 0 < each[1] < made[0]
@@ -183,21 +167,16 @@ def test_own_code_gets_memory_of_its_own(scratch: Path) -> None:
             x.mul_(0)  # its own, as a copy
             return out.mul_(gradient)
 
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def custom(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return (Doubled.apply(y) + y.sin()).sum()  # type: ignore[no-untyped-call, no-any-return]
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.linear(x)
-            return (Doubled.apply(y) + y.sin()).sum()  # type: ignore[no-untyped-call, no-any-return]
-
-    model = Custom()
+    model = Made(custom, linear=nn.Linear(WIDTH, WIDTH))
     with _used("attach", model, scratch) as offload:
         steps = [_step("attach", offload, model) for _ in range(4)]
         assert offload._saver.rest.resting
-    for step in steps[1:]:
-        assert_bit_equal(step, steps[0])
+    for later in steps[1:]:
+        assert_bit_equal(later, steps[0])
 
 
 def test_a_second_backward_and_gradients_of_gradients(scratch: Path) -> None:
@@ -241,25 +220,23 @@ def test_a_mode_sees_nothing_of_it(scratch: Path) -> None:
     with FlopCounterMode(display=False) as plain:
         _step("attach", None, model)
     with _used("attach", model, scratch) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
-        made = _records(offload)
+        _steps(offload, model)
+        made = records(offload)
         with FlopCounterMode(display=False) as counter:
             assert_bit_equal(_step("attach", offload, model), expected)
         assert counter.get_total_flops() == plain.get_total_flops()
-        assert _records(offload) == made
+        assert records(offload) == made
 
 
 def test_what_a_backward_that_keeps_its_graph_saves_is_seen(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch, memory_budget=24 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
-        made = _records(offload)
+        _steps(offload, model)
+        made = records(offload)
         parameters = list(model.parameters())
         with offload:
             again = torch.autograd.grad(model(torch.randn(ROWS, WIDTH)), parameters, create_graph=True)
-        assert _records(offload) > made
+        assert records(offload) > made
         torch.autograd.grad(sum(each.square().sum() for each in again), parameters)  # type: ignore[arg-type]
         assert offload.stats().peak_bytes <= 24 * LAYER_BYTES
 
@@ -267,8 +244,7 @@ def test_what_a_backward_that_keeps_its_graph_saves_is_seen(scratch: Path) -> No
 def test_graphs_that_live_on_are_in_the_budget_of_the_next_step(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch, memory_budget=24 * LAYER_BYTES) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         x = torch.randn(ROWS, WIDTH)
         first = model(x)
         first.backward(retain_graph=True)
@@ -279,15 +255,14 @@ def test_graphs_that_live_on_are_in_the_budget_of_the_next_step(scratch: Path) -
         assert offload.stats().peak_bytes <= 24 * LAYER_BYTES
 
 
-def test_a_step_that_is_traced_has_its_records(scratch: Path) -> None:
+def test_a_step_that_is_traced_has_itsrecords(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch) as offload:
-        for _ in range(5):
-            _step("attach", offload, model)
-        made = _records(offload)
+        _steps(offload, model, 5)
+        made = records(offload)
         with offload.trace() as events:
             _step("attach", offload, model)
-        assert _records(offload) > made
+        assert records(offload) > made
         assert {event.kind for event in events} >= {"saved", "held"}
 
 
@@ -295,16 +270,15 @@ def test_other_shapes_are_seen_first(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch) as offload:
         for rows, new in ((64, True), (64, False), (32, False), (128, True), (128, False), (64, False)):
-            made = _records(offload)
+            made = records(offload)
             _step("attach", offload, model, rows)
-            assert (_records(offload) > made) == new
+            assert (records(offload) > made) == new
 
 
 def test_no_graph_outlives_its_step(scratch: Path) -> None:
     model = Model()
     with _used("attach", model, scratch) as offload:
-        for _ in range(3):
-            _step("attach", offload, model)
+        _steps(offload, model)
         x = torch.randn(ROWS, WIDTH)
         y = model.layers[0](x).exp()  # an output that its own node saves
         gone = weakref.ref(y)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from io_backends import BufferPool
 from io_backends.testing import Fault, Operation
-from support.engine import ALL_INT8, activation, chain, engine, save
+from support.engine import ALL_INT8, activation, chain, chain_gradient, engine, save, stored_chain
 from support.exactness import assert_bit_equal
 from tba import Offloader, TransferError
 from tba._memory.shortage import in_torchs_words, lacks_memory
@@ -60,13 +60,6 @@ class Scarce:
         monkeypatch.setattr(name, call)
 
 
-def plain_gradient() -> Tensor:
-    leaf, x = activation(N)
-    chain(x).sum().backward()
-    assert leaf.grad is not None
-    return leaf.grad
-
-
 LEGS = {
     "memory to read into": ("io_backends.BufferPool.lease", {}),
     "the way to the device": ("tba._memory.streams.into", {}),
@@ -100,7 +93,7 @@ def test_a_lack_that_passes_costs_what_was_read_ahead_and_no_more(
         del y
         assert offload.stats().live_records == 0
         if not settings:
-            assert_bit_equal(wanted, plain_gradient())
+            assert_bit_equal(wanted, chain_gradient(leaf))
 
 
 @pytest.mark.parametrize("leg", LEGS)
@@ -111,10 +104,7 @@ def test_a_lack_that_stays_raises_pytorchs_error_and_a_smaller_batch_works(
     name, settings = LEGS[leg]
     scarce = Scarce(monkeypatch, name, LACKS[lack])
     with engine(scratch, prefetch_bytes=4 * N * 4, **settings) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         scarce.failing = iter([True] * 100)
         with pytest.raises(RuntimeError) as caught:
             y.sum().backward()
@@ -145,10 +135,7 @@ def test_a_graph_whose_backward_ran_out_of_memory_may_be_asked_again(
 ) -> None:
     scarce = Scarce(monkeypatch, "io_backends.BufferPool.lease", LACKS["mmap"])
     with engine(scratch, prefetch_bytes=4 * N * 4) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         for place in range(6):
             scarce.failing = iter([*[False] * place, *[True] * 20])
             with pytest.raises(RuntimeError) as caught:
@@ -156,22 +143,19 @@ def test_a_graph_whose_backward_ran_out_of_memory_may_be_asked_again(
             assert is_known(caught.value)
         scarce.failing = iter(())
         y.sum().backward()
-        assert_bit_equal(leaf.grad, plain_gradient())
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
 
 
 def test_what_was_read_ahead_is_let_go_of_and_read_again(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scarce = Scarce(monkeypatch, "tba._engine.unpacking.look_for_code", MemoryError)
     with engine(scratch, prefetch_bytes=8 * N * 4) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         torch.autograd.grad(y.sum(), leaf, retain_graph=True)  # all of it is in memory, and may be asked for again
         before = offload.stats()
         scarce.failing = iter([True])
         y.sum().backward()
         assert offload.stats().read_bytes > before.read_bytes
-        assert_bit_equal(leaf.grad, plain_gradient())
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
 
 
 def test_a_read_that_fails_for_lack_of_memory_is_made_again(scratch: Path) -> None:
@@ -179,12 +163,9 @@ def test_a_read_that_fails_for_lack_of_memory_is_made_again(scratch: Path) -> No
         return Fault(error=OSError(errno.ENOMEM, "no memory")) if operation == "read" and number < 1 else None
 
     with engine(scratch, plan, prefetch_bytes=0) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         y.sum().backward()
-        assert_bit_equal(leaf.grad, plain_gradient())
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
 
 
 def test_reads_that_all_fail_for_lack_of_memory_end_in_pytorchs_error(scratch: Path) -> None:
@@ -192,9 +173,7 @@ def test_reads_that_all_fail_for_lack_of_memory_end_in_pytorchs_error(scratch: P
         return Fault(error=OSError(errno.ENOMEM, "no memory")) if operation == "read" else None
 
     with engine(scratch, plan, prefetch_bytes=0) as offload:
-        with offload:
-            y = chain(activation(N)[1])
-        offload.flush()
+        _, y = stored_chain(offload, N)
         with pytest.raises(RuntimeError) as caught:
             y.sum().backward()
         assert is_known(caught.value)
@@ -204,9 +183,7 @@ def test_other_failures_of_a_read_stay_what_they_are(scratch: Path, monkeypatch:
     for error in (OSError(errno.EIO, "broken"), RuntimeError("something else")):
         scarce = Scarce(monkeypatch, "io_backends.BufferPool.lease", lambda error=error: error)  # type: ignore[misc]
         with engine(scratch, prefetch_bytes=0) as offload:
-            with offload:
-                y = chain(activation(N)[1])
-            offload.flush()
+            _, y = stored_chain(offload, N)
             scarce.failing = iter([True])
             with pytest.raises(TransferError, match="could not be read back"):
                 y.sum().backward()
@@ -226,12 +203,9 @@ def test_a_tensor_that_no_memory_is_left_to_pack_stays_as_it_is(
     where = "compact._codecs.quantized.Quantized.begin" if part == "begin" else "compact._codecs.codec.Pending.finish"
     monkeypatch.setattr(where, scarce)
     with engine(scratch, tier=tier, compress=ALL_INT8) as offload:
-        leaf, x = activation(N)
-        with offload:
-            y = chain(x)
-        offload.flush()
+        leaf, y = stored_chain(offload, N)
         y.sum().backward()
-        assert_bit_equal(leaf.grad, plain_gradient())
+        assert_bit_equal(leaf.grad, chain_gradient(leaf))
         assert offload.stats().encoded_bytes == 0
 
 

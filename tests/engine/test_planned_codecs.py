@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
 from support.gpt import GPT, GPTConfig
+from support.models import Made, llama
 from support.planned import ROWS, WIDTH, Training, assert_equal, nothing, train
 from tba import BudgetError, Offloader, offload_context
 from tba._plan.plan import Plan
@@ -21,35 +22,18 @@ STEPS = 7
 SLOWER = {"max_write_rate": "5MB", "max_read_rate": "5MB"}  # too slow for a step beside which others compute, too
 
 
-class Language(nn.Module):
-    """A small model of language and how it is trained: tokens are the labels too."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        if kind == "gpt":
-            self.model: Any = GPT(GPTConfig(vocab=64, sequence=64, width=64, heads=4, layers=4, dropout=0.1))
-        else:
-            import transformers
-
-            config = transformers.LlamaConfig(
-                vocab_size=64,
-                hidden_size=64,
-                intermediate_size=176,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                attention_dropout=0.1,
-                use_cache=False,
-            )
-            self.model = transformers.LlamaForCausalLM(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if self.kind == "gpt":
-            return self.model(tokens[:, :-1], tokens[:, 1:])  # type: ignore[no-any-return]
-        return self.model(input_ids=tokens, labels=tokens).loss  # type: ignore[no-any-return]
-
-
+SIZES = {"vocab": 64, "width": 64, "inner": 176, "layers": 4}
+# A small model of language, and its loss of tokens that are the labels too.
+LANGUAGE: dict[str, Callable[[], tuple[Any, Callable[[Any, Tensor], Tensor]]]] = {
+    "gpt": lambda: (
+        GPT(GPTConfig(vocab=64, sequence=64, width=64, heads=4, layers=4, dropout=0.1)),
+        lambda model, tokens: model(tokens[:, :-1], tokens[:, 1:]),
+    ),
+    "llama": lambda: (
+        llama(**SIZES, attention_dropout=0.1).train(),
+        lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
+    ),
+}
 plans: list[Plan | None] = []  # of every step of the last training
 
 
@@ -57,7 +41,7 @@ def gradients(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple
     """Gradients of every step, and the engine."""
     plans.clear()
     torch.manual_seed(3)
-    model = Language(kind).train()
+    model, loss_of = LANGUAGE[kind]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     offloads = [make(model)] if make is not None else []
     found: list[Tensor] = []
@@ -66,7 +50,7 @@ def gradients(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple
         tokens = torch.randint(64, (8, 65))
         for offload in offloads:
             offload.__enter__()
-        model(tokens).backward()
+        loss_of(model, tokens).backward()
         for offload in offloads:
             offload.__exit__(None, None, None)
             plans.append(offload.plan)
@@ -143,13 +127,11 @@ def test_a_codec_may_leave_other_bytes_than_before(auto: Callable[..., Offloader
     """Values decide how many bytes an exact codec leaves: the plan follows, and no step departs from it for that."""
     most = [2]
 
-    class Picks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(WIDTH, WIDTH)
+    def pick(self: Any, x: Tensor) -> Tensor:
+        return x + 0.1 * self.linear(torch.take(x, torch.randint(most[0], x.shape)))
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 0.1 * self.linear(torch.take(x, torch.randint(most[0], x.shape)))
+    def picks() -> nn.Module:
+        return Made(pick, linear=nn.Linear(WIDTH, WIDTH))
 
     def run(training: Training, offload: Offloader | None) -> list[Tensor]:
         for number in range(12):
@@ -161,8 +143,8 @@ def test_a_codec_may_leave_other_bytes_than_before(auto: Callable[..., Offloader
         return training.state()
 
     held: list[int] = []
-    training = Training(Picks)
+    training = Training(picks)
     offload = auto(training.model, memory_budget=1 << 20, compress="exact")
-    assert_equal(run(training, offload), run(Training(Picks), None))
+    assert_equal(run(training, offload), run(Training(picks), None))
     assert len(set(held)) > 1
     assert held[-1] > held[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
-from tba import Offloader, attach, offload_context
+from support.planned import WAYS, step, used
+from tba import Offloader, offload_context
 from tba._engine.auto.rest import Rest, covers
 from tba._torch import private
 
@@ -32,35 +31,16 @@ class Model(nn.Module):
         return self.layers(x).square().sum()  # type: ignore[no-any-return]
 
 
-@contextmanager
-def _used(how: str, model: nn.Module, scratch: Path, **settings: Any) -> Iterator[Offloader]:
-    settings = {"storage_paths": scratch, "min_tensor_bytes": 0} | settings
-    offload = (attach if how == "attach" else offload_context)(model, "auto", **settings)
-    yield offload
-    offload.close()
+def _step(how: str, offload: Offloader | None, model: Model, rows: int = 64, **arguments: Any) -> list[Tensor]:
+    return step(how, offload, model, rows, 32, **arguments)
 
 
-def _step(how: str, offload: Any, model: Model, rows: int = 64, **arguments: Any) -> list[Tensor]:
-    model.zero_grad()
-    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
-    if how == "attach":
-        model(x, **arguments).backward()
-    elif how == "around the step":
-        with offload:
-            model(x, **arguments).backward()
-    else:
-        with offload:
-            loss = model(x, **arguments)
-        loss.backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-@pytest.mark.parametrize("how", ["attach", "around the step", "around the forward"])
+@pytest.mark.parametrize("how", WAYS)
 def test_a_run_that_fits_has_no_hooks_until_shapes_grow(how: str, scratch: Path) -> None:
     model = Model()
     expected = {rows: _step("attach", None, model, rows) for rows in (64, 32, 128)}  # not attached yet
     model.hooks.clear()
-    with _used(how, model, scratch) as offload:
+    with used(how, model, scratch) as offload:
         for rows in (64, 64, 64, 64, 32, 64):
             assert_bit_equal(_step(how, offload, model, rows), expected[rows])
         assert model.hooks == [True] + [False] * 5
@@ -76,7 +56,7 @@ def test_a_context_around_the_loop_has_its_hooks_off_too(scratch: Path) -> None:
     model = Model()
     expected = [_step("attach", None, model, rows) for rows in (64, 64, 64, 128, 128)]
     model.hooks.clear()
-    with _used("", model, scratch) as offload, offload:
+    with used("", model, scratch) as offload, offload:
         for wanted, rows in zip(expected, (64, 64, 64, 128, 128), strict=True):
             assert_bit_equal(_step("attach", None, model, rows), wanted)
         assert model.hooks == [True, False, False, True, False]
@@ -86,27 +66,10 @@ def test_a_context_around_the_loop_has_its_hooks_off_too(scratch: Path) -> None:
 def test_a_run_that_nearly_fills_memory_keeps_its_hooks(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     monkeypatch.setattr("tba._engine.write_behind.WriteBehind._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
         assert offload.stats().offloaded_bytes == 0
-    assert model.hooks == [True] * 3
-
-
-def test_where_a_setting_limits_bytes_the_hooks_stay_on(scratch: Path) -> None:
-    model = Model()
-    with _used("", model, scratch, memory_budget="1GiB") as offload:
-        for _ in range(3):
-            _step("around the step", offload, model)
-    assert model.hooks == [True] * 3
-
-
-def test_a_run_that_does_not_fit_keeps_its_hooks_and_moves(scratch: Path) -> None:
-    model = Model()
-    with _used("", model, scratch, memory_budget=8192) as offload:
-        for _ in range(3):
-            _step("around the step", offload, model)
-        assert offload.stats().offloaded_bytes > 0
     assert model.hooks == [True] * 3
 
 
@@ -115,7 +78,7 @@ def test_what_else_brings_the_hooks_back(change: str, scratch: Path) -> None:
     model = Model()
     model.layers[0].requires_grad_(False)
     arguments: dict[str, Any] = {}
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         for _ in range(2):
             _step("around the step", offload, model)
         assert model.hooks == [True, False]
@@ -134,7 +97,7 @@ def test_memory_that_others_take_brings_the_hooks_back(scratch: Path, monkeypatc
     model = Model()
     free = [64 << 30]
     monkeypatch.setattr("tba._memory.free_memory.free_bytes", lambda: free[0])
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
         assert model.hooks == [True, False, False]
@@ -144,12 +107,15 @@ def test_memory_that_others_take_brings_the_hooks_back(scratch: Path, monkeypatc
         assert len(model.hooks) < 70
 
 
-@pytest.mark.parametrize("settings", [{"compress": "exact"}, {"compress": "safe8"}])
-def test_a_codec_sees_every_step(settings: Any, scratch: Path) -> None:
+@pytest.mark.parametrize(
+    "settings", [{"memory_budget": "1GiB"}, {"memory_budget": 8192}, {"compress": "exact"}, {"compress": "safe8"}]
+)
+def test_where_a_setting_limits_bytes_or_a_codec_sees_every_step_the_hooks_stay(settings: Any, scratch: Path) -> None:
     model = Model()
-    with _used("", model, scratch, **settings) as offload:
+    with used("", model, scratch, **settings) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
+        assert (offload.stats().offloaded_bytes > 0) == (settings.get("memory_budget") == 8192)  # it does not fit
     assert model.hooks == [True] * 3
 
 
@@ -164,7 +130,7 @@ def test_without_a_model_the_hooks_stay_on(scratch: Path) -> None:
 
 def test_a_closed_engine_leaves_nothing_at_the_model(scratch: Path) -> None:
     model = Model()
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         assert not model._forward_pre_hooks
         with offload:
             assert len(model._forward_pre_hooks) == 1
@@ -189,7 +155,7 @@ def test_the_first_step_says_what_was_decided(
     settings: Any, line: str, scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model()
-    with _used("", model, scratch, **settings) as offload:
+    with used("", model, scratch, **settings) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
     assert len(caplog.messages) == 1
@@ -296,7 +262,7 @@ def test_a_larger_batch_inside_of_a_checkpoint_is_exact(reentrant: bool, scratch
         return [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]  # type: ignore[list-item]
 
     expected = [step(rows) for rows in (64, 64, 64, 128, 128)]
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         for wanted, rows in zip(expected, (64, 64, 64, 128, 128), strict=True):
             with offload:
                 assert_bit_equal(step(rows), wanted)
@@ -306,7 +272,7 @@ def test_a_larger_batch_inside_of_a_checkpoint_is_exact(reentrant: bool, scratch
 def test_a_larger_batch_inside_of_somebody_elses_hooks_is_theirs(scratch: Path) -> None:
     model, packed = Model(), list[int]()
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: (packed.append(1), x.detach())[1], lambda x: x)
-    with _used("", model, scratch) as offload:
+    with used("", model, scratch) as offload:
         for rows in (64, 64, 128):
             with offload:
                 if rows == 64:
@@ -322,7 +288,7 @@ def test_a_larger_batch_inside_of_somebody_elses_hooks_is_theirs(scratch: Path) 
 
 def test_nothing_is_pushed_where_hooks_are_lifted(scratch: Path) -> None:
     model = Model()
-    with _used("", model, scratch) as offload, offload:
+    with used("", model, scratch) as offload, offload:
         for _ in range(2):
             _step("attach", None, model, 64)
         with offload.suspend():

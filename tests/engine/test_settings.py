@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.engine import activation, chain
+from support.engine import activation, chain, chain_gradient, stored_chain
 from support.exactness import assert_bit_equal
 from tba import ConfigError, OffloadConfig, Offloader, OffloadStats, OffloadWarning
 
@@ -19,14 +19,9 @@ def train(scratch: Path, elements: int = MIB // 4, **settings: object) -> Offloa
     """One step through the file, bit-equal to plain; returns what moved."""
     settings = {"tier": "nvme", "min_tensor_bytes": 0, "prefetch_bytes": 0, "storage_paths": scratch, **settings}
     offload = Offloader(config=OffloadConfig(**settings))
-    leaf, x = activation(elements)
-    with offload:
-        y = chain(x, LENGTH)
-    offload.flush()
+    leaf, y = stored_chain(offload, elements, length=LENGTH)
     y.sum().backward()
-    plain = leaf.detach().clone().requires_grad_()
-    chain(plain + 0, LENGTH).sum().backward()
-    assert_bit_equal(leaf.grad, plain.grad)
+    assert_bit_equal(leaf.grad, chain_gradient(leaf, LENGTH))
     stats = offload.stats()
     offload.close()
     return stats

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from io_backends import PosixStore, Syscalls
-from support.engine import activation, chain, engine
+from support.engine import activation, chain, engine, stored_chain
 from tba import OffloadConfig, Offloader, OffloadStats, OffloadWarning, attach
 from tba._engine import steps
 
@@ -52,26 +52,27 @@ def assert_whole(step: OffloadStats | None) -> None:
     assert step.read_bytes + step.forwarded_bytes >= step.offloaded_bytes
 
 
-@pytest.mark.parametrize("around", ["training", "step", "forward"])
+@contextmanager
+def followed(around: str, model: nn.Module, scratch: Path) -> Iterator[Offloader]:
+    """An engine that moves everything, tied to the model where there is to be no context around anything."""
+    if around == "attach":
+        with closing(attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)) as tied:
+            yield tied
+    else:
+        with engine(scratch, model=model) as offload:
+            yield offload
+
+
+@pytest.mark.parametrize("around", ["training", "step", "forward", "attach"])
 def test_a_step_is_counted_once_and_whole(around: str, scratch: Path) -> None:
-    with engine(scratch, model=(model := small_model())) as offload:
+    model = small_model()
+    with followed(around, model, scratch) as offload:
         train(model, lambda what: offload if what == around else nullcontext(), offload.flush)
         stats = offload.stats()
     assert stats.steps == STEPS
     assert_whole(stats.last_step)
     assert stats.last_step is not None
     assert stats.last_step.saved_bytes == stats.saved_bytes // STEPS
-
-
-def test_with_attach_too(scratch: Path) -> None:
-    model = small_model()
-    tied = attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
-    try:
-        train(model, lambda _: nullcontext(), tied.flush)
-        assert tied.stats().steps == STEPS
-        assert_whole(tied.stats().last_step)
-    finally:
-        tied.close()
 
 
 def test_the_numbers_may_be_asked_for_after_each_step_and_in_its_middle(scratch: Path) -> None:
@@ -186,24 +187,14 @@ def assert_accumulated(stats: OffloadStats) -> None:
 
 
 @pytest.mark.parametrize("asked", [False, True], ids=["asked at the end", "asked all along"])
-@pytest.mark.parametrize("around", ["training", "step", "micro-batch", "forward"])
+@pytest.mark.parametrize("around", ["training", "step", "micro-batch", "forward", "attach"])
 def test_accumulated_micro_batches_are_one_step(around: str, asked: bool, scratch: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with engine(scratch, model=model) as offload:
+    with followed(around, model, scratch) as offload:
         ask = offload.stats if asked else nullcontext
         accumulate(model, lambda what: offload if what == around else nullcontext(), optimizer, ask)
         assert_accumulated(offload.stats())
-
-
-def test_with_attach_accumulated_micro_batches_are_one_step_too(scratch: Path) -> None:
-    model = small_model()
-    tied = attach(model, tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
-    try:
-        accumulate(model, lambda _: nullcontext(), torch.optim.AdamW(model.parameters()))
-        assert_accumulated(tied.stats())
-    finally:
-        tied.close()
 
 
 def test_without_a_model_any_optimizer_ends_a_step(scratch: Path) -> None:
@@ -275,10 +266,7 @@ def test_a_long_first_step_tells_how_far_it_has_come_and_no_other_does(
     monkeypatch.setenv("RANK", rank)
     with engine(scratch, tier=tier, prefetch_bytes=0) as offload:
         for _ in range(2):
-            _, x = activation(4096)
-            with offload:
-                y = chain(x)
-            offload.flush()
+            _, y = stored_chain(offload, 4096)
             y.sum().backward()
             offload.stats()
             told = [record.getMessage() for record in caplog.records]

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 
 from support.exactness import adamw, assert_bit_equal, assert_through_file
 from support.gpt import Block, GPTConfig
+from support.models import LlamaLayer, llama
 from support.zoo import ConvBlock
 from tba import Offloader, OffloadStats, OffloadWarning, offload_context
 
@@ -31,31 +31,6 @@ pytestmark = [
 ]
 
 BATCH, SEQUENCE, WIDTH = 2, 16, 32
-
-
-class Llama(nn.Module):
-    """One decoder layer of Llama with its rotary embedding: [B, S, W] -> [B, S, W]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        config = transformers.LlamaConfig(
-            vocab_size=61,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=SEQUENCE,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-        model = transformers.LlamaModel(config)
-        self.layer, self.rotary = model.layers[0], model.rotary_emb
-
-    def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1]).unsqueeze(0)
-        out: Tensor = self.layer(x, position_embeddings=self.rotary(x, positions), position_ids=positions)
-        return out
 
 
 def _gpt() -> nn.Module:
@@ -70,7 +45,7 @@ def _mlp() -> nn.Module:
 
 BLOCKS = {
     "gpt": (_gpt, (BATCH, SEQUENCE, WIDTH)),
-    "llama": (Llama, (BATCH, SEQUENCE, WIDTH)),
+    "llama": (LlamaLayer, (BATCH, SEQUENCE, WIDTH)),
     "conv": (lambda: ConvBlock(8), (BATCH, 8, 8, 8)),
     "mlp": (_mlp, (BATCH, SEQUENCE, WIDTH)),
 }
@@ -292,18 +267,7 @@ def test_eager_blocks_are_not_told_about_compiled_code(scratch: Path) -> None:
 def _language_model() -> nn.Module:
     """Two layers of Llama, each with two modules that would be blocks, were the layer not compiled."""
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    config.use_cache = False
-    return transformers.LlamaForCausalLM(config)
+    return llama(width=64, inner=160)  # type: ignore[no-any-return]
 
 
 def _compile(model: nn.Module, how: str, backend: str) -> nn.Module:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
+from support.models import Looks, Made
 from tba import OffloadConfig, Offloader
 
 N = 64
@@ -241,44 +242,19 @@ def test_of_a_graph_that_is_kept_only_the_last_backward_gets_the_memory(
     assert copied == [4 * N * N] * 2
 
 
-class Through(torch.autograd.Function):
-    """x, with a token that lives as long as the node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, token: Any) -> Tensor:
-        ctx.token = token
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
 class Token:
     pass
 
 
-class State(nn.Module):
-    """A weight, a frozen weight and a buffer."""
-
-    state: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(N))
-        self.frozen = nn.Parameter(torch.rand(N), requires_grad=False)
-        self.register_buffer("state", torch.rand(N))
-
-
-def a_buffer(model: State, x: Tensor) -> Tensor:
+def a_buffer(model: Any, x: Tensor) -> Tensor:
     return model.state.mul_(0.5).add_(x).sigmoid_()
 
 
-def a_frozen_weight(model: State, x: Tensor) -> Tensor:
+def a_frozen_weight(model: Any, x: Tensor) -> Tensor:
     return model.frozen.mul_(x).exp_()
 
 
-def a_view_of_a_frozen_weight(model: State, x: Tensor) -> Tensor:
+def a_view_of_a_frozen_weight(model: Any, x: Tensor) -> Tensor:
     return model.frozen.view(4, -1).mul_(x.view(4, -1)).exp_()
 
 
@@ -286,14 +262,17 @@ def a_view_of_a_frozen_weight(model: State, x: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore:tier='nvme' moved nothing")
 @pytest.mark.parametrize("tier", ["keep", "nvme"])
 def test_an_operator_in_place_on_a_weight_leaves_no_cycle(
-    edit: Callable[[State, Tensor], Tensor], tier: str, scratch: Path
+    edit: Callable[[Any, Tensor], Tensor], tier: str, scratch: Path
 ) -> None:
     """It saves its own output: if the node that made it held it as it is, nothing would ever collect the two."""
-    model, token, ended = State(), Token(), list[str]()
+    weight, frozen = nn.Parameter(torch.rand(N)), nn.Parameter(torch.rand(N), requires_grad=False)
+    model: Any = Made(lambda *_: None, weight=weight, frozen=frozen, state=torch.rand(N))
+    token, ended = Token(), list[str]()
+    del weight, frozen
     weakref.finalize(token, ended.append, "graph")
     offload = Offloader(model, OffloadConfig(tier=tier, min_tensor_bytes=0, storage_paths=scratch))
     with offload:
-        edit(model, Through.apply(model.weight, token))
+        edit(model, Looks.apply(model.weight, token))  # whose node has the token
     assert offload.stats().weight_bytes > 0
     del token
     gc.collect()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import assert_bit_equal
+from support.models import Around, RMSNorm
 from tba import attach, offload_context
 
 pytestmark = [
@@ -20,37 +21,15 @@ pytestmark = [
 ]
 
 
-class RootNorm(nn.Module):
-    """Written in Python, so that a lossy preset puts hooks on it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.norm = RootNorm(64)
+        self.norm = RMSNorm(64)
         self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
         return self.b(torch.relu(self.a(self.norm(x)))) * scale
-
-
-class Around(nn.Module):
-    """Another model, which has the attached one inside."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) + 1
 
 
 def _compiled(model: nn.Module, x: Tensor) -> Any:

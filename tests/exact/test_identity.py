@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.engine import activation, engine, save
 from support.exactness import assert_adds_up, assert_bit_equal
+from support.models import Looks, Made
 from tba import OffloadWarning
 
 BASE = 24
@@ -43,20 +45,9 @@ VIEWS = {
 }
 
 
-class _Keeps(torch.autograd.Function):
-    """Saves its input and puts what came back into a list."""
-
-    @staticmethod
-    def forward(ctx, x, back):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(x)
-        ctx.back = back
-        return torch.view_as_real(x.detach().resolve_conj()).sum() if x.is_complex() else x.detach().sum()
-
-    @staticmethod
-    def backward(ctx, gradient):  # type: ignore[no-untyped-def]
-        (x,) = ctx.saved_tensors
-        ctx.back.append(x)
-        return torch.zeros_like(x), None
+def _keeping(x: Tensor, back: list[Tensor]) -> Tensor:
+    """A graph that saves `x` alone, and whose backward puts what came back into a list."""
+    return Looks.apply(torch.ones((), requires_grad=True), lambda _, *saved: back.extend(saved), x)
 
 
 @pytest.mark.parametrize("look", VIEWS.values(), ids=VIEWS)
@@ -69,7 +60,7 @@ def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look, scratch
         whole = view.untyped_storage().nbytes() <= 2 * (view.numel() * view.itemsize)
         offset = view.storage_offset()
         with offload:
-            result = _Keeps.apply(view, back)
+            result = _keeping(view, back)
         del view
         offload.flush()
         result.backward()
@@ -114,7 +105,7 @@ def test_every_dtype_comes_back_exact(dtype: torch.dtype, scratch: Path) -> None
     expected = x.detach().clone()
     with engine(scratch) as offload:
         with offload:
-            result = _Keeps.apply(x, back)
+            result = _keeping(x, back)
         del x
         offload.flush()
         result.backward()
@@ -234,21 +225,15 @@ def test_a_small_view_of_a_large_storage_does_not_take_it_along(scratch: Path, s
     assert_bit_equal(leaf.grad[17], 2 * leaf.detach()[17])
 
 
-class _Weights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.frozen = nn.Linear(32, 32).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(32)
-        self.register_buffer("scale", torch.rand(32, 32))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.frozen(self.linear(x)) @ self.scale + self.linear.weight[:1])
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_weights_never_move(autocast: bool, scratch: Path) -> None:
-    model = _Weights()
+    layers: dict[str, Any] = {"linear": nn.Linear(32, 32), "frozen": nn.Linear(32, 32).requires_grad_(False)}
+    model: Any = Made(
+        lambda self, x: self.norm(self.frozen(self.linear(x)) @ self.scale + self.linear.weight[:1]),
+        **layers,
+        norm=nn.BatchNorm1d(32),
+        scale=torch.rand(32, 32),
+    )
     x = torch.randn(16, 32, requires_grad=True)
     with engine(scratch, model=model) as offload:
         with offload, torch.autocast("cpu", torch.bfloat16, enabled=autocast):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,9 @@ def _gradients(offload: Any) -> list[Tensor]:
     quantization.quantize_(frozen, quantization.Int8WeightOnlyConfig())
     adapter = nn.Linear(64, 64)
     x = torch.randn(32, 64)
-    if offload is None:
+    with offload or nullcontext():
         loss = frozen(adapter(x)).square().mean()
-    else:
-        with offload:
-            loss = frozen(adapter(x)).square().mean()
+    if offload:
         offload.flush()
     loss.backward()
     return [p.grad for p in adapter.parameters() if p.grad is not None]
@@ -86,11 +85,9 @@ def test_float8_training_is_exact(scratch: Path) -> None:
         found = []
         for _ in range(2):
             x = torch.randn(32, 64)
-            if offload is None:
+            with offload or nullcontext():
                 loss = model(x).square().mean()
-            else:
-                with offload:
-                    loss = model(x).square().mean()
+            if offload:
                 offload.flush()
             loss.backward()
             found += [p.grad.clone() for p in model.parameters() if p.grad is not None]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from support.forecast import BATCH, FAMILIES, LEAST_BYTES, SEQUENCE, VOCAB
+from support.models import Made
 from tba import ConfigError, offload_context
 from tba._forecast.hardware import DEVICES
 from tba._forecast.observe import Observed, _observe, observe
@@ -154,21 +155,13 @@ def test_attention_on_a_card_saves_its_inputs_and_its_output(value_width: int, h
     assert found.flops >= 2 * 2 * 8 * 256 * 256 * (32 + value_width) + 3 * 2 * rows * 64 * 8 * 32
 
 
-class OneHead(nn.Module):
-    """Attention without a dimension of heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 3 * 64)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_attention_of_three_dimensions_is_that_of_the_cpu() -> None:
+    def one_head(self: Any, x: Tensor) -> Tensor:
         q, k, v = self.layer(x).chunk(3, -1)
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
 
-
-def test_attention_of_three_dimensions_is_that_of_the_cpu() -> None:
     def make() -> tuple[nn.Module, Any]:
-        return OneHead(), torch.randn(4, 256, 64)
+        return Made(one_head, layer=nn.Linear(64, 3 * 64)), torch.randn(4, 256, 64)
 
     cpu, card = (observe(make, each, min_tensor_bytes=LEAST_BYTES) for each in (CPU, CARD))
     assert [each.nbytes for each in card.saved] == [each.nbytes for each in cpu.saved]
@@ -187,34 +180,22 @@ def test_a_cast_of_a_weight_is_not_saved_under_autocast() -> None:
 
 
 def test_what_recomputes_already_counts_once() -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Feed() for _ in range(2))
+    def recomputed(self: Any, x: Tensor) -> Any:
+        return sum(checkpoint(layer, x, use_reentrant=False) for layer in self.layers)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return sum(checkpoint(layer, x, use_reentrant=False) for layer in self.layers)  # type: ignore[return-value]
-
-    found = observe(lambda: (Checkpointed(), torch.randn(512, 64)), CPU, min_tensor_bytes=LEAST_BYTES)
+    layers = nn.ModuleList(Feed() for _ in range(2))
+    found = observe(lambda: (Made(recomputed, layers=layers), torch.randn(512, 64)), CPU, min_tensor_bytes=LEAST_BYTES)
     assert [each.nbytes for each in found.saved] == [512 * 64 * 4]
     assert found.blocks == ()
 
 
-class Routed(nn.Module):
-    """Looks at its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
+def test_a_model_that_needs_values_is_refused_with_what_to_do() -> None:
+    def routed(self: Any, x: Tensor) -> Tensor:
         y = self.layer(x)
         return y.sum() if y.mean().item() > 0 else y.square().sum()
 
-
-def test_a_model_that_needs_values_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match=r"cannot be run without values .*\.item\(\)"):
-        observe(lambda: (Routed(), torch.randn(4, 8)), CPU)
+        observe(lambda: (Made(routed, layer=nn.Linear(8, 8)), torch.randn(4, 8)), CPU)
 
 
 def test_an_error_of_the_model_stays_its_own() -> None:
@@ -224,18 +205,9 @@ def test_an_error_of_the_model_stays_its_own() -> None:
 
 def test_a_model_without_loss_or_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a scalar"):
-        observe(lambda: (TwoOutputs(), torch.randn(4, 8)), CPU)
+        observe(lambda: (Made(lambda self, x: (self.layer(x), x), layer=nn.Linear(8, 8)), torch.randn(4, 8)), CPU)
     with pytest.raises(ConfigError, match="nothing would train"):
         observe(lambda: (nn.Linear(8, 8).requires_grad_(False), torch.randn(4, 8)), CPU)
-
-
-class TwoOutputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer(x), x
 
 
 def test_a_causal_model_with_a_padding_mask_keeps_it() -> None:

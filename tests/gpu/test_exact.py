@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from support.exactness import Run, assert_bit_equal, raw_bytes
 from support.gpt import GPT, GPTConfig
 from support.gpu import DEVICE, TIERS, assert_moved, deterministic, gpu_only, offloader, open_device, train
+from support.models import Looks, Made, llama
 from tba import Offloader, offload_context
 
 pytestmark = gpu_only
@@ -155,30 +156,17 @@ def test_training_is_exact(family: Family, tier: str, scratch: Path) -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_a_llama_of_transformers_is_exact(scratch: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
 
-    class Llama(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            config = transformers.LlamaConfig(
-                vocab_size=VOCAB,
-                hidden_size=WIDTH,
-                intermediate_size=2 * WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=SEQUENCE,
-                bos_token_id=1,
-                eos_token_id=2,
-                use_cache=False,
-            )
-            self.llama = transformers.LlamaForCausalLM(config)
+    def loss(self: Any, tokens: Tensor, labels: Tensor) -> Tensor:
+        found: Tensor = self.llama(input_ids=tokens, labels=labels).loss
+        return found
 
-        def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-            loss: Tensor = self.llama(input_ids=tokens, labels=labels).loss
-            return loss
+    def make_model() -> nn.Module:
+        sizes = {"vocab": VOCAB, "width": WIDTH, "inner": 2 * WIDTH}
+        return Made(loss, llama=llama(**sizes, positions=SEQUENCE))
 
-    compare(Family("llama", Llama), "nvme", scratch)
+    compare(Family("llama", make_model), "nvme", scratch)
 
 
 def test_auto_moves_nothing_that_fits(scratch: Path) -> None:
@@ -199,28 +187,12 @@ def test_auto_moves_nothing_that_fits(scratch: Path) -> None:
 # -- single tensors ----------------------------------------------------------------------------------------------------
 
 
-class Keep(torch.autograd.Function):
-    """Passes its first argument on and saves the others; backward puts what comes back into `back`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, back: list[Tensor], *saved: Tensor) -> Tensor:
-        ctx.back = back
-        ctx.count = len(saved)
-        ctx.save_for_backward(*saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.back.extend(ctx.saved_tensors)
-        return (gradients[0], None, *([None] * ctx.count))
-
-
 def round_trip(tensors: list[Tensor], offload: Offloader) -> list[Tensor]:
     """What backward gets for `tensors`, which must not be referenced by anybody else."""
     x = torch.ones(4, device=DEVICE, requires_grad=True)
     back: list[Tensor] = []
     with offload:
-        y = Keep.apply(x, back, *tensors)
+        y = Looks.apply(x, lambda _, *saved: back.extend(saved), *tensors)
     assert isinstance(y, Tensor)
     tensors.clear()
     offload.flush()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from support.engine import engine
 from support.exactness import assert_bit_equal
+from support.models import Made
 from tba import OffloadWarning, attach
 from tba._torch import hook_stack, module_hooks, private
 
@@ -217,19 +218,6 @@ def test_a_copy_is_not_tied_and_works(copying: Callable[[nn.Module], nn.Module])
     assert model.calls[3:] == ["forward"]
 
 
-def test_an_attached_model_can_be_copied_and_only_it_is_followed(scratch: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
-    x = torch.randn(5, 8)
-    for copied in (copy.deepcopy(model), _pickled(model)):
-        copied(x).sum().backward()
-        assert offload.stats().saved_bytes == 0
-        assert_bit_equal(copied.state_dict(), model.state_dict())
-    model(x).sum().backward()
-    assert offload.stats().saved_bytes > 0
-    offload.close()
-
-
 def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scratch: Path) -> None:
     model = nn.Linear(8, 8)
     offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
@@ -249,12 +237,7 @@ def test_a_hook_ahead_of_ours_that_raises_leaves_the_context_of_others_alone(scr
 
 
 def test_closed_by_the_models_own_forward(scratch: Path) -> None:
-    class Closes(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            offload.close()
-            return x.sin()
-
-    model = Closes()
+    model = Made(lambda _, x: (offload.close(), x.sin())[1])
     offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
     model(torch.randn(8, requires_grad=True)).sum().backward()
     assert not offload.entered

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from support.engine import engine, save
+from support.models import Made
 from tba import OffloadStats
 from tba._torch.weights import MARK, WEIGHT, leads_to_parameter, mark_weights
 
@@ -198,16 +200,11 @@ def test_a_chain_longer_than_any_in_practice_is_given_up() -> None:
 # -- with a model --------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+def _model() -> Any:
     """A parameter, a buffer, and buffers that cannot be marked."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = parameter()
-        self.register_buffer("table", torch.randn(16, 8))
-        self.register_buffer("sparse", torch.eye(3).to_sparse())
-        self.register_buffer("meta", torch.empty(5, device="meta"))
-        self.register_buffer("nothing", None)
+    sparse, meta = torch.eye(3).to_sparse(), torch.empty(5, device="meta")
+    buffers = {"table": torch.randn(16, 8), "sparse": sparse, "meta": meta, "nothing": None}
+    return Made(lambda *_: None, weight=parameter(), **buffers)
 
 
 def marked(tensor: Tensor) -> bool:
@@ -215,7 +212,7 @@ def marked(tensor: Tensor) -> bool:
 
 
 def test_buffers_and_their_views_are_marked_through_the_model(scratch: Path) -> None:
-    model = Model()
+    model = _model()
     table = model.get_buffer("table")
     assert not is_weight(table, scratch)  # nobody told
     assert is_weight(table, scratch, model)
@@ -225,7 +222,7 @@ def test_buffers_and_their_views_are_marked_through_the_model(scratch: Path) -> 
 
 
 def test_a_mark_names_the_storage_and_dies_with_it() -> None:
-    model = Model()
+    model = _model()
     mark_weights(model)
     assert marked(model.weight)
     assert marked(model.get_buffer("table").view(4, 32).detach())
@@ -238,7 +235,7 @@ def test_a_mark_names_the_storage_and_dies_with_it() -> None:
 
 def test_a_model_that_changes_its_storages_is_marked_anew(scratch: Path) -> None:
     """Casts, moves and loading may replace storages between steps; each step learns them again."""
-    model = Model()
+    model = _model()
     with engine(scratch, model=model) as offload:
         for step in range(3):
             model.register_buffer("table", torch.randn(16, 8))
@@ -251,7 +248,7 @@ def test_a_model_that_changes_its_storages_is_marked_anew(scratch: Path) -> None
 
 
 def test_marking_is_repeatable_and_leaves_the_model_as_it_was() -> None:
-    model = Model()
+    model = _model()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in ("weight", "table")}
     for _ in range(2):
         mark_weights(model)

@@ -68,6 +68,10 @@ class Block(nn.Module):
         return self.linear(x)
 
 
+def _found(block: nn.Module) -> Found:
+    return Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+
+
 def add_global(_: Block) -> None:
     global TOTAL
     TOTAL += 1
@@ -224,7 +228,7 @@ UNSEEN: dict[str, tuple[Callable[[Any], object], Any]] = {
 def test_what_cannot_be_read_is_told(name: str) -> None:
     do, kept = UNSEEN[name]
     block = Block(do, kept)
-    assert Found.of(block, block.forward, (torch.zeros(1, 2),), {}).unseen
+    assert _found(block).unseen
 
 
 def test_what_nothing_in_a_forward_names_does_not_matter() -> None:
@@ -234,12 +238,12 @@ def test_what_nothing_in_a_forward_names_does_not_matter() -> None:
 
     block = Fitted(lambda _: None)
     block.source = itertools.count()  # type: ignore[assignment]
-    assert Found.of(block, block.forward, (torch.zeros(1, 2),), {}).unseen == ""
+    assert _found(block).unseen == ""
 
 
 def test_equal_values_are_no_change() -> None:
     block = Block(lambda block: setattr(block, "kept", (len(block.kept), 0.5 + 0.5, "a" + "b"[:1])), (3, 1.0, "ab"))
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     block(torch.zeros(1, 2))
     assert found.block.change() == ""
 
@@ -257,23 +261,23 @@ def test_a_given_object_is_read_anew_at_each_call_and_put_back() -> None:
 
 def test_what_is_new_since_the_last_call_is_found() -> None:
     block = Block(lambda block: block.kept.append(1), [])
-    Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    _found(block)
     block.kept = [[]]
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     block.kept[0].append(1)
     assert found.block.change()
 
 
 def test_a_large_tensor_that_is_edited_is_told_as_lost() -> None:
     block = Block(lambda block: block.kept.add_(1), torch.zeros(COPIED_BYTES))
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     block(torch.zeros(1, 2))
     assert found.lost() == "kept"
 
 
 def test_weights_that_are_edited_are_told_as_lost() -> None:
     block = Block(lambda _: None)
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     with torch.no_grad():
         block.linear.weight.add_(1)
     assert found.lost() == "its weights"
@@ -281,18 +285,18 @@ def test_weights_that_are_edited_are_told_as_lost() -> None:
 
 def test_a_block_is_not_walked_again_because_an_optimizer_has_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     block = Block(lambda _: None)
-    earlier = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    earlier = _found(block)
     with torch.no_grad():
         block.linear.weight.add_(1)
     monkeypatch.setattr("tba._state.reach.Reach._visit", None)
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     assert (found.lost(), found.block.change()) == ("", "")
     assert earlier.lost() == "its weights"
 
 
 def test_putting_back_moves_no_version_counter() -> None:
     block = Block(lambda block: block.kept.add_(1), torch.zeros(2))
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     block(torch.zeros(1, 2))
     version = block.kept._version
     with found.as_found():
@@ -302,7 +306,7 @@ def test_putting_back_moves_no_version_counter() -> None:
 
 def test_an_exception_in_the_region_puts_everything_back() -> None:
     block = Block(lambda block: block.kept.append(1), [])
-    found = Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    found = _found(block)
     block(torch.zeros(1, 2))
     with suppress(KeyError), found.as_found():
         block.kept += [1, 2, 3]
@@ -314,7 +318,7 @@ def test_a_block_that_was_read_dies_with_its_last_reference() -> None:
     block = Block(lambda _: None)
     gc.disable()
     try:
-        Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+        _found(block)
         alive = [weakref.ref(block), weakref.ref(block.linear), weakref.ref(block.linear.weight)]
         del block
         assert [reference() for reference in alive] == [None] * 3
@@ -325,7 +329,7 @@ def test_a_block_that_was_read_dies_with_its_last_reference() -> None:
 def test_a_block_that_holds_its_parent_is_collected_with_it() -> None:
     parent = nn.Module()
     parent.block = block = Block(lambda _: None, [parent])
-    Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    _found(block)
     alive = weakref.ref(block)
     del parent, block
     gc.collect()
@@ -347,7 +351,7 @@ def test_copies_of_a_block_that_was_read_carry_nothing() -> None:
     block = Plain()
     before = pickle.dumps(block)
     attributes = set(vars(block))
-    Found.of(block, block.forward, (torch.zeros(1, 2),), {})
+    _found(block)
     assert set(vars(block)) == attributes
     assert len(pickle.dumps(block)) - len(before) < 200
     for other in (copy.deepcopy(block), pickle.loads(pickle.dumps(block))):

@@ -114,3 +114,20 @@ def chain(x: Tensor, length: int = 8) -> Tensor:
     for _ in range(length):
         x = save(x * 1)
     return x
+
+
+def chain_gradient(leaf: Tensor, length: int = 8) -> Tensor:
+    """The gradient that plain PyTorch gives a leaf of the sum of such a chain."""
+    plain = leaf.detach().clone().requires_grad_()
+    chain(plain + 0, length).sum().backward()
+    assert plain.grad is not None
+    return plain.grad
+
+
+def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tensor, Tensor]:
+    """A leaf and the end of its chain, all of which has been handed to the store."""
+    leaf, x = activation(*size)
+    with offload:
+        y = chain(x, length)
+    offload.flush()
+    return leaf, y

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from support.models import transformer
+
 WIDTH, HEADS, VOCAB, BATCH, SEQUENCE, LEAST_BYTES = 64, 4, 97, 4, 64, 4096
 
 
@@ -16,11 +18,8 @@ def language(name: str, **fields: Any) -> Callable[[], tuple[nn.Module, Any]]:
     """Make a function that makes a model of transformers, of this class, and tokens as its labels."""
 
     def make() -> tuple[nn.Module, Any]:
-        import transformers
-
-        head = getattr(transformers, name)
         torch.manual_seed(0)
-        model = head(head.config_class(vocab_size=VOCAB, **fields)).train()
+        model = transformer(name, vocab=VOCAB, width=WIDTH, heads=HEADS, **fields).train()
         tokens = torch.randint(VOCAB, (BATCH, SEQUENCE))
         return model, {"input_ids": tokens, "labels": tokens}
 
@@ -56,28 +55,9 @@ def conv() -> tuple[nn.Module, Any]:
 
 
 FAMILIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
-    "gpt2": language("GPT2LMHeadModel", n_embd=WIDTH, n_layer=3, n_head=HEADS, n_positions=SEQUENCE, use_cache=False),
-    "bert": language(
-        "BertForMaskedLM", hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=HEADS, intermediate_size=160
-    ),
-    "t5": language(
-        "T5ForConditionalGeneration",
-        d_model=WIDTH,
-        d_kv=16,
-        d_ff=256,
-        num_layers=2,
-        num_heads=HEADS,
-        decoder_start_token_id=0,
-        use_cache=False,
-    ),
-    "llama": language(
-        "LlamaForCausalLM",
-        hidden_size=WIDTH,
-        intermediate_size=172,
-        num_hidden_layers=3,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        use_cache=False,
-    ),
+    "gpt2": language("GPT2LMHeadModel", layers=3, positions=SEQUENCE),
+    "bert": language("BertForMaskedLM", layers=3, inner=160),
+    "t5": language("T5ForConditionalGeneration", layers=2, inner=256, d_kv=16),
+    "llama": language("LlamaForCausalLM", layers=3, inner=172, num_key_value_heads=2),
     "conv": conv,
 }

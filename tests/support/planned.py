@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tba import Offloader, offload_context
+from tba import Offloader, attach, offload_context
 
 MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 512, 128, 6
@@ -87,3 +88,40 @@ def saved_bytes(block: Callable[[], nn.Module] = Block) -> int:
     stats = offload.stats()
     offload.close()
     return stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
+
+
+WAYS = ("attach", "around the step", "around the forward")
+
+
+@contextmanager
+def used(how: str, model: nn.Module, scratch: Path, **settings: Any) -> Iterator[Offloader]:
+    """An engine of tier auto that moves whatever is saved, attached or not; closed at the end."""
+    settings = {"storage_paths": scratch, "min_tensor_bytes": 0} | settings
+    offload = (attach if how == "attach" else offload_context)(model, "auto", **settings)
+    yield offload
+    offload.close()
+
+
+def step(
+    how: str, offload: Offloader | None, model: nn.Module, rows: int, width: int, **arguments: Any
+) -> list[Tensor]:
+    """The gradients of one step of a model that returns its loss, with the context where `how` says: one of `WAYS`."""
+    model.zero_grad()
+    torch.manual_seed(rows)
+    x = torch.randn(rows, width)
+    with offload if offload is not None and how != "attach" else nullcontext():
+        loss = model(x, **arguments)
+        if how == "around the step":
+            loss.backward()
+    if how != "around the step":
+        loss.backward()
+    return gradients(model)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def records(offload: Offloader) -> int:
+    """How many records the engine has made so far."""
+    return offload._saver._packing.numbers

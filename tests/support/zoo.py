@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from support.gpt import GPT, GPTConfig
+from support.models import llama, transformer
 
 BATCH, SEQUENCE, WIDTH, VOCAB = 2, 16, 32, 61
 
@@ -122,67 +124,21 @@ def _gpt() -> nn.Module:
     return GPT(GPTConfig(layers=2, width=WIDTH, heads=2, sequence=SEQUENCE, vocab=VOCAB, dropout=0.1))
 
 
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=SEQUENCE, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
-    )
-    config.use_cache = False
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=2 * WIDTH,
-        max_position_embeddings=SEQUENCE,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCAB, d_model=WIDTH, d_kv=16, d_ff=2 * WIDTH, num_layers=2, num_heads=2, decoder_start_token_id=0
-    )
-    config.use_cache = False
-    return transformers.T5ForConditionalGeneration(config)
-
-
-_LLAMA = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 2 * WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": SEQUENCE,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-}
-
-
-def _llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_LLAMA))
-
-
-def _mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(
-        **_LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_jitter_noise=0.1
-    )
-    return transformers.MixtralForCausalLM(config)
-
+_SIZES: dict[str, Any] = {"width": WIDTH, "layers": 2, "heads": 2}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_jitter_noise": 0.1}
+_GPT2 = partial(transformer, "GPT2LMHeadModel", **_SIZES, positions=SEQUENCE)
+_BERT = partial(transformer, "BertForMaskedLM", **_SIZES, inner=2 * WIDTH, positions=SEQUENCE)
+_T5 = partial(transformer, "T5ForConditionalGeneration", **_SIZES, inner=2 * WIDTH, d_kv=16)
+_MIXTRAL = partial(llama, "MixtralForCausalLM", **_EXPERTS)
 
 FAMILIES = (
     Family("gpt", _gpt, _pair, ("blocks.0", "blocks.1")),
-    Family("gpt2", _gpt2, _labelled, ("transformer.h.0", "transformer.h.1")),
-    Family("bert", _bert, _masked, ("bert.encoder.layer.0", "bert.encoder.layer.1")),
-    Family("t5", _t5, _labelled, ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")),
-    Family("llama", _llama, _labelled, ("model.layers.0", "model.layers.1")),
+    Family("gpt2", _GPT2, _labelled, ("transformer.h.0", "transformer.h.1")),
+    Family("bert", _BERT, _masked, ("bert.encoder.layer.0", "bert.encoder.layer.1")),
+    Family("t5", _T5, _labelled, ("encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1")),
+    Family("llama", llama, _labelled, ("model.layers.0", "model.layers.1")),
     # The balancing loss takes only the indices of a top-k, whose node saves them: int64 [B * S, 2] for each layer.
-    Family("mixtral", _mixtral, _labelled, ("model.layers.0", "model.layers.1"), 2 * BATCH * SEQUENCE * 2 * 8),
+    Family("mixtral", _MIXTRAL, _labelled, ("model.layers.0", "model.layers.1"), 2 * BATCH * SEQUENCE * 2 * 8),
     Family("convnet", ConvNet, _images, ("one", "two")),
     Family("lstm", Recurrent, _pair, ("layers",)),
 )

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, convert, revert
 from compact._training.convert import CompactConv1D, CompactLinear
+from support.models import llama, transformer
 
 
 class _Block(nn.Module):
@@ -287,52 +286,27 @@ def test_conv1d_of_transformers(bias: bool) -> None:
 
 
 def _bert() -> tuple[nn.Module, dict[str, Tensor], set[str]]:
-    config = BertConfig(
-        vocab_size=60,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"width": 32, "inner": 64, "layers": 1, "heads": 2, "hidden_dropout_prob": 0.0}
+    model = transformer("BertForSequenceClassification", **sizes, attention_probs_dropout_prob=0.0)
     batch = {"input_ids": torch.arange(24).reshape(2, 12), "labels": torch.tensor([0, 1])}
     layer = "bert.encoder.layer.0."
     names = {layer + "attention.self." + name for name in ("query", "key", "value")}
-    return BertForSequenceClassification(config), batch, names | {layer + "intermediate.dense", layer + "output.dense"}
+    return model, batch, names | {layer + "intermediate.dense", layer + "output.dense"}
 
 
 def _gpt2() -> tuple[nn.Module, dict[str, Tensor], set[str]]:
-    config = GPT2Config(
-        vocab_size=60,
-        n_embd=32,
-        n_layer=1,
-        n_head=2,
-        n_positions=16,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"width": 32, "layers": 1, "heads": 2, "positions": 16}
+    model = transformer("GPT2LMHeadModel", **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     ids = torch.arange(24).reshape(2, 12)
     names = {f"transformer.h.0.{name}" for name in ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")}
-    return GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, names
+    return model, {"input_ids": ids, "labels": ids}, names
 
 
 def _llama() -> tuple[nn.Module, dict[str, Tensor], set[str]]:
-    config = LlamaConfig(
-        vocab_size=60,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
     ids = torch.arange(24).reshape(2, 12)
     names = {f"model.layers.0.self_attn.{name}_proj" for name in "qkv"}
     names |= {f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")}
-    return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, names
+    return llama(layers=1), {"input_ids": ids, "labels": ids}, names
 
 
 @pytest.mark.parametrize("make", [_bert, _gpt2, _llama])

@@ -43,6 +43,12 @@ def _train(model: nn.Module, optimizer: CompActAdamW, batches: Iterator[tuple[Te
     return losses
 
 
+def _converted(dtype: torch.dtype = torch.float64, rank: int = 6, **settings: Any) -> tuple[Any, CompActAdamW]:
+    model = _model(dtype)
+    convert(model, rank=rank, skip=(), **settings)
+    return model, CompActAdamW(model.parameters())
+
+
 def _space(weight: Tensor) -> Any:
     return weight.subspace  # type: ignore[attr-defined]
 
@@ -117,9 +123,7 @@ def test_every_step_is_that_of_the_paper() -> None:
 
 
 def test_gradients_and_moments_are_as_small_as_the_rank() -> None:
-    model = _model(torch.float32)
-    convert(model, rank=4, skip=())
-    optimizer = CompActAdamW(model.parameters())
+    model, optimizer = _converted(torch.float32, rank=4)
     _train(model, optimizer, _batches(1, torch.float32))
     model(torch.ones(2, 24)).sum().backward()
     for name, parameter in model.named_parameters():
@@ -159,9 +163,7 @@ def test_full_orthonormal_rank_without_refresh_is_adam_in_another_basis() -> Non
 
 
 def test_micro_batches_add_up_and_zero_grad_clears() -> None:
-    model = _model()
-    convert(model, rank=6, skip=())
-    optimizer = CompActAdamW(model.parameters())
+    model, optimizer = _converted()
     (x, _), *_ = _batches(1)
     model(x).square().sum().backward()
     whole = {name: _space(p).grad.clone() for name, p in model.named_parameters() if p.dim() == 2}
@@ -238,9 +240,7 @@ def test_resumes_to_the_last_bit(at_refresh: str, kind: str) -> None:
 
 
 def test_a_copied_model_and_optimizer_go_on_alone() -> None:
-    model = _model()
-    convert(model, rank=6, refresh=2, skip=())
-    optimizer = CompActAdamW(model.parameters())
+    model, optimizer = _converted(refresh=2)
     _train(model, optimizer, _batches(3))
     twin = copy.deepcopy(model)
     twin_optimizer = CompActAdamW(twin.parameters())
@@ -258,9 +258,7 @@ def _saved(rank: int, kind: str = "gaussian", convert_it: bool = True) -> dict[s
 
 
 def test_a_checkpoint_that_does_not_fit_names_the_layer_and_the_numbers() -> None:
-    model = _model()
-    convert(model, rank=6, skip=())
-    optimizer = CompActAdamW(model.parameters())
+    model, optimizer = _converted()
     spaces = [copy.deepcopy(_space(p)) for p in model.parameters() if p.dim() == 2]
     cases = [
         (_saved(8), r"layer '0' has rank 6 .*\[32, 6\], but was saved with rank 8 .*\[32, 8\]: convert with rank=8"),
@@ -313,9 +311,7 @@ def test_a_gradient_from_before_a_refresh_is_refused() -> None:
 
 
 def test_misuse_is_refused() -> None:
-    model = _model()
-    convert(model, rank=6, skip=())
-    optimizer = CompActAdamW(model.parameters())
+    model, optimizer = _converted()
     model[0].weight.sum().backward()  # used outside its layer
     with pytest.raises(
         RuntimeError, match=r"layer '0' has a full gradient of shape \[32, 24\] as well as one of rank 6"

@@ -116,12 +116,6 @@ def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
     assert not missing.parent.exists()
 
 
-def test_a_file_is_no_directory(scratch: Path) -> None:
-    (scratch / "file").write_text("")
-    with pytest.raises(StorageError, match="not a directory"):
-        storage_directories(OffloadConfig(storage_paths=scratch / "file"))[0]
-
-
 def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:
     one, two = scratch / "one", scratch / "two"
     one.mkdir()
