@@ -20,7 +20,7 @@ _STACK_BYTES = 256 << 10
 def _run_deep(scratch: Path, body: str) -> None:
     """Run `body` on a thread with a small stack, in a process of its own: a stack overflow ends the process."""
     program = f"""
-import threading, torch
+import os, threading, torch
 from tba import offload_context
 
 def main():
@@ -31,6 +31,7 @@ threading.stack_size({_STACK_BYTES})
 thread = threading.Thread(target=main)
 thread.start()
 thread.join()
+os._exit(0)  # plain torch 2.12 aborts as it exits after a backward on such a thread
 """
     run = subprocess.run(
         [sys.executable, "-c", program],
