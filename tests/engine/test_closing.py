@@ -95,19 +95,28 @@ def test_what_was_called_off_is_still_in_memory(scratch: Path) -> None:
         del y
 
 
+class _Awaited(threading.Event):
+    """An event that tells when somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.awaited.set()
+        return super().wait(timeout)
+
+
 def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
     def plan(operation: Operation, number: int) -> Fault | None:
-        if operation != "write":
-            return None
-        begun.set()
-        return Fault(gate=go_on, error=OSError(28, "No space left on device"))
+        return Fault(gate=go_on, error=OSError(28, "No space left on device")) if operation == "write" else None
 
-    begun, go_on = threading.Event(), threading.Event()
+    go_on = _Awaited()
     with engine(scratch, plan, prefetch_bytes=0) as offload:
         _, x = activation(N)
         with offload:
             y = save(x)
-        assert begun.wait(60)  # one that has not begun is called off
+        assert go_on.awaited.wait(60)  # a write that no worker has begun is called off
 
         def close() -> None:
             opener = once(lambda: offload._saver.mover.closed, go_on.set)  # where the warning is looked for
