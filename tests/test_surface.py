@@ -24,7 +24,6 @@ MAY_IMPORT = {
     "tba": {"torch", "numpy", "psutil", "pydantic", "matplotlib", "io_backends", "compact"},
     "tba.cli": {"typer", "rich", "torch", "tba", "io_backends"},
 }
-MAX_LINES = 500
 
 Import = tuple[str, str]  # the module imported from and the name taken from it, "" for the module itself
 
@@ -155,7 +154,6 @@ FLOORS = {
         ("__main__",),
     ],
 }
-MOST_ROOMS, MOST_ARROWS, MOST_FILES = 24, 101, 10
 
 
 def room_of(module: str) -> str:
@@ -189,16 +187,6 @@ def test_rooms_import_from_lower_floors_alone(top: str) -> None:
     assert rooms == set(floors)
     upward = [f"{file}: {a} -> {b}" for (a, b), file in arrows(top).items() if floors[b] >= floors[a]]
     assert upward == []
-
-
-def test_the_house_stays_small() -> None:
-    rooms = {room_of(module_name(path)) for path in python_files("tba")} - {""}
-    assert len(rooms | {"__init__"}) <= MOST_ROOMS
-    assert len(arrows("tba")) <= MOST_ARROWS
-    for top in FLOORS:
-        for folder in {path.parent for path in python_files(top)} - {ROOT / top}:
-            files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
-            assert len(files) <= MOST_FILES, folder
 
 
 @pytest.mark.parametrize("top", FLOORS)
@@ -256,9 +244,7 @@ def test_public_names_are_documented(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", python_files(), ids=relative)
-def test_a_file_has_one_noun_and_an_end(path: Path) -> None:
-    lines = path.read_text().splitlines()
-    assert len(lines) <= MAX_LINES
+def test_a_file_says_what_it_is(path: Path) -> None:
     docstring = ast.get_docstring(tree(path))
     assert docstring is not None
     assert docstring.splitlines()[0].strip()
