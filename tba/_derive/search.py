@@ -37,7 +37,6 @@ from torch import Tensor
 
 from .._torch import private
 from .._torch.nodes import maker
-from .._torch.private import Feature
 from .operators import OPERATORS, RESULTS, Output, signed
 from .recipe import Expression, Operand, Recipe, Unpack
 
@@ -66,7 +65,7 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
         unpack: the unpack hook, compared by equality with that of each saved tensor.
         about: tells of packed objects of this hook; without it each counts as kept and unedited.
     """
-    if not private.has(Feature.DERIVE) or type(tensor) is not Tensor or tensor.dtype not in _REAL:
+    if not private.derives or type(tensor) is not Tensor or tensor.dtype not in _REAL:
         return None
     node = maker(tensor)
     if node is None:

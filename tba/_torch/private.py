@@ -295,6 +295,8 @@ DeviceContext: Any = _find(
     lambda found: issubclass(found, TorchFunctionMode),
     otherwise=(),
 )
+# Asked for each saved tensor, and for each block: as plain values, since the hash of an Enum is a call of Python.
+derives, recomputes = has(Feature.DERIVE), has(Feature.RECOMPUTE)
 # Up to 2.13 what calls a Function is Python code, as here; from 2.14 on it is built in.
 _APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
 # Where AOTAutograd calls the Function of a compiled graph.

@@ -41,7 +41,7 @@ from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
 from ..._plan.prefix import prefix
 from ..._record.record import DERIVED, Record
-from ..._torch.private import Feature, has, transforming
+from ..._torch.private import recomputes, transforming
 from ..._transfer.mover import Mover
 from ..write_behind import WriteBehind
 from .course import Entry
@@ -182,7 +182,7 @@ class Planner:
     @interrupts.lets_through
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block: as it is, again in backward, or to be tried."""
-        if self._block != OUTSIDE or not has(Feature.RECOMPUTE) or not torch.is_grad_enabled() or transforming():
+        if self._block != OUTSIDE or not recomputes or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
         seen = self._seen()
         visit = self._block = seen.visit(module, self._pace.at(seen), args)
