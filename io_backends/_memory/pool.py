@@ -24,8 +24,8 @@ Where threads meet:
 - The end of a lease against `lease`. The finaliser appends the weak reference itself, which knows the range; `lease`
   frees, under the lock, what was appended by then, and the rest is left to the next call. A range is thus never free
   before its view is dead. `_live` keeps each reference until its range is free, so no other can have its `id`.
-- `retain` against `_let_go`. The first only stores an item; the second looks through a copy. Two threads may find one
-  item ready: `pop` with a default lets the second find nothing.
+- `retain` against `_let_go`. The first only appends; the second removes the very item that it found ready. Two threads
+  may find one item ready: the second finds nothing to remove.
 - `close` against leases. It drops the pool's references to segments and lets the lock go; each view still holds its
   mapping, and the appended ends of later leases are never looked at.
 
@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import mmap
 import threading
 import weakref
@@ -117,6 +116,16 @@ class _Segment:
         self.extents = extents
 
 
+class _Retained:
+    """What holds a lease, and how to ask whether its copy is over. Equal to itself alone."""
+
+    __slots__ = ("owner", "ready")
+
+    def __init__(self, owner: object, ready: Callable[[], bool]) -> None:
+        self.owner = owner
+        self.ready = ready
+
+
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
     __slots__ = ("length", "offset", "segment")
     segment: _Segment | None  # None: memory of its own, which goes with the lease
@@ -155,8 +164,7 @@ class BufferPool:
         self._segments: list[_Segment] = []
         self._ended: deque[_End] = deque()
         self._live: dict[int, _End] = {}  # keeps the weak references themselves alive
-        self._retained: dict[int, tuple[object, Callable[[], bool]]] = {}
-        self._numbers = itertools.count()
+        self._retained: dict[object, deque[_Retained]] = {}  # by the queue that uses them, first in first out
         self._lock = threading.Lock()
         self._closed = False
 
@@ -195,12 +203,13 @@ class BufferPool:
         # Not by Buffer(...), which is a Python function: there is a lease for every read.
         return view, tuple.__new__(Buffer, (address + start, nbytes, view, True, False, False))
 
-    def retain(self, owner: object, ready: Callable[[], bool]) -> None:
+    def retain(self, owner: object, ready: Callable[[], bool], queue: object = None) -> None:
         """Keep what holds a lease until `ready()`, a device's answer that its copy is over.
 
-        It is asked at the next lease or `trim`, on that thread. May be called on any thread at any bytecode.
+        It is asked at the next lease or `trim`, on that thread, once all before it on the same `queue` (a stream, which
+        runs its copies in order) are over. May be called on any thread at any bytecode.
         """
-        self._retained[next(self._numbers)] = owner, ready
+        self._retained.setdefault(queue, deque()).append(_Retained(owner, ready))
 
     def trim(self) -> None:
         """Give back segments that no lease has used since the last call (call it once a step)."""
@@ -239,9 +248,10 @@ class BufferPool:
 
     def _let_go(self) -> None:
         """Drop retained leases whose copy is over. Call without the lock: `ready` and finalisers are foreign code."""
-        for number, (_, ready) in self._retained.copy().items():
-            if ready():
-                self._retained.pop(number, None)  # unless another thread was faster
+        for queue in list(self._retained.values()):
+            with suppress(IndexError, ValueError):  # another thread was faster, here or at its end
+                while (first := queue[0]).ready():
+                    queue.remove(first)  # and not whatever is first by now
 
     def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
         """Memory for a segment of `nbytes`, a whole number of pages."""

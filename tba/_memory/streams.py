@@ -167,7 +167,7 @@ def out(
     with torch.cuda.stream(side):
         host.copy_(raw, non_blocking=True)
         copied.record(side)
-    memory.retain(host, copied.query)
+    memory.retain(host, copied.query, side)
     return buffer._replace(owner=host, given=True), departure
 
 
@@ -187,7 +187,7 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     with torch.cuda.stream(side):
         target.copy_(host, non_blocking=True)
         copied.record(side)
-    memory.retain(host, copied.query)
+    memory.retain(host, copied.query, side)
     return target, arrival
 
 

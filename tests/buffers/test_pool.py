@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 import weakref
+from functools import partial
 
 import numpy as np
 import pytest
@@ -219,6 +220,27 @@ def test_a_lease_that_is_retained_goes_on_until_the_device_is_done_with_it() -> 
     pool.lease(5000)
     assert asked == [1, 1, 1]  # and never again
     assert pool.leased_bytes == 5120
+
+
+def test_of_copies_on_one_queue_only_the_first_is_asked_for() -> None:
+    """Asked for all at each lease, a thousand copies under way would cost a million questions."""
+    pool = BufferPool(BLOCK, SEGMENT)
+    asked = [0, 0]
+    over = [0, 0]
+
+    def ready(queue: int, number: int) -> bool:
+        asked[queue] += 1
+        return number < over[queue]
+
+    for queue in (0, 1):
+        for number in range(100):
+            pool.retain(pool.lease(1000)[0], partial(ready, queue, number), queue)
+    pool.trim()
+    assert pool.leased_bytes == 200 * 1024
+    asked[:], over[:] = [0, 0], [3, 100]
+    pool.trim()
+    assert asked == [4, 100]
+    assert pool.leased_bytes == 97 * 1024
 
 
 def test_what_is_retained_outlives_close() -> None:
