@@ -126,6 +126,18 @@ class _Retained:
         self.ready = ready
 
 
+def _drop_first(queue: deque[_Retained]) -> bool:
+    """Drop what was retained first, if its copy is over."""
+    try:
+        first = queue[0]
+        if not first.ready():
+            return False
+        queue.remove(first)  # and not whatever is first by now
+    except (IndexError, ValueError):  # another thread was faster
+        return False
+    return True
+
+
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
     __slots__ = ("length", "offset", "segment")
     segment: _Segment | None  # None: memory of its own, which goes with the lease
@@ -249,9 +261,8 @@ class BufferPool:
     def _let_go(self) -> None:
         """Drop retained leases whose copy is over. Call without the lock: `ready` and finalisers are foreign code."""
         for queue in list(self._retained.values()):
-            with suppress(IndexError, ValueError):  # another thread was faster, here or at its end
-                while (first := queue[0]).ready():
-                    queue.remove(first)  # and not whatever is first by now
+            while queue and _drop_first(queue):
+                pass
 
     def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
         """Memory for a segment of `nbytes`, a whole number of pages."""
