@@ -10,10 +10,10 @@ Out, by a copy (`out`), where P is the producer's stream and S the side stream:
    would copy what the kernel has not written yet.
 2. S copies to host memory and records a second event. The hook returns; P goes on.
 3. The source stays referenced by `Departure`. Were it let go of here, P could reuse its block while S still reads it.
-4. A worker calls the `Departure`, which waits for the second event and lets go of the source, then writes.
-   If the write is cancelled instead, nobody waits: then the allocator is told of S (`record_stream`). It is told only
-   then, because a block it was told of is not reused before everything queued on S by the time it is freed has run,
-   and a program that launches ahead of the device would soon have a step's worth of such blocks.
+4. The `Departure` is asked whether S has passed the second event (`over`), and then lets go of the source.
+   If nobody asks any more, the allocator is told of S (`record_stream`). It is told only then, because a block it was
+   told of is not reused before everything queued on S by the time it is freed has run, and a program that launches
+   ahead of the device would soon have a step's worth of such blocks.
 
 In, by a copy (`into`), where C is the consumer's stream:
 
@@ -25,9 +25,9 @@ In, by a copy (`into`), where C is the consumer's stream:
 
 Host memory is retained until the copy from or to it is over, whatever has let go of it before.
 
-By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A worker
-waits for an event on P behind the kernel, or on C behind what still uses the block, then transfers. The store holds the
-memory until the transfer has ended; after that the bytes are there for every stream.
+By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A write
+begins once an event on P behind the kernel has passed. For a read a worker waits for an event on C behind what still
+uses the block. The store holds the memory until the transfer has ended; then the bytes are there for every stream.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
 rest of the engine therefore runs one path.
@@ -35,7 +35,7 @@ rest of the engine therefore runs one path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,13 +49,13 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 def producer_stream(tensor: Tensor) -> Any:
     """Return the stream of the operator that is saving `tensor`; None on a CPU."""
-    # Not by `current`: `device.type` makes a new string each time.
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    # By number: `torch.cuda.current_stream` and a device take ten times as long.
+    return torch.accelerator.current_stream(tensor.get_device()) if tensor.is_cuda else None
 
 
 def current(device: torch.device) -> Any:
     """Return the stream on which kernels launched now would run; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
 @contextmanager
@@ -66,13 +66,13 @@ def on(producer: Any) -> Iterator[None]:
     until the device is done with it there: a program that launches ahead of the device would then hold a step's worth
     of originals, which compression is to avoid. Tensors of inference mode would have no version.
     """
-    with torch.inference_mode(False), nullcontext() if producer is None else torch.cuda.stream(producer):
+    with torch.inference_mode(False), nullcontext() if producer is None else producer:
         yield
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:
     """Tell the allocator of an operator on another stream than `producer` that saves `tensor` too."""
-    current = torch.cuda.current_stream(tensor.device)
+    current = producer_stream(tensor)
     if current != producer:
         tensor.record_stream(current)
 
@@ -93,9 +93,9 @@ def capturing(tensor: Tensor) -> bool:
 
 
 class Departure:
-    """A wait for a device: for a copy out of `source`, or for the kernels that use memory a store moves itself (None).
+    """What `stream` does until `event`: a copy out of `source`, or the kernels that use memory a store moves (None).
 
-    Called, on any thread, it waits until `stream` has passed `event`.
+    `over` asks whether it has been done, a call waits until it has, on any thread.
     """
 
     __slots__ = ("_event", "_source", "_stream")
@@ -105,6 +105,13 @@ class Departure:
         self._stream = stream
         self._event = event
 
+    def over(self) -> bool:
+        """Whether it has been done."""
+        if not self._event.query():
+            return False
+        self._source = None
+        return True
+
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
         with torch.cuda.device(self._stream.device):
@@ -112,7 +119,7 @@ class Departure:
         self._source = None
 
     def __del__(self) -> None:
-        if self._source is not None:  # nobody waited: the write was cancelled
+        if self._source is not None:  # nobody has asked: the write was cancelled
             self._source.record_stream(self._stream)
 
 
@@ -129,7 +136,7 @@ class Arrival:
 
     def wait(self, tensor: Tensor) -> None:
         """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
-        current = torch.cuda.current_stream(tensor.device)
+        current = torch.accelerator.current_stream(tensor.get_device())
         if self._copied is not None:
             current.wait_event(self._copied)
         if current != self._consumer:
@@ -143,18 +150,18 @@ class Arrival:
 
 def out(
     source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None
-) -> tuple[Buffer, Callable[[], None] | None]:
+) -> tuple[Buffer, Departure | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    A device's bytes go to `memory`; a CPU's stay where they are. Returns the host bytes and the wait to call, on any
-    thread, before touching them (None: they are there). Raises StoreFull if `memory` has no room.
+    A device's bytes go to `memory`; a CPU's stay where they are. Returns the host bytes and what tells when they may be
+    touched (None: they are there). Raises StoreFull if `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
         return Buffer(storage.data_ptr() + begin, nbytes, source), None
     device = source.device
     side = _side_stream(device, "out")
-    launched = torch.cuda.Event()
+    launched = torch.Event(device)
     launched.record(producer)
     side.wait_event(launched)
     assert memory is not None
@@ -162,9 +169,9 @@ def out(
     host = host_bytes(view)
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
-    copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
+    copied = torch.Event(device)
     departure = Departure(raw, side, copied)
-    with torch.cuda.stream(side):
+    with side:
         host.copy_(raw, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
@@ -178,13 +185,15 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     """
     if memory is None or host.is_cuda:
         return host, None
-    consumer = torch.cuda.current_stream(device)
+    consumer = torch.accelerator.current_stream(device.index)
     side = _side_stream(device, "in")
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
-    side.wait_stream(consumer)
-    copied = torch.cuda.Event()
+    allocated = torch.Event(device)
+    allocated.record(consumer)
+    side.wait_event(allocated)
+    copied = torch.Event(device)
     arrival = Arrival(target, consumer, side, copied)
-    with torch.cuda.stream(side):
+    with side:
         target.copy_(host, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
@@ -192,7 +201,7 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
 
 
 def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:
-    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also the wait to call before a write."""
+    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also what tells when to begin."""
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
     return Buffer(raw.data_ptr(), nbytes, raw), _after(producer)
@@ -204,7 +213,7 @@ def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, 
     Returns its bytes (uint8 [nbytes]), what `use` takes for them, the buffer, and the wait to call before the read.
     """
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    consumer = torch.cuda.current_stream(device)
+    consumer = torch.accelerator.current_stream(device.index)
     return target, Arrival(None, consumer), Buffer(target.data_ptr(), nbytes, target), _after(consumer)
 
 
@@ -255,5 +264,5 @@ def finish() -> None:
 def _side_stream(device: torch.device, direction: str) -> Any:
     stream = _streams.get((device, direction))
     if stream is None:
-        stream = _streams[device, direction] = torch.cuda.Stream(device)
+        stream = _streams[device, direction] = torch.Stream(device)
     return stream

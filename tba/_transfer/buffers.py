@@ -38,17 +38,20 @@ class Buffers:
         self._memory = memory
         self._host: BufferPool | None = None  # that for a CPU's tensors, once made: asking again would cost each read
 
-    def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, Wait | None]:
-        """Find what to write, and what to call before that is touched. Raises RuntimeError, MemoryError, StoreFull."""
+    def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, streams.Departure | None, bool]:
+        """Find what to write, what tells when that may begin, and whether the source's memory is free then.
+
+        Raises RuntimeError, MemoryError, StoreFull.
+        """
         begin, nbytes, stream = record.begin, record.nbytes, record.stream
         if stream is None:
-            buffer, arrived = streams.out(alias, begin, nbytes, stream, None)
+            buffer, departure = streams.out(alias, begin, nbytes, stream, None)
             if record.logical_bytes < nbytes and not record.is_whole():  # others may edit what lies between its bytes
                 buffer = buffer._replace(shared=True)
-            return buffer, arrived
+            return buffer, departure, False
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
-            return streams.lend(alias, begin, nbytes, stream)
-        return streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment))
+            return *streams.lend(alias, begin, nbytes, stream), False
+        return *streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment)), True
 
     def back(
         self, record: Record, store: Store, host: Buffer | None
