@@ -92,6 +92,11 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def capturing_here() -> bool:
+    """Whether this thread is capturing a CUDA graph: it may neither ask an event, nor unpin host memory."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Departure:
     """What `stream` does until `event`: a copy out of `source`, or the kernels that use memory a store moves (None).
 

@@ -89,6 +89,10 @@ class Landing:
             self._counters.kept_to_offloaded(record.set_offloaded(False), policy.NOT_WRITTEN)
             self._failures.not_written(record, ticket.error)
 
+    def call_off(self, record: Record, store: Store) -> None:
+        """Settle what becomes of a record whose copy is under way when the engine is closed."""
+        self._keep(record, store, CLOSED)
+
     def not_begun(self, record: Record, error: BaseException, store: Store) -> None:
         """Settle what becomes of a record whose copy is over, and which the store did not take."""
         self._keep(record, store, policy.NOT_WRITTEN)

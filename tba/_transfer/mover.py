@@ -413,8 +413,10 @@ class Mover:
         self.landing.closing = True
         for copy in () if self.torn else self.copies.give_up():
             record = copy.record()
+            self._cancel(copy.ticket)
             if record is not None and record.write is copy.ticket:
-                self.take_back(record)
+                assert self.store is not None
+                self.landing.call_off(record, self.store)
 
     def close(self) -> None:
         """Give memory back. Call `stop` before, and close the store."""
