@@ -103,12 +103,13 @@ class Departure:
     `over` asks whether it has been done, a call waits until it has, on any thread.
     """
 
-    __slots__ = ("_event", "_source", "_stream")
+    __slots__ = ("_begun", "_event", "_source", "_stream")
 
-    def __init__(self, source: Tensor | None, stream: Any, event: Any) -> None:
+    def __init__(self, source: Tensor | None, stream: Any, event: Any, begun: Any = None) -> None:
         self._source = source
         self._stream = stream
         self._event = event
+        self._begun = begun
 
     def over(self) -> bool:
         """Whether it has been done."""
@@ -116,6 +117,10 @@ class Departure:
             return False
         self._source = None
         return True
+
+    def seconds(self) -> float:
+        """How long it took the device, once it is over; 0 where it was not timed."""
+        return self._begun.elapsed_time(self._event) * 1e-3 if self._begun is not None else 0.0
 
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
@@ -131,13 +136,25 @@ class Departure:
 class Arrival:
     """Device memory that was allocated on `consumer`, and the copy on `side` that fills it: None if a store does."""
 
-    __slots__ = ("_consumer", "_copied", "_side", "_target")
+    __slots__ = ("_begun", "_consumer", "_copied", "_side", "_target")
 
-    def __init__(self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None) -> None:
+    def __init__(
+        self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None, begun: Any = None
+    ) -> None:
         self._target = target
         self._consumer = consumer
         self._side = side
         self._copied = copied
+        self._begun = begun
+
+    @property
+    def timed(self) -> bool:
+        """Whether `seconds` will tell."""
+        return self._begun is not None
+
+    def seconds(self) -> float:
+        """How long the copy took the device; 0 while it is under way."""
+        return self._begun.elapsed_time(self._copied) * 1e-3 if self._copied.query() else 0.0
 
     def wait(self, tensor: Tensor) -> None:
         """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
@@ -154,12 +171,12 @@ class Arrival:
 
 
 def out(
-    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None
+    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None, *, timed: bool = False
 ) -> tuple[Buffer, Departure | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    A device's bytes go to `memory`; a CPU's stay where they are. Returns the host bytes and what tells when they may be
-    touched (None: they are there). Raises StoreFull if `memory` has no room.
+    A device's bytes go to `memory`, and `timed` has it say how long that took; a CPU's stay where they are. Returns the
+    host bytes and what tells when they may be touched (None: they are there). Raises StoreFull if `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
@@ -174,17 +191,24 @@ def out(
     host = host_bytes(view)
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
-    copied = torch.Event(device)
-    departure = Departure(raw, side, copied)
+    begun = torch.Event(device, enable_timing=True) if timed else None
+    copied = torch.Event(device, enable_timing=timed)
+    departure = Departure(raw, side, copied, begun)
     with side:
+        if begun is not None:
+            begun.record(side)
         host.copy_(raw, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
+def into(
+    host: Tensor, device: torch.device, memory: BufferPool | None, *, timed: bool = False
+) -> tuple[Tensor, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
+
+    `timed` has the device say how long that took.
 
     `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
     """
@@ -196,9 +220,12 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
     allocated = torch.Event(device)
     allocated.record(consumer)
     side.wait_event(allocated)
-    copied = torch.Event(device)
-    arrival = Arrival(target, consumer, side, copied)
+    begun = torch.Event(device, enable_timing=True) if timed else None
+    copied = torch.Event(device, enable_timing=timed)
+    arrival = Arrival(target, consumer, side, copied, begun)
     with side:
+        if begun is not None:
+            begun.record(side)
         target.copy_(host, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
@@ -224,7 +251,7 @@ def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, 
 
 def _after(stream: Any) -> Departure:
     """Make a wait for all that is queued on a stream by now."""
-    event = torch.cuda.Event(blocking=True)
+    event = torch.Event(stream.device)
     event.record(stream)
     return Departure(None, stream, event)
 
@@ -239,8 +266,8 @@ def fetch(flag: Tensor) -> tuple[Tensor, Any]:
     """Start copying a small tensor of a device to host memory. Returns the copy and the event that tells when it is."""
     host = torch.empty_like(flag, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
+    there = torch.Event(flag.device)
+    there.record(torch.accelerator.current_stream(flag.get_device()))
     return host, there
 
 

@@ -38,8 +38,12 @@ class Buffers:
         self._memory = memory
         self._host: BufferPool | None = None  # that for a CPU's tensors, once made: asking again would cost each read
 
-    def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, streams.Departure | None, bool]:
+    def out(
+        self, record: Record, alias: Tensor, store: Store, *, timed: bool
+    ) -> tuple[Buffer, streams.Departure | None, bool]:
         """Find what to write, what tells when that may begin, and whether the source's memory is free then.
+
+        `timed`: a device is to say how long its copy took.
 
         Raises RuntimeError, MemoryError, StoreFull.
         """
@@ -51,7 +55,8 @@ class Buffers:
             return buffer, departure, False
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
             return *streams.lend(alias, begin, nbytes, stream), False
-        return *streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment)), True
+        memory = self._memory.of(record.device, store.alignment)
+        return *streams.out(alias, begin, nbytes, stream, memory, timed=timed), True
 
     def back(
         self, record: Record, store: Store, host: Buffer | None
@@ -75,13 +80,17 @@ class Buffers:
         leased, buffer = memory.lease(nbytes, skew)
         return leased, buffer, None, None
 
-    def restore(self, record: Record, host: Tensor) -> None:
-        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
+    def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
+        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory.
+
+        Returns what knows of that copy; with `timed`, how long it took as well.
+        """
         memory = None if record.stream is None else self._memory.of(record.device)
         try:
-            restored, arrival = streams.into(host, record.device, memory)
+            restored, arrival = streams.into(host, record.device, memory, timed=timed)
         except BaseException:
             if record.state is READING:
                 record.read_failed()
             raise
         record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
+        return arrival

@@ -64,10 +64,11 @@ class Copies:
 
     Attributes:
         watched: whether a thread asks for them.
+        used: whether there has ever been one.
     """
 
     def __init__(self) -> None:
-        self.watched = False
+        self.watched = self.used = False
         self._queues: dict[torch.device, deque[Copy]] = {}
 
     def __bool__(self) -> bool:
@@ -75,6 +76,7 @@ class Copies:
 
     def add(self, copy: Copy, device: torch.device) -> None:
         """Add one that has been queued on a device."""
+        self.used = True
         self._queues.setdefault(device, deque()).append(copy)
 
     def over(self) -> Iterator[Copy]:

@@ -56,6 +56,9 @@ from .failures import Failures
 from .landing import CLOSED, MOVED, Landing
 from .staging import Staging
 
+# Of copies of so many bytes a device times every eighth: two events of each cost 6 us.
+_TIMED_BYTES, _TIMED_EVERY = 1 << 20, 8
+
 
 class Mover:
     """Moves records between memory and one store, made by `open_store(on_device)` when first needed."""
@@ -95,6 +98,9 @@ class Mover:
         self.copies = Copies()
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
         self._staged: set[Ticket] = set()  # those of them whose bytes have been copied out of a device
+        self._at_once: set[Ticket] = set()  # those whose store had nothing to move
+        self._timed: deque[tuple[streams.Arrival, int]] = deque()  # copies to a device, and their bytes
+        self._large_copies = 0
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
         self.cost = Cost()  # of this step's transfers
@@ -132,7 +138,7 @@ class Mover:
             if self.store is None:
                 self._made.append(self._open_store(record.stream is not None))
                 self.store = self._made[-1]
-            buffer, departure, frees = self._buffers.out(record, alias, self.store)
+            buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(nbytes))
             ticket = self.store.write(buffer, on_done=self._on_written) if departure is None else Unbegun(buffer)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             interrupts.pass_on(error, tracer)
@@ -187,12 +193,16 @@ class Mover:
         if self.copies:
             for copy in self.copies.over():
                 self._write_copied(copy)
+        while self._timed and (seconds := self._timed[0][0].seconds()):
+            self.cost.back.sample(self._timed.popleft()[1], seconds)
         while self.ended and not self.torn:
             ticket = self.ended.popleft()
             reference = self._in_flight.pop(ticket)
             self._leave(ticket)
             self.counters.written_bytes += ticket.moved_bytes
-            self.cost.add(ticket, self.cost.out)
+            at_once = ticket in self._at_once
+            self._at_once.discard(ticket)
+            self.cost.add(ticket, None if at_once else self.cost.out)
             record = reference()
             if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
@@ -230,7 +240,10 @@ class Mover:
             self._sending = False
         record.pass_on(written)
         self._in_flight[written] = record.ref
-        if copy.frees and not written.done():
+        if written.done():
+            self._at_once.add(written)
+            self.cost.out.sample(record.nbytes, copy.departure.seconds())
+        elif copy.frees:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
             if self.landing.stage(record, host):
@@ -282,7 +295,7 @@ class Mover:
         there = self.store.resident(location)
         if record.stream is not None and there is not None:
             self.counters.read_bytes += record.nbytes
-            self._buffers.restore(record, streams.host_bytes(there.owner))
+            self._restore_here(record, streams.host_bytes(there.owner))
             return
         tracer = interrupts.tracer()
         try:
@@ -293,10 +306,23 @@ class Mover:
             raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
 
+    def _restore_here(self, record: Record, host: Tensor) -> None:
+        """Start the copy of a record to its device from where it is in host memory."""
+        arrival = self._buffers.restore(record, host, timed=self._times(record.nbytes))
+        if arrival is not None and arrival.timed:
+            self._timed.append((arrival, record.nbytes))
+
+    def _times(self, nbytes: int) -> bool:
+        """Whether a device is to time a copy of so many bytes: every eighth of those that are large enough to tell."""
+        if nbytes < _TIMED_BYTES:
+            return False
+        self._large_copies += 1
+        return self._large_copies % _TIMED_EVERY == 1
+
     def _restore_staged(self, record: Record, staged: Tensor) -> None:
         """Bring a record back from where it is in host memory; the write that has not begun is not wanted any more."""
         self.counters.read_bytes += record.nbytes
-        self._buffers.restore(record, staged)
+        self._restore_here(record, staged)
         if record.write is not None and self._cancel(record.write):
             ticket = record.unwritten()
             assert ticket is not None

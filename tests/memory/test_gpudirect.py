@@ -69,9 +69,9 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_after", Reached)
     monkeypatch.setattr(Reached, "waits", 0)
     out = streams.out
-    monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_: out(source, begin, nbytes, None, None))
+    monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_, **__: out(source, begin, nbytes, None, None))
     # As to a device: a copy, which its target's version counter counts.
-    monkeypatch.setattr(streams, "into", lambda host, *_: (torch.empty_like(host).copy_(host), None))
+    monkeypatch.setattr(streams, "into", lambda host, *_, **__: (torch.empty_like(host).copy_(host), None))
 
 
 @pytest.mark.usefixtures("_device")

@@ -12,6 +12,7 @@ from torch import Tensor
 from tba._memory import streams
 
 UNWRITTEN = 0xEE
+OUT_S, BACK_S = 0.05, 0.02  # how long each copy takes, says the device
 
 
 class Departure:
@@ -22,6 +23,10 @@ class Departure:
         self._source: Tensor | None = source
         self._host = host
 
+    def seconds(self) -> float:
+        """As `streams.Departure.seconds`."""
+        return OUT_S
+
     def over(self) -> bool:
         """As `streams.Departure.over`."""
         self._card.asked += 1
@@ -31,6 +36,20 @@ class Departure:
             self._host.copy_(self._source)
         self._source = None
         return True
+
+
+class Arrival:
+    """A copy back, which is over at once."""
+
+    def __init__(self, timed: bool) -> None:
+        self.timed = timed
+
+    def wait(self, tensor: Tensor) -> None:
+        """As `streams.Arrival.wait`."""
+
+    def seconds(self) -> float:
+        """As `streams.Arrival.seconds`."""
+        return BACK_S
 
 
 class Card:
@@ -49,7 +68,7 @@ class Card:
         monkeypatch.setattr(streams, "also_used", lambda tensor, stream: None)
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: "stream")
         monkeypatch.setattr(streams, "out", self._out)
-        monkeypatch.setattr(streams, "into", lambda host, *_: (host.clone(), None))
+        monkeypatch.setattr(streams, "into", lambda host, *_, timed: (host.clone(), Arrival(timed)))
 
     def blocks(self) -> None:
         """End no copy from now on."""
@@ -59,7 +78,9 @@ class Card:
         """End all copies."""
         self.is_over = lambda: True
 
-    def _out(self, source: Tensor, begin: int, nbytes: int, producer: Any, memory: Any) -> tuple[Any, Departure]:
+    def _out(
+        self, source: Tensor, begin: int, nbytes: int, producer: Any, memory: Any, *, timed: bool
+    ) -> tuple[Any, Departure]:
         view, buffer = memory.lease(nbytes)
         host = streams.host_bytes(view).fill_(UNWRITTEN)
         departure = Departure(self, streams.raw_bytes(source, begin, nbytes), host)

@@ -281,7 +281,7 @@ class SimulatedTorch:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def Event(self, device: torch.device) -> Event:
+    def Event(self, device: torch.device, *, enable_timing: bool = False) -> Event:
         return Event(self.cuda)
 
     def Stream(self, device: torch.device) -> Stream:

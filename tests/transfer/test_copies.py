@@ -14,7 +14,7 @@ from torch import Tensor
 
 from io_backends import HostStore, PosixStore, Store, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
-from support.card import Card
+from support.card import BACK_S, OUT_S, Card
 from support.engine import Gate, activation, chain, chain_gradient, engine, save
 from support.exactness import assert_bit_equal
 from support.stores import WAIT_S
@@ -229,6 +229,23 @@ def test_what_stays_in_host_memory_takes_no_worker(card: Card, kind: int, scratc
     assert begun <= ({"tba-copies", "tba-two-level", "tba-io"} if spilled else {"tba-copies"})
     assert offload.stats().errors == 0
     offload.close()
+
+
+def test_what_a_device_says_of_its_copies_is_what_the_link_carries(card: Card) -> None:
+    """The host's clock sees launches, and a store of host memory moves nothing."""
+    offload = Offloader(None, OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0), store=HostStore())
+    elements = 1 << 20
+    leaf, x = activation(elements)
+    with offload:
+        y = chain(x, LENGTH)
+    offload.flush()
+    y.sum().backward()
+    land(offload)
+    cost = mover_of(offload).cost
+    assert cost.out.bytes_per_s == 4 * elements / OUT_S
+    assert cost.back.bytes_per_s == 4 * elements / BACK_S
+    offload.close()
+    del leaf
 
 
 def test_with_no_hook_to_come_a_thread_lands_what_is_over(card: Card, scratch: Path) -> None:
