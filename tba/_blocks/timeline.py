@@ -20,25 +20,36 @@ from .._plan import clock
 
 
 class _Mark(NamedTuple):
-    """A moment: by the host's clock, the seconds that the host had waited by then, and the device's event."""
+    """A moment, by the host's clock, and the device's event."""
 
     at_s: float
-    waited_s: float
     event: Any
 
 
+class _Aside(NamedTuple):
+    """What is none of the step's own: after how many marks it was, and the events that it lay between."""
+
+    marks: int
+    begun: Any
+    ended: Any
+
+
 class Timeline:
-    """The moments of one step.
+    """The moments of one step, and what of it is none of its own: trials, and the host's waiting.
+
+    Between two events that are recorded around a wait nothing is queued, so their distance is how long the device was
+    idle for it: nothing, where it was behind the host.
 
     Attributes:
-        aside_s: seconds of the device that are none of the step's own; known once the step is over (`times`).
+        aside_s: seconds of the device that were aside; known once the step is over (`times`).
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.aside_s = 0.0
         self._marks: list[_Mark] = []
-        self._asides: list[tuple[int, Any, Any]] = []  # after how many marks, and what they lay between
+        self._asides: list[_Aside] = []
+        self._aside = False
         self._begun = self._last = self._event()
 
     @classmethod
@@ -49,9 +60,9 @@ class Timeline:
             return None
         return cls(first.device)
 
-    def mark(self, at_s: float, waited_s: float) -> None:
-        """Mark the moment that is `at_s` by the host's clock, less what it has waited by then."""
-        self._marks.append(_Mark(at_s, waited_s, self._event()))
+    def mark(self, at_s: float) -> None:
+        """Mark the moment that is `at_s` by the host's clock, less what was aside."""
+        self._marks.append(_Mark(at_s, self._event()))
 
     def touch(self) -> None:
         """Mark the end of the step, as far as is known."""
@@ -61,39 +72,48 @@ class Timeline:
 
     def step_aside(self) -> Any:
         """Mark the begin of what is none of the step's own; give the result to `step_back` at its end."""
+        if self._aside:
+            return None  # it is within another
+        self._aside = True
         return self._event()
 
     def step_back(self, begun: Any) -> None:
         """Mark its end."""
-        self._asides.append((len(self._marks), begun, self._event()))
+        if begun is not None:
+            self._aside = False
+            self._asides.append(_Aside(len(self._marks), begun, self._event()))
 
     def times(self) -> dict[float, float]:
-        """Give the device's time of each moment, by the host's. It waits for the device.
-
-        What the host waited was idle time of the device too, unless that was busy: a moment lies no earlier than the
-        host's clock has it.
-        """
+        """Give the device's time of each moment, by the host's, and no earlier than that. It waits for the device."""
         times, asides = {}, deque(self._asides)
         self.aside_s = 0.0
-        for number, (at_s, waited_s, event) in enumerate(self._marks):
-            while asides and asides[0][0] <= number:
-                _, begun, ended = asides.popleft()
-                ended.synchronize()
-                self.aside_s += begun.elapsed_time(ended) * 1e-3
+        for number, (at_s, event) in enumerate(self._marks):
+            while asides and asides[0].marks <= number:
+                aside = asides.popleft()
+                aside.ended.synchronize()
+                self.aside_s += _between_s(aside.begun, aside.ended)
             event.synchronize()
-            times[at_s] = max(at_s, self._begun.elapsed_time(event) * 1e-3 - waited_s - self.aside_s)
+            times[at_s] = max(at_s, _between_s(self._begun, event) - self.aside_s)
         return times
 
-    def step_s(self) -> float | None:
-        """Give the seconds from begin to end; None while the device is not so far."""
+    def step(self) -> tuple[float, float] | None:
+        """Give the seconds from begin to end, and those of them that were aside; None while the device is not so far.
+
+        It does not wait.
+        """
         if self._last is self._begun or not self._last.query():
             return None
-        return float(self._begun.elapsed_time(self._last)) * 1e-3
+        asides = [aside for aside in self._asides if aside.ended.query()]
+        return _between_s(self._begun, self._last), sum(_between_s(aside.begun, aside.ended) for aside in asides)
 
     def _event(self) -> Any:
         event = torch.Event(self._device, enable_timing=True)
         event.record(streams.current(self._device))
         return event
+
+
+def _between_s(one: Any, other: Any) -> float:
+    return float(one.elapsed_time(other)) * 1e-3
 
 
 class Stopwatch:
@@ -115,7 +135,7 @@ class Stopwatch:
         if self._lap is None or self._lap is self._begun:
             return self._lap_s - self._begun_s
         self._lap.synchronize()
-        return max(self._lap_s - self._begun_s, float(self._begun.elapsed_time(self._lap)) * 1e-3)
+        return max(self._lap_s - self._begun_s, _between_s(self._begun, self._lap))
 
     def _event(self) -> Any:
         if self._device is None:

@@ -195,10 +195,10 @@ class WriteBehind:
         staging = self._mover.staging
         room_bytes = max(0, self._limit_bytes - self._beside_bytes - self.nbytes)
         if self.limited and not staging.has_room(0, room_bytes):
-            begun_s = time.perf_counter()
+            begun_s, begun = time.perf_counter(), self._mover.cost.begin_wait()
             staging.wait_for_room(0, room_bytes)
             ended_s = time.perf_counter()
-            self._mover.cost.wait(ended_s - begun_s)
+            self._mover.cost.wait(ended_s - begun_s, begun)
             self._counters.backpressure_s += ended_s - begun_s
             self._mover.recorder.note("room", begun_s, ended_s, 0, "")
 

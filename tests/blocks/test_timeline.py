@@ -64,31 +64,38 @@ def test_a_model_on_a_host_has_none() -> None:
 def test_moments_are_those_of_the_device_less_what_was_aside_and_waited(device: Device) -> None:
     line = Timeline(GPU)
     device.now_s = 1.0
-    line.mark(0.1, 0.0)
+    line.mark(0.1)
     begun = line.step_aside()
     device.now_s = 3.0
     line.step_back(begun)
     device.now_s = 4.0
-    line.mark(0.2, 0.0)
+    line.mark(0.2)
+    begun = line.step_aside()
+    assert line.step_aside() is None  # within it
+    line.step_back(None)
+    device.now_s = 8.0
+    line.step_back(begun)
     device.now_s = 9.0
-    line.mark(0.3, 4.0)  # the host waited for room, and the device for the host
+    line.mark(0.3)
     device.now_s = 9.5
-    line.mark(5.0, 4.0)  # the host was slower
+    line.mark(5.0)  # the host was slower
     assert line.times() == {0.1: 1.0, 0.2: 2.0, 0.3: 3.0, 5.0: 5.0}
-    assert line.aside_s == 2.0
+    assert line.aside_s == 6.0
+    line.touch()
+    assert line.step() == (9.5, 6.0)
 
 
 def test_a_step_of_which_the_device_is_not_at_the_end_has_no_time_yet(device: Device) -> None:
     line = Timeline(GPU)
-    assert line.step_s() is None
+    assert line.step() is None
     device.now_s = 2.0
     line.touch()
     device.now_s = 3.0
     line.touch()
     device.done = False
-    assert line.step_s() is None
+    assert line.step() is None
     device.done = True
-    assert line.step_s() == 3.0
+    assert line.step() == (3.0, 0.0)
     assert device.waits == 0
 
 
@@ -98,13 +105,13 @@ def test_facts_have_the_times_of_the_device(device: Device) -> None:
     module = nn.Linear(2, 2)
     for at_s, device_s in ((0.001, 1.0), (0.002, 2.0)):
         device.now_s = device_s
-        watch.timeline.mark(at_s, 0.0)
+        watch.timeline.mark(at_s)
         watch.saved[len(watch.saved)] = Place(0, len(watch.saved)), 100, at_s
         watch.prompt.add(len(watch.saved) - 1)
     watch.visit(module, 0.001, ())
     for number, at_s, device_s in ((1, 0.003, 3.0), (0, 0.004, 7.0)):
         device.now_s = device_s
-        watch.timeline.mark(at_s, 0.0)
+        watch.timeline.mark(at_s)
         watch.asked[number] = at_s
     watch.take_times_of_device()
     facts = watch.facts(Link(1.0, 1.0), 0)

@@ -345,8 +345,8 @@ class Planner:
         expected_s, lost_s = plan.facts.step_s + plan.predicted.replayed_s, self._pace.lost_s(seen)
         step_s = seen.step_s
         if seen.timeline is not None:
-            before_s = expected_s + lost_s if plan.measured is None else plan.measured.step_s
-            step_s = seen.timeline.step_s() or before_s  # the device may not be so far
+            before = (expected_s if plan.measured is None else plan.measured.step_s), 0.0
+            step_s, lost_s = seen.timeline.step() or before  # the device may not be so far
         plan = replace(plan, measured=Measured(step_s, seen.peak_bytes))
         computed_s = step_s - lost_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
@@ -393,13 +393,14 @@ class Planner:
     def _seen(self) -> Watch:
         if self._now is None:
             self._now = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
+            self._mover.cost.device = self._now.timeline
         return self._now
 
     def _at(self, seen: Watch) -> float:
         """Seconds of computation since the step began, by the host's clock; marked on the device, if there is one."""
         at_s = self._pace.at(seen)
         if seen.timeline is not None and self.kind.plan is None:
-            seen.timeline.mark(at_s, self._mover.cost.waited_s)
+            seen.timeline.mark(at_s)
         return at_s
 
     @contextmanager
