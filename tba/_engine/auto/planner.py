@@ -342,13 +342,17 @@ class Planner:
         late = kind.compare(self._mover.cost.waited_s)
         drift = (link := link.slowed(kind.slower)).times(plan.facts.link)
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
-        expected_s, lost_s = plan.facts.step_s + plan.predicted.replayed_s, self._pace.lost_s(seen)
-        step_s = seen.step_s
-        if seen.timeline is not None:
-            before = (expected_s if plan.measured is None else plan.measured.step_s), 0.0
-            step_s, lost_s = seen.timeline.step() or before  # the device may not be so far
+        step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
+        expected_s, replayed_s = plan.facts.step_s, plan.predicted.replayed_s
+        if line is not None:
+            before_s = expected_s + replayed_s if plan.measured is None else plan.measured.step_s
+            step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
         plan = replace(plan, measured=Measured(step_s, seen.peak_bytes))
         computed_s = step_s - lost_s
+        if line is not None:  # what made the watched steps slow there was the host; second runs took as they will
+            computed_s -= replayed_s
+        else:
+            expected_s += replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = late or drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
@@ -357,7 +361,7 @@ class Planner:
         changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
         changed = changed or facts.most_moved_bytes > _OTHER_CAP * plan.facts.most_moved_bytes
         if changed or drift > _DRIFT:
-            facts = replace(facts.scaled(ratio**weight), link=link)
+            facts = replace(facts.scaled(ratio**weight, replays=line is None), link=link)
             still = plan.under(facts, budget_bytes)
             new = self._decide(facts, budget_bytes) if changed or not still.fits else still
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
