@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .._memory import streams
+from .._device import streams
+from .._device.kinds import is_streamed
 from .._plan import clock
 
 
@@ -56,7 +57,7 @@ class Timeline:
     def of(cls, model: nn.Module | None) -> Timeline | None:
         """Begin one for a model on a device; None for one on a host."""
         first = next(model.parameters(), None) if model is not None else None
-        if first is None or not first.is_cuda or streams.capturing(first):
+        if first is None or not is_streamed(first) or streams.capturing(first):
             return None
         return cls(first.device)
 
@@ -120,7 +121,7 @@ class Stopwatch:
     """Seconds that something takes on the device of a tensor, from its making until the last `lap`."""
 
     def __init__(self, tensor: Tensor | None) -> None:
-        self._device = tensor.device if tensor is not None and tensor.is_cuda else None
+        self._device = tensor.device if tensor is not None and is_streamed(tensor) else None
         self._begun_s = self._lap_s = clock.current.now_s()
         self._begun = self._lap = self._event()
 

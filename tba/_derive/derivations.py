@@ -34,8 +34,9 @@ from torch import Tensor, nn
 
 from io_backends import interrupts
 
+from .._device import streams
 from .._errors import OffloadError
-from .._memory import shortage, streams
+from .._memory import shortage
 from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
@@ -274,7 +275,7 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
     # Not `>`, which is false for NaN: NaN is not near.
     far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
-    return far if far.is_cuda else bool(far)
+    return bool(far) if far.is_cpu else far
 
 
 def _holding(most_bytes: int) -> Hold:

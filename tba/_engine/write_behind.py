@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .._config import OffloadConfig
-from .._memory import free_memory
+from .._device import memory as device_memory
 from .._memory import limits as _limits
 from .._memory.pressure import LOOK_EVERY_BYTES, look_after_bytes
 from .._plan import policy
@@ -268,5 +268,5 @@ class WriteBehind:
         coming = sum(p.nbytes for p in weights if p.requires_grad and p.grad is None and p.device == device)
         if device.type == "cpu":
             return pressure.free_bytes(), pressure.reserve_bytes + coming
-        rest = free_memory.device_total_bytes(device) // 16
-        return free_memory.device_free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming
+        rest = device_memory.total_bytes(device) // 16
+        return device_memory.free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming

@@ -22,7 +22,7 @@ import torch
 
 from io_backends import Buffer, Ticket
 
-from .._memory.streams import Departure
+from .._device.streams import Departure
 from .._record.record import Record
 
 # How often the thread asks, and after how many times without a copy it ends: one for each step would cost more.

@@ -40,8 +40,8 @@ from torch import Tensor
 
 from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
+from .._device import streams
 from .._memory import limits as _limits
-from .._memory import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure

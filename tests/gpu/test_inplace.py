@@ -49,7 +49,7 @@ def test_an_edit_while_only_the_write_is_under_way_does_not_reach_it(scratch: Pa
 def test_an_edit_while_the_copy_is_held_back_is_noticed(
     tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = sys.modules["tba._memory.streams"]
+    streams = sys.modules["tba._device.streams"]
     real = streams._side_stream
 
     def held_back(device: torch.device, direction: str) -> torch.cuda.Stream:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba._memory import streams
+from tba._device import streams
 
 UNWRITTEN = 0xEE
 OUT_S, BACK_S = 0.05, 0.02  # how long each copy takes, says the device

@@ -305,7 +305,7 @@ def test_leaving_the_context_in_a_capture_asks_nothing_of_the_device(
         pool = mover_of(offload).memory.of(torch.device("cpu"))
         pool.retain(object(), asked)
         with monkeypatch.context() as capture:
-            capture.setattr("tba._memory.streams.capturing_here", lambda: True)
+            capture.setattr("tba._device.streams.capturing_here", lambda: True)
             with offload:  # the last step is over, and would end here; what a capture saves stays anyhow
                 pass
             offload.stats()
