@@ -92,6 +92,10 @@ class Cost:
         self.nbytes += nbytes
         self.cpu_s += cpu_s
 
+    def mark_waits(self, device: Aside | None) -> None:
+        """Mark waits on a device from now on, where the model is on one."""
+        self.device = device
+
     def begin_wait(self) -> Any:
         """Mark that a wait begins; give the result to `wait` at its end."""
         return None if self.device is None else self.device.step_aside()

@@ -20,16 +20,26 @@ N = 64
 
 
 class LateDeparture:
-    """A copy that is made only when it is waited for."""
+    """A copy that is over when it has been asked for a second time."""
 
     def __init__(self, host: torch.Tensor, source: torch.Tensor) -> None:
         self._host = host
         self._source: torch.Tensor | None = source
+        self._asked = 0
 
-    def __call__(self) -> None:
+    def over(self) -> bool:
+        """As `streams.Departure.over`."""
+        self._asked += 1
+        if self._asked == 1:
+            return False
         assert self._source is not None
         self._host.copy_(self._source)
         self._source = None
+        return True
+
+    def seconds(self) -> float:
+        """As `streams.Departure.seconds`."""
+        return 0.0
 
 
 @pytest.fixture
@@ -37,7 +47,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors leave as from a device: through host memory of their own, late. None of them outlives its copy."""
     sources: list[weakref.ref[torch.Tensor]] = []
 
-    def out(source: torch.Tensor, begin: int, nbytes: int, *_: Any) -> tuple[Buffer, LateDeparture]:
+    def out(source: torch.Tensor, begin: int, nbytes: int, *_: Any, **__: Any) -> tuple[Buffer, LateDeparture]:
         raw = torch.empty(0, dtype=torch.uint8)
         raw.set_(source.untyped_storage(), begin, (nbytes,), (1,))
         host = torch.empty(nbytes, dtype=torch.uint8)

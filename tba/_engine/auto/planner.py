@@ -397,7 +397,7 @@ class Planner:
     def _seen(self) -> Watch:
         if self._now is None:
             self._now = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
-            self._mover.cost.device = self._now.timeline
+            self._mover.cost.mark_waits(self._now.timeline)
         return self._now
 
     def _at(self, seen: Watch) -> float:
