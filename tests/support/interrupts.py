@@ -45,8 +45,13 @@ def _interrupted(call: Callable[[], object], files: set[str | None], place: int)
             raise Interrupt
         return each_opcode(frame, trace) if event == "call" else trace
 
-    try:
-        run_traced(call, trace)
-    except Interrupt:
-        return True
-    return False
+    def alone() -> Iterator[bool]:
+        try:
+            run_traced(call, trace)
+        except Interrupt:
+            yield True
+        yield False
+
+    # An interrupt amid the bytecodes that end an `except` leaves its error with whoever handles errors: a generator has
+    # its own, and takes it along.
+    return next(alone())
