@@ -2,7 +2,7 @@
 
 Guarantees every store gives (`io_backends.testing.check_store` holds stores to them):
 
-1. `write` and `read` return at once; the work happens on a thread of the store.
+1. `write` and `read` return at once; the work happens on a thread of the store, unless there is none to do.
 2. A ticket keeps its buffer's owner alive until the transfer has ended, and no longer.
 3. A transfer either moves every byte or ends with an error that `wait` raises.
 4. `on_done` runs once, on the thread that ended the transfer, before any waiter wakes; not for a cancelled one.

@@ -95,7 +95,22 @@ class _Segment:
         self.address = address_of(memory)
         self.extents = Extents(alignment, memory.nbytes)
         self.pages = Pages(_HUGE_PAGE_BYTES, memory.nbytes)
-        self.used_since_trim = True
+        self.idle_trims = 0  # so many calls of `trim` since a lease has used it
+        self.least_refused = memory.nbytes + 1  # no lease of so many bytes finds room, nor any larger one
+
+    def allocate(self, length: int) -> int | None:
+        """Offset of a free range, or None. A segment without room, of hundreds, costs a comparison."""
+        if length >= self.least_refused:
+            return None
+        offset = self.extents.allocate(length)
+        if offset is None:
+            self.least_refused = length
+        return offset
+
+    def free(self, offset: int, length: int) -> None:
+        """Give a range back."""
+        self.least_refused = self.memory.nbytes + 1  # first: an interrupt after it costs a question
+        self.extents.free(offset, length)
 
     def let_go(self, most: int) -> int:
         """Give up to `most` pages back to the system that no lease covers; how many it were."""
@@ -109,6 +124,7 @@ class _Segment:
 
     def mend(self, leases: Iterable[_End]) -> None:
         """Find again what is free: all but what these leases have."""
+        self.least_refused = self.memory.nbytes + 1
         extents = Extents(self.extents.alignment, self.memory.nbytes)
         for end in leases:
             if end.segment is self:
@@ -124,6 +140,18 @@ class _Retained:
     def __init__(self, owner: object, ready: Callable[[], bool]) -> None:
         self.owner = owner
         self.ready = ready
+
+
+def _drop_first(queue: deque[_Retained]) -> bool:
+    """Drop what was retained first, if its copy is over."""
+    try:
+        first = queue[0]
+        if not first.ready():
+            return False
+        queue.remove(first)  # and not whatever is first by now
+    except (IndexError, ValueError):  # another thread was faster
+        return False
+    return True
 
 
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
@@ -144,6 +172,7 @@ class BufferPool:
     """
 
     _gives_back = hasattr(mmap, "MADV_DONTNEED")
+    _kept_trims = 1  # a segment stays so many calls of `trim` after its last use
 
     def __init__(
         self,
@@ -211,8 +240,8 @@ class BufferPool:
         """
         self._retained.setdefault(queue, deque()).append(_Retained(owner, ready))
 
-    def trim(self) -> None:
-        """Give back segments that no lease has used since the last call (call it once a step)."""
+    def trim(self, *, all_idle: bool = False) -> None:
+        """Give back segments that no lease has used for some calls (call it once a step), or `all_idle` ones now."""
         self._let_go()
         with self._lock:
             self._reclaim()
@@ -221,9 +250,10 @@ class BufferPool:
             for segment in self._segments:
                 segment.mend(self._live.values())
             self._limit_idle()
-            self._segments = [s for s in self._segments if s.used_since_trim or s.extents.used_bytes]
+            kept_trims = 0 if all_idle else self._kept_trims
+            self._segments = [s for s in self._segments if s.idle_trims < kept_trims or s.extents.used_bytes]
             for segment in self._segments:
-                segment.used_since_trim = False
+                segment.idle_trims += 1
 
     def close(self) -> None:
         """Give back every segment, those still on lease when their last lease ends. Idempotent; `lease` fails then."""
@@ -249,9 +279,8 @@ class BufferPool:
     def _let_go(self) -> None:
         """Drop retained leases whose copy is over. Call without the lock: `ready` and finalisers are foreign code."""
         for queue in list(self._retained.values()):
-            with suppress(IndexError, ValueError):  # another thread was faster, here or at its end
-                while (first := queue[0]).ready():
-                    queue.remove(first)  # and not whatever is first by now
+            while queue and _drop_first(queue):
+                pass
 
     def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
         """Memory for a segment of `nbytes`, a whole number of pages."""
@@ -261,7 +290,7 @@ class BufferPool:
         while self._ended:
             end = self._ended.popleft()
             if self._live.pop(id(end), None) is not None and end.segment is not None:
-                end.segment.extents.free(end.offset, end.length)
+                end.segment.free(end.offset, end.length)
 
     def _goes_alone(self, length: int) -> bool:
         return self._idle_bytes is not None and length > self._idle_bytes
@@ -269,7 +298,7 @@ class BufferPool:
     def _place(self, length: int) -> tuple[_Segment, int]:
         # A segment made for a larger lease than usual is for such ones only, or it would never be out of use ...
         usual = length <= self._segment_bytes
-        found = self._find(length, [s for s in self._segments if not usual or s.memory.nbytes <= self._segment_bytes])
+        found = self._find(length, self._segment_bytes if usual else None)
         if found is not None:
             return found
         least = align_up(length, mmap.PAGESIZE)
@@ -282,26 +311,28 @@ class BufferPool:
                     raise
                 mapping, memory = self._map(least)
         except (StoreFull, OSError):
-            found = self._find(length, self._segments)  # ... unless there is no room elsewhere
+            found = self._find(length)  # ... unless there is no room elsewhere
             if found is None:
                 raise
             return found
         segment = _Segment(mapping, memory, self.alignment)
         self._segments.append(segment)
-        offset = segment.extents.allocate(length)
+        offset = segment.allocate(length)
         assert offset is not None
         return segment, offset
 
-    def _find(self, length: int, segments: list[_Segment]) -> tuple[_Segment, int] | None:
-        for segment in segments:
-            offset = segment.extents.allocate(length)
-            if offset is not None:
-                return segment, offset
+    def _find(self, length: int, most_bytes: int | None = None) -> tuple[_Segment, int] | None:
+        """Find room in a segment, of at most so many bytes."""
+        for segment in self._segments:
+            if length < segment.least_refused and (most_bytes is None or segment.memory.nbytes <= most_bytes):
+                offset = segment.allocate(length)
+                if offset is not None:
+                    return segment, offset
         return None
 
     def _touch(self, segment: _Segment, offset: int, length: int) -> None:
         """Note that a lease is about to use a range; give back as many free pages as that takes for the first time."""
-        segment.used_since_trim = True
+        segment.idle_trims = 0
         new_pages = segment.pages.touch(offset, length)
         if new_pages and self._gives_back:
             self._give_back(new_pages)

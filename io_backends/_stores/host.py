@@ -1,8 +1,7 @@
 """HostStore: bytes stay in host memory, where they are.
 
 `write` keeps the buffer's owner instead of copying. This is for what a device has copied out already, into memory with
-no other user: `before` (a wait for the device) runs on the worker, so that the source can be freed the moment the copy
-has arrived.
+no other user (`Buffer.given`). Such a write with nothing to wait for ends at once, on the thread that asked for it.
 
 The location of a finished write *is* a `Buffer`: its memory may be used in place for as long as its owner is held, also
 after the write has been discarded.
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import deque
 
 from .._buffer import Buffer
@@ -48,6 +48,11 @@ class HostStore(Store):
         ticket = _Write(buffer, None, self._store if reserved else self._refuse, on_done, before)
         ticket.held_bytes = buffer.nbytes * reserved
         try:
+            if buffer.given and before is None:
+                self._workers.refuse()
+                ticket.start()
+                ticket.run(time.perf_counter)
+                return ticket
             return self._workers.submit(ticket, urgent=False)
         except StoreError:
             self.discard(ticket)

@@ -131,7 +131,13 @@ class TwoLevelStore(Store):
         ticket = Ticket(buffer, stored, partial(self._store, stored), on_done, before)
         with self._locked():
             self._upper[stored] = None
+            fits = buffer.given and before is None and self._host_bytes + buffer.nbytes <= self.budget_bytes
         try:
+            if fits:  # nothing is moved
+                self._workers.refuse()
+                ticket.start()
+                ticket.run(time.perf_counter)
+                return ticket
             return self._workers.submit(ticket, urgent=False)
         except StoreError:
             self.discard(ticket)

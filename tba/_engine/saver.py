@@ -308,7 +308,7 @@ class Saver(ForkAware):
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
-        if self.dead or self.came_back():
+        if self.dead or self.came_back() or streams.capturing_here():
             return False
         with self.locked(), quiet():
             if self.steps.backward_seen:
@@ -337,7 +337,7 @@ class Saver(ForkAware):
 
     def end_packing(self, *, step_over: bool) -> None:
         """Pass on what is pending, as no operator of this thread runs; if `step_over`, end the micro-batch too."""
-        if not (self.dead or self.came_back()):
+        if not (self.dead or self.came_back() or streams.capturing_here()):
             with self.locked(), quiet():
                 self.pending.pass_on(None)
                 self._passing.pass_on(None)
@@ -369,7 +369,7 @@ class Saver(ForkAware):
     @interrupts.whole
     def stats(self, *, inside: bool) -> OffloadStats:
         """Take a snapshot of the counters; `inside` the context a step may still go on."""
-        if self.torn or self.came_back():
+        if self.torn or self.came_back() or streams.capturing_here():
             return self._readings.as_counted()
         with self.locked(), quiet():
             if self.steps.over and not inside:

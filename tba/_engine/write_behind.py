@@ -22,7 +22,7 @@ from torch import nn
 from .._config import OffloadConfig
 from .._memory import free_memory
 from .._memory import limits as _limits
-from .._memory.pressure import LOOK_EVERY_BYTES
+from .._memory.pressure import LOOK_EVERY_BYTES, look_after_bytes
 from .._plan import policy
 from .._record.record import Record, Remains
 from .._record.user_code import Detached
@@ -53,7 +53,8 @@ class WriteBehind:
         self._step_largest_bytes = 0  # of what this step has saved
         self.plan_largest_bytes = 0  # of what a step by plan saves; 0 where none is
         self._room_bytes = 0  # where the budget adapts: what memory had room for when it was looked at
-        self._unseen_bytes = LOOK_EVERY_BYTES  # where the budget adapts: saved since memory was looked at
+        # Where the budget adapts: saved since memory was looked at, and after how much it is looked at again.
+        self._unseen_bytes = self._look_after_bytes = LOOK_EVERY_BYTES
         self.brought_bytes = 0  # of what read-ahead has in memory
         self.told: Callable[[int], None] | None = None  # gets the bytes that saved tensors hold, at each change
         self.freed: Callable[[int], None] | None = None  # gets the number of each record that dies
@@ -75,7 +76,7 @@ class WriteBehind:
         if self._adapts:
             self._devices.add(record.device)
             self._unseen_bytes += record.nbytes
-            if self._unseen_bytes >= LOOK_EVERY_BYTES:
+            if self._unseen_bytes >= self._look_after_bytes:
                 self.look_at_room()
         self.note()
         if record.goes:
@@ -154,7 +155,7 @@ class WriteBehind:
 
     def end_step(self) -> None:
         """Look at memory anew in the next step."""
-        self._unseen_bytes = LOOK_EVERY_BYTES
+        self._unseen_bytes = self._look_after_bytes
         self._going, self._going_bytes, self._planned_bytes, self._by_plan = [], 0, 0, False
         self._step_largest_bytes = 0
         self.passed.end_step()
@@ -258,6 +259,7 @@ class WriteBehind:
             self._room_bytes = min(
                 _limits.hold_budget_bytes(self.nbytes, *self._free_and_reserve_bytes(each)) for each in self._devices
             )
+            self._look_after_bytes = look_after_bytes(self._room_bytes, self.nbytes)
         return self._room_bytes
 
     def _free_and_reserve_bytes(self, device: torch.device) -> tuple[int, int]:

@@ -46,14 +46,14 @@ class HostMemory:
         return pool
 
     def trim(self) -> None:
-        """Free buffers that the last step did not use. Called once a step."""
+        """Free buffers that the last steps did not use. Called once a step."""
         for pool in self._pools.values():
             pool.trim()
 
     def give_back(self) -> None:
         """Free all buffers that nobody uses now: memory is lacking."""
-        for _ in range(2):  # the first time those stay that were used since the last
-            self.trim()
+        for pool in self._pools.values():
+            pool.trim(all_idle=True)
 
     def close(self) -> None:
         """Free all buffers; those in use are freed when their lease ends."""

@@ -10,10 +10,10 @@ Out, by a copy (`out`), where P is the producer's stream and S the side stream:
    would copy what the kernel has not written yet.
 2. S copies to host memory and records a second event. The hook returns; P goes on.
 3. The source stays referenced by `Departure`. Were it let go of here, P could reuse its block while S still reads it.
-4. A worker calls the `Departure`, which waits for the second event and lets go of the source, then writes.
-   If the write is cancelled instead, nobody waits: then the allocator is told of S (`record_stream`). It is told only
-   then, because a block it was told of is not reused before everything queued on S by the time it is freed has run,
-   and a program that launches ahead of the device would soon have a step's worth of such blocks.
+4. The `Departure` is asked whether S has passed the second event (`over`), and then lets go of the source.
+   If nobody asks any more, the allocator is told of S (`record_stream`). It is told only then, because a block it was
+   told of is not reused before everything queued on S by the time it is freed has run, and a program that launches
+   ahead of the device would soon have a step's worth of such blocks.
 
 In, by a copy (`into`), where C is the consumer's stream:
 
@@ -25,9 +25,9 @@ In, by a copy (`into`), where C is the consumer's stream:
 
 Host memory is retained until the copy from or to it is over, whatever has let go of it before.
 
-By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A worker
-waits for an event on P behind the kernel, or on C behind what still uses the block, then transfers. The store holds the
-memory until the transfer has ended; after that the bytes are there for every stream.
+By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A write
+begins once an event on P behind the kernel has passed. For a read a worker waits for an event on C behind what still
+uses the block. The store holds the memory until the transfer has ended; then the bytes are there for every stream.
 
 On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
 rest of the engine therefore runs one path.
@@ -35,7 +35,7 @@ rest of the engine therefore runs one path.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -49,13 +49,13 @@ _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, 
 
 def producer_stream(tensor: Tensor) -> Any:
     """Return the stream of the operator that is saving `tensor`; None on a CPU."""
-    # Not by `current`: `device.type` makes a new string each time.
-    return torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+    # By number: `torch.cuda.current_stream` and a device take ten times as long.
+    return torch.accelerator.current_stream(tensor.get_device()) if tensor.is_cuda else None
 
 
 def current(device: torch.device) -> Any:
     """Return the stream on which kernels launched now would run; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
 
 
 @contextmanager
@@ -66,13 +66,13 @@ def on(producer: Any) -> Iterator[None]:
     until the device is done with it there: a program that launches ahead of the device would then hold a step's worth
     of originals, which compression is to avoid. Tensors of inference mode would have no version.
     """
-    with torch.inference_mode(False), nullcontext() if producer is None else torch.cuda.stream(producer):
+    with torch.inference_mode(False), nullcontext() if producer is None else producer:
         yield
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:
     """Tell the allocator of an operator on another stream than `producer` that saves `tensor` too."""
-    current = torch.cuda.current_stream(tensor.device)
+    current = producer_stream(tensor)
     if current != producer:
         tensor.record_stream(current)
 
@@ -92,18 +92,35 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-class Departure:
-    """A wait for a device: for a copy out of `source`, or for the kernels that use memory a store moves itself (None).
+def capturing_here() -> bool:
+    """Whether this thread is capturing a CUDA graph: it may neither ask an event, nor unpin host memory."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
-    Called, on any thread, it waits until `stream` has passed `event`.
+
+class Departure:
+    """What `stream` does until `event`: a copy out of `source`, or the kernels that use memory a store moves (None).
+
+    `over` asks whether it has been done, a call waits until it has, on any thread.
     """
 
-    __slots__ = ("_event", "_source", "_stream")
+    __slots__ = ("_begun", "_event", "_source", "_stream")
 
-    def __init__(self, source: Tensor | None, stream: Any, event: Any) -> None:
+    def __init__(self, source: Tensor | None, stream: Any, event: Any, begun: Any = None) -> None:
         self._source = source
         self._stream = stream
         self._event = event
+        self._begun = begun
+
+    def over(self) -> bool:
+        """Whether it has been done."""
+        if not self._event.query():
+            return False
+        self._source = None
+        return True
+
+    def seconds(self) -> float:
+        """How long it took the device, once it is over; 0 where it was not timed."""
+        return self._begun.elapsed_time(self._event) * 1e-3 if self._begun is not None else 0.0
 
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
@@ -112,24 +129,36 @@ class Departure:
         self._source = None
 
     def __del__(self) -> None:
-        if self._source is not None:  # nobody waited: the write was cancelled
+        if self._source is not None:  # nobody has asked: the write was cancelled
             self._source.record_stream(self._stream)
 
 
 class Arrival:
     """Device memory that was allocated on `consumer`, and the copy on `side` that fills it: None if a store does."""
 
-    __slots__ = ("_consumer", "_copied", "_side", "_target")
+    __slots__ = ("_begun", "_consumer", "_copied", "_side", "_target")
 
-    def __init__(self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None) -> None:
+    def __init__(
+        self, target: Tensor | None, consumer: Any, side: Any = None, copied: Any = None, begun: Any = None
+    ) -> None:
         self._target = target
         self._consumer = consumer
         self._side = side
         self._copied = copied
+        self._begun = begun
+
+    @property
+    def timed(self) -> bool:
+        """Whether `seconds` will tell."""
+        return self._begun is not None
+
+    def seconds(self) -> float:
+        """How long the copy took the device; 0 while it is under way."""
+        return self._begun.elapsed_time(self._copied) * 1e-3 if self._copied.query() else 0.0
 
     def wait(self, tensor: Tensor) -> None:
         """Make the current stream wait for the copy before it uses `tensor`, a view of what was copied."""
-        current = torch.cuda.current_stream(tensor.device)
+        current = torch.accelerator.current_stream(tensor.get_device())
         if self._copied is not None:
             current.wait_event(self._copied)
         if current != self._consumer:
@@ -142,19 +171,19 @@ class Arrival:
 
 
 def out(
-    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None
-) -> tuple[Buffer, Callable[[], None] | None]:
+    source: Tensor, begin: int, nbytes: int, producer: Any, memory: BufferPool | None, *, timed: bool = False
+) -> tuple[Buffer, Departure | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    A device's bytes go to `memory`; a CPU's stay where they are. Returns the host bytes and the wait to call, on any
-    thread, before touching them (None: they are there). Raises StoreFull if `memory` has no room.
+    A device's bytes go to `memory`, and `timed` has it say how long that took; a CPU's stay where they are. Returns the
+    host bytes and what tells when they may be touched (None: they are there). Raises StoreFull if `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
         return Buffer(storage.data_ptr() + begin, nbytes, source), None
     device = source.device
     side = _side_stream(device, "out")
-    launched = torch.cuda.Event()
+    launched = torch.Event(device)
     launched.record(producer)
     side.wait_event(launched)
     assert memory is not None
@@ -162,29 +191,41 @@ def out(
     host = host_bytes(view)
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
-    copied = torch.cuda.Event(blocking=True)  # the worker that waits sleeps instead of keeping a core busy
-    departure = Departure(raw, side, copied)
-    with torch.cuda.stream(side):
+    begun = torch.Event(device, enable_timing=True) if timed else None
+    copied = torch.Event(device, enable_timing=timed)
+    departure = Departure(raw, side, copied, begun)
+    with side:
+        if begun is not None:
+            begun.record(side)
         host.copy_(raw, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
     return buffer._replace(owner=host, given=True), departure
 
 
-def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple[Tensor, Arrival | None]:
+def into(
+    host: Tensor, device: torch.device, memory: BufferPool | None, *, timed: bool = False
+) -> tuple[Tensor, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
+
+    `timed` has the device say how long that took.
 
     `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
     """
     if memory is None or host.is_cuda:
         return host, None
-    consumer = torch.cuda.current_stream(device)
+    consumer = torch.accelerator.current_stream(device.index)
     side = _side_stream(device, "in")
     target = torch.empty(host.numel(), dtype=torch.uint8, device=device)
-    side.wait_stream(consumer)
-    copied = torch.cuda.Event()
-    arrival = Arrival(target, consumer, side, copied)
-    with torch.cuda.stream(side):
+    allocated = torch.Event(device)
+    allocated.record(consumer)
+    side.wait_event(allocated)
+    begun = torch.Event(device, enable_timing=True) if timed else None
+    copied = torch.Event(device, enable_timing=timed)
+    arrival = Arrival(target, consumer, side, copied, begun)
+    with side:
+        if begun is not None:
+            begun.record(side)
         target.copy_(host, non_blocking=True)
         copied.record(side)
     memory.retain(host, copied.query, side)
@@ -192,7 +233,7 @@ def into(host: Tensor, device: torch.device, memory: BufferPool | None) -> tuple
 
 
 def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:
-    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also the wait to call before a write."""
+    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also what tells when to begin."""
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
     return Buffer(raw.data_ptr(), nbytes, raw), _after(producer)
@@ -204,13 +245,13 @@ def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, 
     Returns its bytes (uint8 [nbytes]), what `use` takes for them, the buffer, and the wait to call before the read.
     """
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    consumer = torch.cuda.current_stream(device)
+    consumer = torch.accelerator.current_stream(device.index)
     return target, Arrival(None, consumer), Buffer(target.data_ptr(), nbytes, target), _after(consumer)
 
 
 def _after(stream: Any) -> Departure:
     """Make a wait for all that is queued on a stream by now."""
-    event = torch.cuda.Event(blocking=True)
+    event = torch.Event(stream.device)
     event.record(stream)
     return Departure(None, stream, event)
 
@@ -225,8 +266,8 @@ def fetch(flag: Tensor) -> tuple[Tensor, Any]:
     """Start copying a small tensor of a device to host memory. Returns the copy and the event that tells when it is."""
     host = torch.empty_like(flag, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record()
+    there = torch.Event(flag.device)
+    there.record(torch.accelerator.current_stream(flag.get_device()))
     return host, there
 
 
@@ -255,5 +296,5 @@ def finish() -> None:
 def _side_stream(device: torch.device, direction: str) -> Any:
     stream = _streams.get((device, direction))
     if stream is None:
-        stream = _streams[device, direction] = torch.cuda.Stream(device)
+        stream = _streams[device, direction] = torch.Stream(device)
     return stream

@@ -76,7 +76,8 @@ class Record(Source):
 
         PENDING   hold -> RESIDENT, send -> WRITING, derive -> DERIVED
         RESIDENT  send -> WRITING, drop -> STORED (if a copy is in the store)
-        WRITING   store -> STORED, stay -> RESIDENT (a copy is in the store), take_back -> RESIDENT (none is)
+        WRITING   store -> STORED (perhaps still in host memory: `staged`), stay -> RESIDENT (a copy is in the store),
+                  take_back -> RESIDENT (none is)
         STORED    read_into -> READING, restore -> RESTORED
         READING   restore -> RESTORED, read_failed -> STORED
         RESTORED  drop -> STORED
@@ -89,6 +90,8 @@ class Record(Source):
             further saved tensors of this record are still to be asked for (`compressor`). Once encoded, all fields
             about memory are those of the packed bytes.
         write, read: the transfer that took, or is to take, the bytes to the store; the one that brings them back.
+        staged: of a device's bytes that are being written: where they are in host memory, until the write has ended
+            well. They come back from there, and the device's own memory is free.
         view: the lease, or device memory, that is being read into.
         restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
         ready: on a device, what the consumer's stream waits for before it uses `restored`.
@@ -107,7 +110,7 @@ class Record(Source):
     __slots__ = (
         *("__weakref__", "asks", "codec", "decoded", "encoded", "examined", "goes", "last_view", "lent"),
         *("logical_bytes", "number", "offloaded", "read", "ready", "recipe", "ref", "remains", "restored", "saves"),
-        *("state", "stays", "stream", "view", "wanted", "write"),
+        *("staged", "state", "stays", "stream", "view", "wanted", "write"),
     )
 
     def __init__(
@@ -137,6 +140,7 @@ class Record(Source):
         self.write: Ticket | None = None
         self.read: Ticket | None = None
         self.view: memoryview | Tensor | None = None
+        self.staged: Tensor | None = None
         self.restored: Tensor | None = None
         self.last_view: tuple[View, Tensor] | None = None
         self.ready: object = None
@@ -174,6 +178,11 @@ class Record(Source):
         self.write = self.ref.write = ticket
         self.state = WRITING
 
+    def pass_on(self, ticket: Ticket) -> None:
+        """Go on by `ticket`: the copy out of the device is over, and its write begins."""
+        assert self.state is WRITING
+        self.write = self.ref.write = ticket
+
     def stay(self) -> None:
         """Stay in memory after all, now that the write has ended: the record is wanted."""
         assert self.state is WRITING
@@ -186,14 +195,25 @@ class Record(Source):
         self.state = RESIDENT
         return ticket
 
-    def store(self, *, confirmed: bool) -> None:
-        """Let the memory go: the write has ended. Unless `confirmed`, the version counter is kept."""
+    def store(self, *, confirmed: bool, staged: Tensor | None = None) -> None:
+        """Let the memory go: the write has ended, or the bytes are `staged`. Unless `confirmed`, keep the counter."""
         assert self.state is WRITING
+        self.staged = staged
         self._drop_alias()
         self._forget_root()
         self.state = STORED
         if confirmed:
             self.alias = None
+
+    def written(self) -> None:
+        """Let what was staged go: the write has ended well."""
+        self.staged = None
+
+    def unwritten(self) -> Ticket | None:
+        """Be staged for good: the write has failed, or was cancelled. Returns it, the caller's to discard."""
+        assert self.staged is not None
+        ticket, self.write, self.ref.write = self.write, None, None
+        return ticket
 
     def confirm(self) -> None:
         """Note that nobody edited the source while it was being written."""
@@ -242,6 +262,7 @@ class Record(Source):
         self.state = POISONED
         if self.alias is not None and self.alias.untyped_storage().nbytes():
             self._drop_alias()
+        self.staged = None
         self.restored = self.last_view = self.ready = None
 
     # -- what changes beside the state -----------------------------------------------------------------------------

@@ -38,17 +38,25 @@ class Buffers:
         self._memory = memory
         self._host: BufferPool | None = None  # that for a CPU's tensors, once made: asking again would cost each read
 
-    def out(self, record: Record, alias: Tensor, store: Store) -> tuple[Buffer, Wait | None]:
-        """Find what to write, and what to call before that is touched. Raises RuntimeError, MemoryError, StoreFull."""
+    def out(
+        self, record: Record, alias: Tensor, store: Store, *, timed: bool
+    ) -> tuple[Buffer, streams.Departure | None, bool]:
+        """Find what to write, what tells when that may begin, and whether the source's memory is free then.
+
+        `timed`: a device is to say how long its copy took.
+
+        Raises RuntimeError, MemoryError, StoreFull.
+        """
         begin, nbytes, stream = record.begin, record.nbytes, record.stream
         if stream is None:
-            buffer, arrived = streams.out(alias, begin, nbytes, stream, None)
+            buffer, departure = streams.out(alias, begin, nbytes, stream, None)
             if record.logical_bytes < nbytes and not record.is_whole():  # others may edit what lies between its bytes
                 buffer = buffer._replace(shared=True)
-            return buffer, arrived
+            return buffer, departure, False
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
-            return streams.lend(alias, begin, nbytes, stream)
-        return streams.out(alias, begin, nbytes, stream, self._memory.of(record.device, store.alignment))
+            return *streams.lend(alias, begin, nbytes, stream), False
+        memory = self._memory.of(record.device, store.alignment)
+        return *streams.out(alias, begin, nbytes, stream, memory, timed=timed), True
 
     def back(
         self, record: Record, store: Store, host: Buffer | None
@@ -72,13 +80,17 @@ class Buffers:
         leased, buffer = memory.lease(nbytes, skew)
         return leased, buffer, None, None
 
-    def restore(self, record: Record, host: Tensor) -> None:
-        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory."""
+    def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
+        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory.
+
+        Returns what knows of that copy; with `timed`, how long it took as well.
+        """
         memory = None if record.stream is None else self._memory.of(record.device)
         try:
-            restored, arrival = streams.into(host, record.device, memory)
+            restored, arrival = streams.into(host, record.device, memory, timed=timed)
         except BaseException:
             if record.state is READING:
                 record.read_failed()
             raise
         record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
+        return arrival

@@ -80,7 +80,9 @@ def make_mover(
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
     # What is kept for transfers to come, too, stays within what the settings allow those to take.
     memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
-    return Mover(lock, counters, open_store, limits, memory, allowance)
+    # Of a budget for host memory, tier "auto" keeps most in its store (`open_store`); reads go through it as well.
+    staged_bytes = cpu_budget_bytes(config) * 3 // 4 if config.tier != "auto" else cpu_budget_bytes(config) // 8
+    return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes)
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:

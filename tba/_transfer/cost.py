@@ -31,6 +31,12 @@ class Way:
         self.busy_s += max(0.0, carried.ended_s - max(carried.started_s, self._until_s))
         self._until_s = max(self._until_s, carried.ended_s)
 
+    def sample(self, nbytes: int, seconds: float) -> None:
+        """Count a copy that a device has timed; only some are."""
+        if seconds:
+            self.nbytes += nbytes
+            self.busy_s += seconds
+
     @property
     def bytes_per_s(self) -> float:
         """Bytes per second while busy; 0 where too little was carried to tell."""
@@ -59,13 +65,14 @@ class Cost:
     out: Way = field(default_factory=Way)
     back: Way = field(default_factory=Way)
 
-    def add(self, ticket: Ticket, way: Way) -> None:
-        """Count a transfer that has ended, on its `way`."""
+    def add(self, ticket: Ticket, way: Way | None) -> None:
+        """Count a transfer that has ended, on its `way`: none where the store had nothing to move."""
         nbytes = ticket.moved_bytes
         if not nbytes:
             return
         carried = clock.current.carried(ticket)
-        way.add(nbytes, carried)
+        if way is not None:
+            way.add(nbytes, carried)
         cpu_s = carried.cpu_s
         least = self.least_cpu_s_per_byte
         self.least_cpu_s_per_byte = min(cpu_s / nbytes, least) if self.nbytes else cpu_s / nbytes

@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import weakref
 
+from torch import Tensor
+
 from io_backends import Store, StoreClosed, Ticket
 
 from .._plan import policy
-from .._record.record import IN_MEMORY, Record
+from .._record.record import IN_MEMORY, WRITING, Record
 from .._stats import Counters
 from .._torch.private import storage_use_count
+from .copies import Unbegun
 from .failures import Failures
 
 MOVED = "storage resized or replaced before it was written"
@@ -65,12 +68,35 @@ class Landing:
         elif record.wanted:
             record.stay()
         else:
-            storage = alias.untyped_storage()
-            alone = storage_use_count(storage._cdata) <= _OURS_ALONE
-            del storage
-            record.store(confirmed=alone)
-            if not alone:
-                self.unconfirmed.append(record.ref)
+            self._let_go(record, alias, None)
+
+    def stage(self, record: Record, host: Tensor) -> bool:
+        """Give back a device's memory, as the bytes are in `host`, and being written from there; False if it stays."""
+        alias = record.alias
+        if alias is None or record.state is not WRITING or record.was_moved() or record.is_edited():
+            return False  # `settle` says what becomes of it
+        self._let_go(record, alias, host)
+        return True
+
+    def settle_staged(self, record: Record, ticket: Ticket, store: Store) -> None:
+        """Settle what becomes of a staged record whose write has ended."""
+        if ticket.error is None:
+            record.written()
+            return
+        record.unwritten()
+        store.discard(ticket)
+        if not (self.closing and isinstance(ticket.error, StoreClosed)):
+            self._counters.kept_to_offloaded(record.set_offloaded(False), policy.NOT_WRITTEN)
+            self._failures.not_written(record, ticket.error)
+
+    def call_off(self, record: Record, store: Store) -> None:
+        """Settle what becomes of a record whose copy is under way when the engine is closed."""
+        self._keep(record, store, CLOSED)
+
+    def not_begun(self, record: Record, error: BaseException, store: Store) -> None:
+        """Settle what becomes of a record whose copy is over, and which the store did not take."""
+        self._keep(record, store, policy.NOT_WRITTEN)
+        self._failures.not_queued(error)
 
     def confirm(self) -> None:
         """Check, at a hook, whether anything written was edited before its copy was finished."""
@@ -87,8 +113,16 @@ class Landing:
     def take_back(self, record: Record, store: Store) -> None:
         """Make the record what it was in plain PyTorch, an alias: its write was cancelled, or is worthless."""
         ticket = record.take_back()
-        if ticket is not None:
+        if ticket is not None and not isinstance(ticket, Unbegun):
             store.discard(ticket)
+
+    def _let_go(self, record: Record, alias: Tensor, staged: Tensor | None) -> None:
+        storage = alias.untyped_storage()
+        alone = storage_use_count(storage._cdata) <= _OURS_ALONE
+        del storage
+        record.store(confirmed=alone, staged=staged)
+        if not alone:
+            self.unconfirmed.append(record.ref)
 
     def _keep(self, record: Record, store: Store, reason: str) -> None:
         self.take_back(record, store)

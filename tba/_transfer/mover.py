@@ -1,10 +1,13 @@
 """Mover: takes one record's bytes out to the store and brings them back.
 
+A CPU's record is written from where it is. A device's is first copied to host memory (`Copies`). When that copy is
+over the device's memory goes, and the write begins, from host memory.
+
 Guarantees:
 
-1. A record's memory goes the moment its write has ended and nobody else holds the storage. The worker that ended it
-   sees to that (`land`) unless another thread holds the lock; then that thread does, when it lets go (`catch_up`).
-   A worker thus never waits for a hook, nor a hook for a worker.
+1. A record's memory goes the moment its write has ended, or its copy is over, and nobody else holds the storage. The
+   worker that ended the write sees to that (`land`) unless another thread holds the lock; then that thread does, when
+   it lets go (`catch_up`). A worker thus never waits for a hook, nor a hook for a worker.
 2. A failed write leaves the tensor in memory (`Landing` says what else becomes of a write). A failed read raises
    TransferError naming the tensor.
 3. After `stop` nothing is queued any more. What the store then calls off is no failure.
@@ -46,11 +49,15 @@ from .._plan import policy
 from .._record.record import PENDING, READING, RESIDENT, WRITING, Record
 from .._stats import Counters, Recorder
 from .buffers import Buffers
+from .copies import LINGERS, PERIOD_S, Copies, Copy, Unbegun
 from .cost import Cost
 from .daily_allowance import Allowance
 from .failures import Failures
 from .landing import CLOSED, MOVED, Landing
 from .staging import Staging
+
+# Of copies of so many bytes a device times every eighth: two events of each cost 6 us.
+_TIMED_BYTES, _TIMED_EVERY = 1 << 20, 8
 
 
 class Mover:
@@ -64,13 +71,14 @@ class Mover:
         limits: Limits,
         memory: HostMemory,
         allowance: Allowance,
+        host_cap_bytes: int | None = None,
     ) -> None:
         self.lock = lock
         self._has_lock = ownership(lock)
         self.counters = counters
         self.limits = limits
         self.pressure = Pressure(limits.reserve_bytes)
-        self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land)
+        self.staging = Staging(threading.Condition(lock), limits.timeout_s, self.land, host_cap_bytes)
         self.recorder = Recorder()
         self.failures = Failures(counters, limits.timeout_s)
         self.landing = Landing(counters, self.failures)
@@ -87,7 +95,12 @@ class Mover:
         self._buffers = Buffers(memory)
         self.allowance = allowance
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
+        self.copies = Copies()
         self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
+        self._staged: set[Ticket] = set()  # those of them whose bytes have been copied out of a device
+        self._at_once: set[Ticket] = set()  # those whose store had nothing to move
+        self._timed: deque[tuple[streams.Arrival, int]] = deque()  # copies to a device, and their bytes
+        self._large_copies = 0
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
         self.cost = Cost()  # of this step's transfers
@@ -125,8 +138,8 @@ class Mover:
             if self.store is None:
                 self._made.append(self._open_store(record.stream is not None))
                 self.store = self._made[-1]
-            buffer, arrived = self._buffers.out(record, alias, self.store)
-            ticket = self.store.write(buffer, on_done=self._on_written, before=arrived)
+            buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(nbytes))
+            ticket = self.store.write(buffer, on_done=self._on_written) if departure is None else Unbegun(buffer)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
@@ -136,7 +149,14 @@ class Mover:
             self._sending = False
         record.send(ticket)
         self.sent_bytes += nbytes
-        self._in_flight[ticket] = record.ref
+        if departure is None:
+            self._in_flight[ticket] = record.ref
+        else:
+            assert isinstance(ticket, Unbegun)
+            self.copies.add(Copy(ticket, record.ref, buffer, departure, frees), record.device)
+            if not self.copies.watched:
+                self.copies.watch(True)
+                threading.Thread(target=_watch, args=(weakref.ref(self),), name="tba-copies", daemon=True).start()
         if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
         staging.depart(nbytes)
@@ -166,21 +186,69 @@ class Mover:
                 if self._has_lock():
                     self.lock.release()
 
-    def land(self) -> None:
-        """Give back the memory of what has been written."""
+    def land(self) -> bool:
+        """Give back the memory of what has been copied out or written; whether a device is still waited for."""
+        if self.torn:
+            return False
+        if self.copies:
+            for copy in self.copies.over():
+                self._write_copied(copy)
+        while self._timed and (seconds := self._timed[0][0].seconds()):
+            self.cost.back.sample(self._timed.popleft()[1], seconds)
         while self.ended and not self.torn:
             ticket = self.ended.popleft()
             reference = self._in_flight.pop(ticket)
-            self.staging.land(ticket.nbytes)
+            self._leave(ticket)
             self.counters.written_bytes += ticket.moved_bytes
-            self.cost.add(ticket, self.cost.out)
+            at_once = ticket in self._at_once
+            self._at_once.discard(ticket)
+            self.cost.add(ticket, None if at_once else self.cost.out)
             record = reference()
             if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
                 self.recorder.note("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label)
-            if record is not None and record.state is WRITING:
+            if record is not None and record.write is ticket:
                 assert self.store is not None
-                self.landing.settle(record, ticket, self.store)
+                if record.state is WRITING:
+                    self.landing.settle(record, ticket, self.store)
+                elif record.staged is not None:
+                    self.landing.settle_staged(record, ticket, self.store)
+        return bool(self.copies)
+
+    def _write_copied(self, copy: Copy) -> None:
+        """Begin the write of what a device has copied out; its memory goes, unless the store moves that itself."""
+        record, ticket = copy.record(), copy.ticket
+        if ticket.done():
+            return  # taken back
+        if record is None or record.wanted or record.write is not ticket:
+            if record is not None and record.write is ticket:
+                self.take_back(record)
+            else:
+                self._cancel(ticket)
+            return
+        assert self.store is not None
+        tracer = interrupts.tracer()
+        self._sending = True
+        try:
+            written = self.store.write(copy.buffer, on_done=self._on_written)
+        except (StoreError, OSError, RuntimeError, MemoryError) as error:
+            interrupts.pass_on(error, tracer)
+            self._cancel(ticket)
+            self.landing.not_begun(record, error, self.store)
+            return
+        finally:
+            self._sending = False
+        record.pass_on(written)
+        self._in_flight[written] = record.ref
+        if written.done():
+            self._at_once.add(written)
+            self.cost.out.sample(record.nbytes, copy.departure.seconds())
+        elif copy.frees:
+            host = copy.buffer.owner
+            assert isinstance(host, Tensor)
+            if self.landing.stage(record, host):
+                self._staged.add(written)
+                self.staging.stage(record.nbytes)
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
@@ -203,7 +271,8 @@ class Mover:
         if self.store is not None:
             if not ticket.done():
                 self._cancel(ticket)
-            self.store.discard(ticket)
+            if not isinstance(ticket, Unbegun):
+                self.store.discard(ticket)
 
     def forward(self, record: Record) -> None:
         """Count a record that backward asks for while it is still in memory: nothing is read."""
@@ -216,14 +285,17 @@ class Mover:
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""
-        assert record.write is not None
         if self.closed or self.store is None:
             raise self.failures.closed(record)
+        if record.staged is not None:
+            self._restore_staged(record, record.staged)
+            return
+        assert record.write is not None
         location = record.write.location
         there = self.store.resident(location)
         if record.stream is not None and there is not None:
             self.counters.read_bytes += record.nbytes
-            self._buffers.restore(record, streams.host_bytes(there.owner))
+            self._restore_here(record, streams.host_bytes(there.owner))
             return
         tracer = interrupts.tracer()
         try:
@@ -234,12 +306,37 @@ class Mover:
             raise self.failures.unreadable(record, error) from error
         record.read_into(ticket, view, ready)
 
+    def _restore_here(self, record: Record, host: Tensor) -> None:
+        """Start the copy of a record to its device from where it is in host memory."""
+        arrival = self._buffers.restore(record, host, timed=self._times(record.nbytes))
+        if arrival is not None and arrival.timed:
+            self._timed.append((arrival, record.nbytes))
+
+    def _times(self, nbytes: int) -> bool:
+        """Whether a device is to time a copy of so many bytes: every eighth of those that are large enough to tell."""
+        if nbytes < _TIMED_BYTES:
+            return False
+        self._large_copies += 1
+        return self._large_copies % _TIMED_EVERY == 1
+
+    def _restore_staged(self, record: Record, staged: Tensor) -> None:
+        """Bring a record back from where it is in host memory; the write that has not begun is not wanted any more."""
+        self.counters.read_bytes += record.nbytes
+        self._restore_here(record, staged)
+        if record.write is not None and self._cancel(record.write):
+            ticket = record.unwritten()
+            assert ticket is not None
+            assert self.store is not None
+            self.store.discard(ticket)
+
     def read_apart(self, record: Record) -> Tensor:
         """Read a stored record again, flat into memory of its own, with nothing counted or changed. It waits.
 
         Without the lock, or with it: nothing here is shared but the store. Raises ClosedError, TransferError.
         """
         store, ticket = self.store, record.write
+        if record.staged is not None:
+            return record.staged
         location = None if ticket is None else ticket.location
         if self.closed or store is None or location is None:
             raise self.failures.closed(record)
@@ -317,10 +414,16 @@ class Mover:
         """Cancel a queued write; False if it is running or done."""
         if not ticket.cancel():
             return False
-        del self._in_flight[ticket]
-        self.staging.land(ticket.nbytes)
+        self._in_flight.pop(ticket, None)
+        self._leave(ticket)
         self.allowance.give_back(ticket.nbytes)
         return True
+
+    def _leave(self, ticket: Ticket) -> None:
+        """Count a write as no longer in flight."""
+        staged = ticket in self._staged
+        self._staged.discard(ticket)
+        self.staging.land(ticket.nbytes, staged=staged)
 
     def tear(self) -> None:
         """Land nothing any more: an exception that nobody expected has come in the midst of a change."""
@@ -334,6 +437,12 @@ class Mover:
         """Move nothing any more: the store is about to be closed, by its owner."""
         self.closed = True
         self.landing.closing = True
+        for copy in () if self.torn else self.copies.give_up():
+            record = copy.record()
+            self._cancel(copy.ticket)
+            if record is not None and record.write is copy.ticket:
+                assert self.store is not None
+                self.landing.call_off(record, self.store)
 
     def close(self) -> None:
         """Give memory back. Call `stop` before, and close the store."""
@@ -350,6 +459,29 @@ def ownership(lock: threading.RLock) -> Callable[[], bool]:
     """Return what tells whether this thread has a lock, in one call of C."""
     owned: Callable[[], bool] = lock._is_owned  # type: ignore[attr-defined]  # which `threading.Condition` asks too
     return owned
+
+
+def _watch(weak: weakref.ref[Mover]) -> None:
+    """Land what a device has copied out, until there has been nothing for some time, or the mover is gone."""
+    idle = 0
+    while True:
+        time.sleep(PERIOD_S)
+        mover = weak()
+        if mover is None:
+            return
+        if not mover.lock.acquire(blocking=False):
+            continue
+        try:
+            idle = 0 if mover.land() else idle + 1
+            if idle > LINGERS or mover.torn or mover.closed:
+                mover.copies.watch(False)
+                return
+        except BaseException:
+            mover.copies.watch(False)  # the hooks meet the same error
+            return
+        finally:
+            mover.lock.release()
+            del mover
 
 
 def _written(weak: weakref.ref[Mover], ticket: Ticket) -> None:

@@ -118,12 +118,23 @@ def test_an_arena_that_is_dropped_leaves_nothing() -> None:
     assert device.pinned == {}
 
 
-def test_trim_unpins_what_a_whole_step_did_not_use() -> None:
+def test_steps_that_need_more_and_less_pin_nothing_anew() -> None:
+    device = Device()
+    arena = device.arena()
+    for segments in (20, 10) * 20:
+        leases = [arena.lease(SEGMENT) for _ in range(segments)]
+        del leases
+        arena.trim()
+    assert len(device.calls) == len(device.pinned) == 20
+
+
+def test_trim_unpins_what_no_step_has_used_for_long() -> None:
     device = Device()
     arena = device.arena()
     kept, _ = arena.lease(SEGMENT)
     arena.lease(SEGMENT)
-    arena.trim()
+    for _ in range(HostArena._kept_trims):
+        arena.trim()
     assert len(device.pinned) == 2
     arena.trim()
     assert len(device.pinned) == 1

@@ -42,13 +42,16 @@ def fail_in_backward(graphs: list[Tensor], x: Tensor) -> None:
 
 
 class Held:
-    """A plan that holds back the first write until `close` has begun, so that all others are still queued then."""
+    """A plan that holds back the first two writes until `close` has begun, so that all others are still queued then.
+
+    Two: of a striped store, each of the two files gets one.
+    """
 
     def __init__(self) -> None:
         self._closing = threading.Event()
 
     def __call__(self, operation: Operation, number: int) -> Fault | None:
-        return Fault(gate=self._closing) if operation == "write" and number == 0 else None
+        return Fault(gate=self._closing) if operation == "write" and number < 2 else None
 
     def close(self, offload: Offloader) -> None:
         """Close an Offloader; the write that is held back ends after the store has been told."""

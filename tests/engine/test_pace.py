@@ -15,7 +15,9 @@ MB = 10**6
 
 
 def pace(out: Way, back: Way, **settings: Any) -> Pace:
-    mover: Any = SimpleNamespace(cost=Cost(out=out, back=back), limits=SimpleNamespace(staging_bytes=1))
+    mover: Any = SimpleNamespace(
+        cost=Cost(out=out, back=back), limits=SimpleNamespace(staging_bytes=1), copies=SimpleNamespace(used=False)
+    )
     return Pace(OffloadConfig(tier="auto", **settings), mover)
 
 

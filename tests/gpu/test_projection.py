@@ -30,7 +30,7 @@ def test_projections_are_those_of_the_cpu(kind: Kind, width: int, rank: int) -> 
             assert torch.equal(on_device.cpu(), z)
             assert torch.equal(projection.back(on_device).cpu(), projection.back(z))
         else:
-            torch.testing.assert_close(on_device.cpu(), z, rtol=0.05, atol=0.05 if dtype == torch.bfloat16 else 0.02)
+            torch.testing.assert_close(on_device.cpu(), z, rtol=0.05, atol=0.1 if dtype == torch.bfloat16 else 0.02)
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (4, 16, 256), (2, 2, 16, 256), (256,)])

@@ -347,7 +347,7 @@ def test_reads_held_back_are_waited_for(scratch: Path) -> None:
         assert_bit_equal(leaf.grad, expected)
 
 
-def test_a_write_that_fails_leaves_the_tensor_on_the_device(scratch: Path) -> None:
+def test_a_write_that_fails_leaves_the_tensor_in_memory(scratch: Path) -> None:
     def plan(operation: Operation, number: int) -> Fault | None:
         return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" and number % 3 == 1 else None
 

@@ -182,8 +182,11 @@ def test_what_a_device_has_left(
     driver_free: int, reserved: int, allocated: int, fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver_free, 1000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: reserved)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
+    statistics = {
+        f"{kind}_bytes": {"all": {"current": nbytes}}
+        for kind, nbytes in (("reserved", reserved), ("allocated", allocated))
+    }
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
     assert free_memory.device_free_bytes(torch.device("cuda", 0)) == left
 

@@ -31,11 +31,11 @@ class DirectStore(PosixStore):
         self.direct: list[str] = []
 
     def write(self, buffer: Buffer, *, before: Callable[[], None] | None = None, **others: Any) -> Ticket:
-        if isinstance(before, Reached):
+        assert before is None, "a write begins when its event has passed, and waits for none"
+        assert isinstance(buffer.owner, torch.Tensor)
+        if buffer.owner.dtype is torch.uint8:
             self.direct.append("write")
-            assert isinstance(buffer.owner, torch.Tensor)
-            assert buffer.owner.dtype is torch.uint8
-        return super().write(buffer, before=before, **others)
+        return super().write(buffer, **others)
 
     def read(self, location: Any, buffer: Buffer, *, before: Callable[[], None] | None = None, **others: Any) -> Ticket:
         if isinstance(before, Reached):
@@ -52,6 +52,10 @@ class Reached:
     def __init__(self, stream: Any) -> None:
         pass
 
+    def over(self) -> bool:
+        type(self).waits += 1
+        return True
+
     def __call__(self) -> None:
         type(self).waits += 1
 
@@ -61,13 +65,13 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of this CPU pass for those of a device with one stream."""
     monkeypatch.setattr(streams, "producer_stream", lambda tensor: "stream")
     monkeypatch.setattr(streams, "also_used", lambda tensor, stream: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: "stream")
     monkeypatch.setattr(streams, "_after", Reached)
     monkeypatch.setattr(Reached, "waits", 0)
     out = streams.out
-    monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_: out(source, begin, nbytes, None, None))
+    monkeypatch.setattr(streams, "out", lambda source, begin, nbytes, *_, **__: out(source, begin, nbytes, None, None))
     # As to a device: a copy, which its target's version counter counts.
-    monkeypatch.setattr(streams, "into", lambda host, *_: (torch.empty_like(host).copy_(host), None))
+    monkeypatch.setattr(streams, "into", lambda host, *_, **__: (torch.empty_like(host).copy_(host), None))
 
 
 @pytest.mark.usefixtures("_device")
@@ -112,7 +116,7 @@ def test_big_transfers_go_straight_from_and_to_device_memory(elements: int, dire
 
 def test_memory_read_into_is_known_to_be_of_the_stream_it_was_asked_for_on(monkeypatch: pytest.MonkeyPatch) -> None:
     current, told = ["a"], list[str]()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: current[0])
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append(stream))
     monkeypatch.setattr(streams, "_after", Reached)
     target, ready, buffer, _ = streams.borrow(16, torch.device("cpu"))

@@ -30,6 +30,7 @@ TIERS = ("nvme", "cpu", "auto")
 IN_HOST_MEMORY = "already in host memory"
 MIB = 1 << 20
 ELEMENTS = 1 << 18
+STEPS = 3  # of a training run
 NBYTES = 4 * ELEMENTS  # of one saved tensor, where a test does not say otherwise
 
 # A test that cannot be decided here says so; one that promises a device (`make gpu`) shows the reason at its end.
@@ -92,7 +93,6 @@ def train(
     offload_of: Callable[[nn.Module], Offloader] | None = None,
     *,
     autocast: bool = False,
-    steps: int = 3,
     seed: int = 7,
 ) -> Run:
     """Some steps from a fixed seed; with an engine every saved tensor is flushed between forward and backward."""
@@ -101,7 +101,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     offload = offload_of(model) if offload_of is not None else None
     run = Run()
-    for _ in range(steps):
+    for _ in range(STEPS):
         batch = [part.to(DEVICE) for part in make_batch()]
         with (
             offload if offload is not None else nullcontext(),

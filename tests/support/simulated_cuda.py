@@ -38,6 +38,16 @@ class Stream:
             self._gpu.log.append(f"{self.name}: {what}")
             self.queue.append((what, ready, work))
 
+    def __enter__(self) -> Stream:
+        here = self._gpu.here
+        here.left.append((here.device, self._gpu.current_stream(self.device)))
+        here.device, here.streams[self.device] = self.device, self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        here = self._gpu.here
+        here.device, here.streams[self.device] = here.left.pop()
+
     def wait_event(self, event: Event) -> None:
         place = event.place
         self.enqueue(f"wait {place.name}", lambda: None, lambda: place.passed)
@@ -59,9 +69,8 @@ class Place:
 class Event:
     """As `torch.cuda.Event`: waiting for one that was never recorded is no waiting."""
 
-    def __init__(self, gpu: SimulatedCuda, *, blocking: bool = False) -> None:
+    def __init__(self, gpu: SimulatedCuda) -> None:
         self._gpu = gpu
-        self.blocking = blocking
         self.place = Place("nothing")
         self.place.passed = True
 
@@ -118,6 +127,9 @@ class DeviceTensor:
     def numel(self) -> int:
         return self._nbytes
 
+    def get_device(self) -> int:
+        return int(self.device.index)
+
     def untyped_storage(self) -> Storage:
         assert self._storage is not None
         return self._storage
@@ -161,6 +173,7 @@ class _Here(threading.local):
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         self.streams: dict[torch.device, Stream] = {}
+        self.left: list[tuple[torch.device, Stream]] = []  # by the streams entered
 
 
 class SimulatedCuda:
@@ -177,12 +190,6 @@ class SimulatedCuda:
         self._not_yet_free: list[tuple[Block, list[Place]]] = []
 
     # -- what torch.cuda has -------------------------------------------------------------------------------------
-
-    def Event(self, **options: bool) -> Event:
-        return Event(self, **options)
-
-    def Stream(self, device: torch.device) -> Stream:
-        return self.make_stream(f"stream {len(self.streams)}", device)
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
         device = self.here.device if device is None else device
@@ -268,10 +275,21 @@ class SimulatedTorch:
 
     def __init__(self, gpu: SimulatedCuda) -> None:
         self.cuda = gpu
+        self.accelerator = self
         self.fills = False  # as under use_deterministic_algorithms: a kernel fills what `empty` gives
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
+
+    def Event(self, device: torch.device, *, enable_timing: bool = False) -> Event:
+        return Event(self.cuda)
+
+    def Stream(self, device: torch.device) -> Stream:
+        return self.cuda.make_stream(f"stream {len(self.cuda.streams)}", device)
+
+    def current_stream(self, index: int) -> Stream:
+        """As `torch.accelerator.current_stream`."""
+        return self.cuda.current_stream(torch.device("cuda", index))
 
     def empty(self, nbytes: int, *, dtype: torch.dtype, device: torch.device) -> DeviceTensor:
         assert dtype is torch.uint8

@@ -13,7 +13,8 @@ from ..._plan import clock
 from ..._plan.facts import Link
 from ..._transfer.mover import Mover
 
-_UNKNOWN = 1e9  # bytes/s of a link that has not carried enough to tell, and that no setting slows down
+# Bytes/s of a link that has not carried enough to tell, and that no setting slows down: a disk, and PCIe.
+_UNKNOWN, _UNKNOWN_ON_DEVICE = 1e9, 20e9
 _LAST = 0.5  # weight of the last step in what is known of the link: others may have run beside it
 
 
@@ -29,7 +30,6 @@ class Pace:
         self._mover = mover
         # A limit's own: what is carried after a rest may pass it for as long as the limit lets up.
         self._most = tuple(rate or math.inf for rate in (config.max_write_rate, config.max_read_rate))
-        self._unknown = *(min(_UNKNOWN, rate) for rate in self._most), 0.0  # bytes/s out and back, seconds a byte
 
     def learn(self, *, planned: bool) -> Link:
         """Learn from the transfers of a step that has ended; `planned`: once there is a plan."""
@@ -37,7 +37,9 @@ class Pace:
         seen = cost.out.bytes_per_s, cost.back.bytes_per_s
         new = *map(min, seen, self._most), cost.busy_per_byte_s
         if self.link is None:
-            out, back, taken = (each or unknown for each, unknown in zip(new, self._unknown, strict=True))
+            prior = _UNKNOWN_ON_DEVICE if self._mover.copies.used else _UNKNOWN
+            unknown = *(min(prior, rate) for rate in self._most), 0.0
+            out, back, taken = (each or guess for each, guess in zip(new, unknown, strict=True))
         else:
             link = self.link
             before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
