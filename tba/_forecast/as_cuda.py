@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_WIDTH = 256  # of a head, at most
-_FUSES_THREE = torch.__version__ >= (2, 14)  # dimensions: such a torch takes one batch of them for four
+_FUSES_THREE = torch.__version__ >= "2.14"  # dimensions: such a torch takes one batch of them for four
 _DROPOUTS = (functional.dropout, torch.dropout)
 _aten = torch.ops.aten
 
