@@ -262,7 +262,9 @@ def _or_refused(call: Callable[[], Result]) -> Result | None:
 
 def _generator_states(device: str) -> list[Tensor]:
     states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if torch.device(device).type == "cuda" else states
+    if torch.device(device).type == "cpu":
+        return states
+    return [*states, torch.get_device_module(device).get_rng_state(device)]
 
 
 def _bit_equal(a: Tensor, b: Tensor) -> bool:

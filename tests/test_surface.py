@@ -133,7 +133,7 @@ FLOORS = {
     ],
     "tba": [
         ("_armed", "_errors"),
-        ("_text",),
+        ("_device", "_text"),
         ("_config", "_memory", "_plan", "_stats", "_torch"),
         ("_record", "_state"),
         ("_blocks",),
@@ -220,6 +220,17 @@ def test_no_module_imports_itself_by_a_detour(top: str) -> None:
 def test_benchmarks_and_engine_tests_use_public_names_only(path: Path) -> None:
     own = path.relative_to(ROOT).parts[0]
     assert [name for name in private_modules_of_ours(path) if name.partition(".")[0] != own] == []
+
+
+def test_device_modules_are_asked_in_one_place() -> None:
+    """What is written for CUDA alone runs nowhere else, and no accelerator made of a CPU would show what is wrong."""
+    names = {"cuda", "is_cuda"}
+    for path in python_files():
+        top, _, rest = path.relative_to(ROOT).as_posix().partition("/")
+        if top in ("benchmarks", "tests") or rest.startswith("_device/"):
+            continue
+        found = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)} & names
+        assert not found, f"{path.relative_to(ROOT)} asks for .{', .'.join(found)}: go by tba/_device"
 
 
 @pytest.mark.parametrize("name", PUBLIC_PACKAGES)

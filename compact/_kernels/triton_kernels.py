@@ -94,7 +94,7 @@ def _weights(scheme: Scheme, like: Tensor) -> Tensor:
 
 def _device(tensor: Tensor) -> AbstractContextManager[object]:
     """Make the tensor's device current: Triton launches on the current device, wherever its arguments are."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    return nullcontext() if tensor.is_cpu else torch.get_device_module(tensor.device).device(tensor.device)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

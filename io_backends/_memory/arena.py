@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 
 from . import numa
-from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of
+from .pool import SEGMENT_BYTES, BufferPool, Held, Mapping, address_of
 
 
 class HostArena(BufferPool):
@@ -38,6 +38,7 @@ class HostArena(BufferPool):
         register: pins `nbytes` at `address` (CUDA: cudaHostRegister); raises where it cannot.
         unregister: undoes it for what began at `address`.
         node: the memory node to take pages from (see `device_node`), or None for where the program runs.
+        allocate: gives pinned memory from a page boundary on, in place of all that; it goes with the last view of it.
     """
 
     _gives_back = False  # pinned pages are in memory from the start
@@ -49,14 +50,16 @@ class HostArena(BufferPool):
         *,
         alignment: int = mmap.PAGESIZE,
         segment_bytes: int = SEGMENT_BYTES,
-        register: Callable[[int, int], None],
-        unregister: Callable[[int], None],
+        register: Callable[[int, int], None] | None = None,
+        unregister: Callable[[int], None] | None = None,
         node: int | None = None,
+        allocate: Callable[[int], memoryview] | None = None,
     ) -> None:
         super().__init__(alignment, segment_bytes, budget_bytes=budget_bytes)
         self._register = register
         self._unregister = unregister
         self._node = node
+        self._allocate = allocate
         self._warned = False
 
     @property
@@ -64,8 +67,16 @@ class HostArena(BufferPool):
         """Bytes of the segments that are pinned."""
         return sum(segment.memory.nbytes for segment in self._segments if segment.mapping.before_unmap is not None)
 
-    def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
+    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
+        if self._allocate is not None:
+            try:
+                return Held(), self._allocate(nbytes)
+            except Exception as error:
+                self._warn(nbytes, error)
+                return super()._map(nbytes)
         mapping, memory = super()._map(nbytes)
+        if self._register is None or self._unregister is None:
+            return mapping, memory
         address = address_of(memory)
         if self._node is not None:
             numa.bind(address, nbytes, self._node)

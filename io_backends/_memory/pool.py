@@ -70,6 +70,12 @@ class Mapping(mmap.mmap):
             self.before_unmap()
 
 
+class Held:
+    """Stands for the mapping of memory that somebody else has allocated, and pinned: it lives as long as its views."""
+
+    before_unmap: Callable[[], None] | None = None
+
+
 def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
     """A mapping, and the `nbytes` of it that begin with a huge page. Raises OSError when the system has no room."""
     # NORESERVE: address space only; what is never touched is never charged.
@@ -89,7 +95,7 @@ def address_of(memory: memoryview) -> int:
 
 
 class _Segment:
-    def __init__(self, mapping: Mapping, memory: memoryview, alignment: int) -> None:
+    def __init__(self, mapping: Mapping | Held, memory: memoryview, alignment: int) -> None:
         self.mapping = mapping
         self.memory = memory
         self.address = address_of(memory)
@@ -114,6 +120,8 @@ class _Segment:
 
     def let_go(self, most: int) -> int:
         """Give up to `most` pages back to the system that no lease covers; how many it were."""
+        if isinstance(self.mapping, Held):
+            return 0
         begin = self.address - address_of(memoryview(self.mapping))
         pages = self.pages.idle(self.extents.free_ranges(0, self.memory.nbytes), most)
         for offset in pages:
@@ -282,7 +290,7 @@ class BufferPool:
             while queue and _drop_first(queue):
                 pass
 
-    def _map(self, nbytes: int) -> tuple[Mapping, memoryview]:
+    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
         """Memory for a segment of `nbytes`, a whole number of pages."""
         return map_memory(nbytes)
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from compact import Preset, PresetError, Saved
 from compact import preset as preset_named
 
+from .._device.generators import DeviceStates
 from .._errors import ConfigError
 from .._torch.user_frames import warn
 from .calls import Loss, call, scalar
@@ -190,7 +191,7 @@ def _check_effect(table: Preset, observer: Observer) -> None:
 @contextmanager
 def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
     """Restore buffers, training flags and random generators at the end; yields a function that starts a run."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    devices = DeviceStates()
     training = [(module, module.training) for module in model.modules()]
     buffers = [(module, dict(module._buffers), {*module._non_persistent_buffers_set}) for module in model.modules()]
     contents = [(b, b.clone()) for _, named, _ in buffers for b in named.values() if b is not None]
@@ -210,13 +211,12 @@ def _as_it_was(model: nn.Module, seed: int) -> Iterator[Callable[[], None]]:
 
     def begin() -> None:
         reset()
-        # Not torch.manual_seed, which leaves a CUDA that is not initialised yet with another seed.
+        # Not torch.manual_seed, which leaves a device that is not initialised yet with another seed.
         torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
+        devices.seed(seed)
         random.seed(seed)
 
-    with torch.random.fork_rng(devices):
+    with devices.forked():
         try:
             if not model.training:
                 model.train()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._device.generators import DeviceStates
 from .._errors import edited_in_place
 from .._state.found import Found, plain_leaves
 from .._state.holders import version
@@ -119,8 +120,8 @@ class _Surroundings:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        kinds = ("cpu", "cuda") if self._cuda else ("cpu",)
+        self._devices = DeviceStates()
+        kinds = ("cpu",) if self._devices.kind is None else ("cpu", self._devices.kind)
         self._autocast = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
         self._cache = torch.is_autocast_cache_enabled()
 
@@ -128,10 +129,9 @@ class _Surroundings:
     def restored(self, note: Callable[[Tensor], Any], noted: Callable[[Any], Tensor]) -> Iterator[None]:
         """Restore it for a region whose graph is its own."""
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=range(len(self._cuda))))
+            stack.enter_context(self._devices.forked())
             torch.set_rng_state(self._cpu)
-            if self._cuda:
-                torch.cuda.set_rng_state_all(self._cuda)
+            self._devices.restore()
             for kind, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(kind, dtype, enabled, self._cache))
             stack.enter_context(torch.enable_grad())

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from io_backends import interrupts
 
 from .._errors import OffloadError
-from .._plan import clock
 from .._state.found import Found, fingerprint
 from .._state.holders import equal_bits
 from .._torch import modes
@@ -32,6 +31,7 @@ from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost, tree_leaves
 from .call import Call, as_saved, shape
 from .communication import Communication, gathers
+from .timeline import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Trial:
     def _compare(
         self, first: _First, before: list[Tensor], again: _Noted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, float | None]:
-        begun_s = again.saved_s = clock.current.now_s()
+        again.begin(before[0] if before else None)
         tracer = interrupts.tracer()
         try:
             with Communication() as communication:
@@ -157,7 +157,7 @@ class Trial:
             return "its second run saves other tensors", None
         if not (len(after) == len(before) and all(map(_equal, before, after))):
             return "its second run gives other values", None
-        return "", again.saved_s - begun_s
+        return "", again.seconds
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         report, self._report = self._report, None
@@ -178,10 +178,20 @@ class _Noted:
 
     def __init__(self) -> None:
         self.shapes: list[tuple[Any, ...]] = []
-        self.saved_s = 0.0
+        self._watch: Stopwatch | None = None
+
+    def begin(self, tensor: Tensor | None) -> None:
+        """Begin the run, on the device of a tensor."""
+        self._watch = Stopwatch(tensor)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until it saved its last tensor."""
+        return 0.0 if self._watch is None else self._watch.seconds
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        self.saved_s = clock.current.now_s()
+        if self._watch is not None:
+            self._watch.lap()
         self.shapes.append(shape(tensor))
         return tensor.detach()
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn, strided
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .._torch.modes import quiet
 from .._torch.private import tree_leaves
+from .timeline import Timeline
 from .trial import Verdict
 
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
@@ -65,6 +66,7 @@ class Watch:
         nbytes: saved so far, before any codec.
         peak_bytes: most that saved tensors have held in memory.
         aside_s: what trials have taken.
+        timeline: where the model is on a device: when that did it all.
         step_s: until backward asked last, by the clock.
         turned: backward has asked for something.
         departed: it is not the step that was expected.
@@ -88,6 +90,7 @@ class Watch:
     nbytes: int = 0
     peak_bytes: int = 0
     aside_s: float = 0.0
+    timeline: Timeline | None = None
     step_s: float = 0.0
     turned: bool = False
     departed: bool = False
@@ -147,6 +150,16 @@ class Watch:
     def held_by_place(self) -> dict[Place, int]:
         """Give the bytes that codecs have left, by place."""
         return {place: self.held[number] for number, (place, _, _) in self.saved.items() if number in self.held}
+
+    def take_times_of_device(self) -> None:
+        """Put the device's times in place of the host's. It waits for the device."""
+        if self.timeline is None:
+            return
+        times = self.timeline.times()
+        self.saved = {number: (*saved[:2], times.get(saved[2], saved[2])) for number, saved in self.saved.items()}
+        self.asked = {number: times.get(at_s, at_s) for number, at_s in self.asked.items()}
+        self.visits = [(module, times.get(at_s, at_s), nbytes) for module, at_s, nbytes in self.visits]
+        self.aside_s = self.timeline.aside_s
 
     def facts(self, link: Link, read_ahead_bytes: int) -> Facts:
         """Conclude the facts of a step that has been watched to its end."""

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
 from compact import preset as named
 
-from .._memory import shortage, streams
+from .._device import streams
+from .._memory import shortage
 from .._record.encoded import Encoded
 from .._record.record import PENDING, Record
 from .._stats import Counters

@@ -8,8 +8,9 @@ Guarantees:
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. Sources stay as they were when compared: they are records of activations, or private copies of anything else
    (weights, small tensors). The exception is an edit without a trace to an activation after it was saved.
-4. The choice of sources does not depend on timing: a comparison reads back a source that has been written. The
-   exception is a source that is edited in place while it is being written: it serves if the write has ended before.
+4. The choice of sources does not depend on timing: a comparison reads back a source that has been written, and waits
+   until a device has said whether a lossy codec has packed it (`awaits`). The exception is a source that is edited in
+   place while it is being written: it serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
 6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are under way; else `settle` collects those
    that have ended.
@@ -33,8 +34,9 @@ from torch import Tensor, nn
 
 from io_backends import interrupts
 
+from .._device import streams
 from .._errors import OffloadError
-from .._memory import shortage, streams
+from .._memory import shortage
 from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
@@ -78,6 +80,7 @@ class Derivations:
         self._first_number = 0  # of the step's records
         self._comparing = 0  # the thread that is comparing, or 0
         self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last result: the next often starts from it
+        self._depths: dict[int, int] = {}  # of this step's recipes, by the number of the record, tried or not
 
     def look_for(self, record: Record) -> None:
         """In pack: note how a new record could be made again, and the record as a source for later ones."""
@@ -88,11 +91,18 @@ class Derivations:
         if root._version == 0 and not root.is_leaf:
             if self._worth.pays(record.number - self._first_number, record.nbytes):
                 record.plan(recipe(root, self._unpack, self._about))
+                if record.recipe is not None:
+                    self._depths[record.number] = record.recipe.depth
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # a record may have only a part of a large tensor
                 reference = record.ref
                 remember(root, self._unpack, lambda: None if (found := reference()) is None else (found, view))
+
+    def awaits(self, record: Record) -> bool:
+        """Whether a source of a record's recipe is still to be packed by a lossy codec, or may be: a device says so."""
+        found = record.recipe
+        return isinstance(found, Recipe) and any(map(_undecided, found.sources))
 
     def replaces(self, record: Record) -> bool | None:
         """Let a finished, pending record's bytes go if its recipe gives them. None if `settle` will tell whether."""
@@ -196,13 +206,15 @@ class Derivations:
         """End a step: the places of the next one count from `next_number`."""
         self._first_number = next_number
         self._made = None
+        self._depths.clear()
 
     def _about(self, packed: tuple[Any, Any], upstream: bool) -> int | None:
         first, second = packed
         if isinstance(first, Record):
             if upstream and (first.counter is None or first.counter._version != first.saved_version):
                 return None
-            return 0 if first.recipe is None else first.recipe.depth
+            # Also of a recipe that came out wrong: a device may say so later or earlier.
+            return self._depths.get(first.number, 0) if first.recipe is None else first.recipe.depth
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
         return None if upstream and first._version != second else 0
@@ -229,6 +241,16 @@ def _own(made: Tensor) -> torch.UntypedStorage:
     return made.untyped_storage()
 
 
+def _undecided(packed: tuple[Any, Any]) -> bool:
+    """Whether a device has still to say what becomes of a packed object, or of what it is derived from."""
+    record = packed[0]
+    if not isinstance(record, Record):
+        return False
+    if record.state is DERIVED:
+        return record.recipe is not None and any(map(_undecided, record.recipe.sources))
+    return record.examined and record.codec is not None and not record.codec.properties.exact
+
+
 def _off(packed: tuple[Any, Any]) -> float:
     """Return the largest relative error of recipes that start from a packed object; 0 for exact ones."""
     record = packed[0]
@@ -253,7 +275,7 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
     # Not `>`, which is false for NaN: NaN is not near.
     far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
-    return far if far.is_cuda else bool(far)
+    return bool(far) if far.is_cpu else far
 
 
 def _holding(most_bytes: int) -> Hold:

@@ -16,7 +16,8 @@ from compact import Saved
 from io_backends import interrupts
 
 from .._config import OffloadConfig
-from .._memory import streams
+from .._device import streams
+from .._device.kinds import is_streamed
 from .._plan import policy
 from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
@@ -111,7 +112,7 @@ class Packing:
 
     def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, within: Within | None = None) -> Packed:
         """Pack a tensor that is no parameter, though it may be a cast or view of one; `base` is that of a view."""
-        if type(tensor) is not Tensor or not (on_cpu or tensor.is_cuda):
+        if type(tensor) is not Tensor or not (on_cpu or is_streamed(tensor)):
             return self._odd(tensor, within)
         try:
             storage = tensor.untyped_storage()

@@ -50,6 +50,7 @@ class Pending:
         self._counters = counters
         self.derivations = derivations
         self.compressor = compressor
+        self._late: deque[weakref.ref[Record]] = deque()  # finished, but a source is not settled yet (`awaits`)
         self._packed = packed  # gets each record once it is known what a codec leaves of it
         self.local = _Local()
 
@@ -64,9 +65,11 @@ class Pending:
             record = pending.popleft()[1]()
             if record is None or record.state is not PENDING:
                 continue
-            replaced = self.derivations is not None and self.derivations.replaces(record)
-            if replaced is not None:
-                self._compared(record, replaced=replaced)
+            if self.derivations is not None and self.derivations.awaits(record):
+                record.examine(True)
+                self._late.append(record.ref)
+            else:
+                self._compare(record)
 
     def wanted(self, record: Record) -> None:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
@@ -80,17 +83,42 @@ class Pending:
     def waits(self) -> bool:
         """Whether values that decide are still on their way from a device, so that `settle` is to be called."""
         compressor, derivations = self.compressor, self.derivations
-        return compressor is not None and bool(compressor.waiting or (derivations is not None and derivations.waiting))
+        if compressor is None:
+            return False
+        return bool(compressor.waiting or self._late or (derivations is not None and derivations.waiting))
 
     def settle(self, *, wait: bool, but: Record | None = None) -> None:
         """Pass on records whose values have come from the device, all of them if `wait`; `but` is not passed on."""
         assert self.compressor is not None
-        if self.derivations is not None:
-            for record, replaced in self.derivations.settle(wait=wait):
-                self._compared(record, replaced=replaced)
-        for record in self.compressor.settle(wait=wait):
-            if record.state is PENDING and record is not but:
-                self._go(record)
+        while True:
+            if self.derivations is not None:
+                for record, replaced in self.derivations.settle(wait=wait):
+                    self._compared(record, replaced=replaced)
+            for record in self.compressor.settle(wait=wait):
+                if record.state is PENDING and record is not but:
+                    self._go(record)
+            if not self._compare_late() or not wait:
+                return
+
+    def _compare_late(self) -> bool:
+        """Compare what waits for its sources, as far as they are settled by now; whether anything was."""
+        compared, derivations = False, self.derivations
+        # A comparison asks for its sources, which may come here once more: one goes after the other.
+        while self._late and derivations is not None and not derivations.compares_here:
+            record = self._late[0]()
+            if record is not None and record.state is PENDING:
+                if derivations.awaits(record):
+                    break
+                record.examine(False)
+                self._compare(record)
+                compared = True
+            self._late.popleft()
+        return compared
+
+    def _compare(self, record: Record) -> None:
+        replaced = self.derivations is not None and self.derivations.replaces(record)
+        if replaced is not None:
+            self._compared(record, replaced=replaced)
 
     def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:
         """End a step, in which transfers took `cost`; so many records have been made since the start."""

@@ -37,8 +37,9 @@ from .._compress.compressor import compressor
 from .._config import OffloadConfig
 from .._derive.derivations import Derivations
 from .._derive.worth import Worth
+from .._device import streams
 from .._errors import OffloadError, OffloadWarning, edited_in_place
-from .._memory import shortage, streams
+from .._memory import shortage
 from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record

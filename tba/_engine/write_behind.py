@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .._config import OffloadConfig
-from .._memory import free_memory
+from .._device import memory as device_memory
 from .._memory import limits as _limits
 from .._memory.pressure import LOOK_EVERY_BYTES, look_after_bytes
 from .._plan import policy
@@ -195,10 +195,10 @@ class WriteBehind:
         staging = self._mover.staging
         room_bytes = max(0, self._limit_bytes - self._beside_bytes - self.nbytes)
         if self.limited and not staging.has_room(0, room_bytes):
-            begun_s = time.perf_counter()
+            begun_s, begun = time.perf_counter(), self._mover.cost.begin_wait()
             staging.wait_for_room(0, room_bytes)
             ended_s = time.perf_counter()
-            self._mover.cost.wait(ended_s - begun_s)
+            self._mover.cost.wait(ended_s - begun_s, begun)
             self._counters.backpressure_s += ended_s - begun_s
             self._mover.recorder.note("room", begun_s, ended_s, 0, "")
 
@@ -268,5 +268,5 @@ class WriteBehind:
         coming = sum(p.nbytes for p in weights if p.requires_grad and p.grad is None and p.device == device)
         if device.type == "cpu":
             return pressure.free_bytes(), pressure.reserve_bytes + coming
-        rest = free_memory.device_total_bytes(device) // 16
-        return free_memory.device_free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming
+        rest = device_memory.total_bytes(device) // 16
+        return device_memory.free_bytes(device), limits.staging_bytes + limits.window_bytes + rest + coming

@@ -1,4 +1,4 @@
-"""Free memory: bytes this process may still take, by the machine and by its cgroups, and bytes a device has left.
+"""Free memory: bytes this process may still take, by the machine and by its cgroups.
 
 In a container the cgroup limit is below the machine's memory, and neither the C library nor psutil reports it.
 """
@@ -12,8 +12,6 @@ from functools import cache
 from typing import NamedTuple
 
 import psutil
-import torch
-from torch import nn
 
 # Limits and the process's place among the cgroups hardly ever change; what is used is read at every call.
 _REFRESH_S = 1.0
@@ -72,29 +70,6 @@ def free_bytes() -> int:
 def total_bytes() -> int:
     """Bytes this process may take in all: the least of the machine's memory and of its cgroups' limits."""
     return min([_machine_total_bytes(), *(level.limit_bytes for level in _levels())])
-
-
-def device_free_bytes(device: torch.device) -> int:
-    """Bytes that tensors on a CUDA device may still take: free there, and held unused by PyTorch's allocator."""
-    driver_free, driver_total = torch.cuda.mem_get_info(device)
-    # Each of torch's functions for one figure flattens and sorts all of them: 140 us on an H100's host, and this 25.
-    statistics = torch.cuda.memory_stats_as_nested_dict(device)
-    reserved, allocated = (
-        int(statistics[kind]["all"]["current"]) if statistics else 0 for kind in ("reserved_bytes", "allocated_bytes")
-    )
-    allowed = int(driver_total * torch.cuda.get_per_process_memory_fraction(device))
-    return max(0, min(driver_free + reserved, allowed) - allocated)
-
-
-def device_total_bytes(device: torch.device) -> int:
-    """Bytes of memory that a CUDA device has in all."""
-    return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-def least_device_bytes(model: nn.Module | None) -> int | None:
-    """Bytes of memory of the smallest CUDA device a model is on; None for a model on the host, or none."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda} if model is not None else ()
-    return min((device_total_bytes(device) for device in devices), default=None)
 
 
 # -- pure parsers ----------------------------------------------------------------------------------------------------

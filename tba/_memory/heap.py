@@ -17,8 +17,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
+from .._device.kinds import active
 from .._text import size
 
 _LOOKS = 3  # the first step's gaps are filled by the optimizer's state; later ones show what stays
@@ -47,7 +46,7 @@ class Heap:
 
     def end_step(self, written_bytes: int) -> None:
         """Check the heap after a step that wrote `written_bytes`."""
-        if not self._looks_left or not written_bytes or torch.cuda.is_initialized():
+        if not self._looks_left or not written_bytes or active() is not None:
             return
         self._looks_left -= 1
         if line := advice(self._retained_bytes(), written_bytes, sys.orig_argv):

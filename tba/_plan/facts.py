@@ -73,9 +73,9 @@ class Block:
     input_bytes: int
     why_not: str = ""
 
-    def scaled(self, ratio: float) -> Block:
-        """Return a block that takes `ratio` times as long."""
-        replay_s = None if self.replay_s is None else self.replay_s * ratio
+    def scaled(self, ratio: float, replay_ratio: float) -> Block:
+        """Return a block that takes `ratio` times as long, and its second run `replay_ratio` times."""
+        replay_s = None if self.replay_s is None else self.replay_s * replay_ratio
         return replace(self, begin_s=self.begin_s * ratio, replay_s=replay_s)
 
 
@@ -174,12 +174,12 @@ class Facts:
         """Bytes of the largest saved storage, before any codec: there it is when it is computed."""
         return max((each.replayed_bytes for each in self.saved), default=0)
 
-    def scaled(self, ratio: float) -> Facts:
-        """Return the facts of a step whose computation takes `ratio` times as long."""
+    def scaled(self, ratio: float, *, replays: bool = True) -> Facts:
+        """Return the facts of a step whose computation takes `ratio` times as long; that of `replays` too, or not."""
         return replace(
             self,
             saved=tuple(each.scaled(ratio) for each in self.saved),
-            blocks=tuple(block.scaled(ratio) for block in self.blocks),
+            blocks=tuple(block.scaled(ratio, ratio if replays else 1.0) for block in self.blocks),
             forward_s=self.forward_s * ratio,
             backward_s=self.backward_s * ratio,
         )

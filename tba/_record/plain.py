@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, strided
 
+from .._device.kinds import is_streamed
 from .._errors import edited_in_place
 from .._torch.modes import quiet
 from .._torch.private import DisableTorchFunction, innermost, taken_apart
@@ -28,7 +29,7 @@ def why_not_plain(tensor: Tensor) -> str:
         return "nested" if tensor.is_nested else "quantized"
     if tensor.layout is not strided:
         return str(tensor.layout)
-    return "no storage" if tensor.is_cpu or tensor.is_cuda else tensor.device.type
+    return "no storage" if tensor.is_cpu or is_streamed(tensor) else tensor.device.type
 
 
 def shown_bytes(tensor: Tensor) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor, UntypedStorage
 
+from .._device import streams
 from .._errors import ClosedError, TransferError
-from .._memory import streams
 from .encoded import Encoded
 from .record import DERIVED, IN_MEMORY, RESTORED, Record
 from .view import View, apart, counted, is_edited

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._memory.streams import raw_bytes
+from .._device.streams import raw_bytes
 from .._torch.private import negative_view
 
 _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))

@@ -22,6 +22,8 @@ import torch
 import compact
 import io_backends
 
+from .._device.kinds import MODULES as DEVICE_MODULES
+
 Origin = Literal["program", "library", "apart"]
 
 
@@ -42,7 +44,8 @@ _COMPILED = tuple(EXTENSION_SUFFIXES)
 # Objects of classes of these modules are no state of a program's.
 _STATELESS = frozenset(
     {
-        *("torch._C", "torch._dynamo", "torch._ops", "torch.cuda", "torch.distributed", "torch.fx", "torch.jit"),
+        *("torch._C", "torch._dynamo", "torch._ops", "torch.distributed", "torch.fx", "torch.jit"),
+        *DEVICE_MODULES,
         *("torch.utils.hooks", "tba", "io_backends", "compact", "logging", "_thread", "abc", "_abc"),
         *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "importlib", "builtins"),
     }

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from io_backends import Buffer, BufferPool, Store
 
-from .._memory import streams
+from .._device import streams
 from .._memory.host_pools import HostMemory
 from .._record.record import READING, Record
 

@@ -11,6 +11,7 @@ from torch import nn
 from io_backends import HostStore, KvikioStore, PosixStore, Store, StripedStore, TwoLevelStore
 
 from .._config import OffloadConfig
+from .._device import memory as device_memory
 from .._errors import ConfigError
 from .._memory import budgets, free_memory
 from .._memory import limits as _limits
@@ -74,7 +75,7 @@ def make_mover(
         config.prefetch_bytes,
         config.io_timeout,
         free_memory.total_bytes(),
-        free_memory.least_device_bytes(model),
+        device_memory.least_total_bytes(model),
     )
     # Tier "cpu" writes to no drive.
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)

@@ -3,7 +3,7 @@
 Guarantees:
 
 1. Nobody sleeps until the device has got so far. Hooks ask (`over`) as they come by. While none comes, a thread asks
-   every 2 ms, as long as there is something to ask for.
+   every 10 ms, as long as there is something to ask for.
 2. Of each device only the copy that was queued first is asked for: a device's copies end in that order.
 3. The write of a copy begins when the copy is over, so a worker of a store that waits never waits for a device. A
    device that stands still (a straggler among ranks, a compilation) is therefore no disk that has stalled.
@@ -22,12 +22,12 @@ import torch
 
 from io_backends import Buffer, Ticket
 
-from .._memory.streams import Departure
+from .._device.streams import Departure
 from .._record.record import Record
 
 # How often the thread asks, and after how many times without a copy it ends: one for each step would cost more.
-PERIOD_S = 0.002
-LINGERS = 100
+PERIOD_S = 0.01
+LINGERS = 20
 
 
 class Unbegun(Ticket):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from io_backends import Ticket
 
@@ -43,6 +44,16 @@ class Way:
         return self.nbytes / self.busy_s if self.nbytes >= _TOO_FEW_BYTES and self.busy_s else 0.0
 
 
+class Aside(Protocol):
+    """Where what is none of a step's own is marked on a device (`_blocks.timeline`)."""
+
+    def step_aside(self) -> Any:
+        """Mark its begin."""
+
+    def step_back(self, begun: Any) -> None:
+        """Mark its end."""
+
+
 @dataclass
 class Cost:
     """What transfers cost a step, by their CPU time on the threads that move them, and by waiting for them.
@@ -56,6 +67,7 @@ class Cost:
         least_cpu_s_per_byte: of the transfer that took least; so much does a further byte cost one that goes anyway.
         waited_s: seconds that forward and backward stood still for transfers.
         out, back: the two directions.
+        device: where waits are marked, if the model is on a device.
     """
 
     nbytes: int = 0
@@ -64,6 +76,7 @@ class Cost:
     waited_s: float = 0.0
     out: Way = field(default_factory=Way)
     back: Way = field(default_factory=Way)
+    device: Aside | None = None
 
     def add(self, ticket: Ticket, way: Way | None) -> None:
         """Count a transfer that has ended, on its `way`: none where the store had nothing to move."""
@@ -79,9 +92,15 @@ class Cost:
         self.nbytes += nbytes
         self.cpu_s += cpu_s
 
-    def wait(self, seconds: float) -> None:
+    def begin_wait(self) -> Any:
+        """Mark that a wait begins; give the result to `wait` at its end."""
+        return None if self.device is None else self.device.step_aside()
+
+    def wait(self, seconds: float, begun: Any = None) -> None:
         """Count a wait."""
         self.waited_s += clock.current.waited_s(seconds)
+        if self.device is not None:
+            self.device.step_back(begun)
 
     @property
     def busy_per_byte_s(self) -> float:

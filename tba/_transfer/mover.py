@@ -40,8 +40,8 @@ from torch import Tensor
 
 from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
+from .._device import streams
 from .._memory import limits as _limits
-from .._memory import streams
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
@@ -116,10 +116,10 @@ class Mover:
         nbytes, staging = record.nbytes, self.staging
         self.pressure.moved(nbytes)
         if not staging.has_room(nbytes, self.limits.staging_bytes):
-            begun_s = time.perf_counter()
+            begun_s, begun = time.perf_counter(), self.cost.begin_wait()
             room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
             ended_s = time.perf_counter()
-            self.cost.wait(ended_s - begun_s)
+            self.cost.wait(ended_s - begun_s, begun)
             self.counters.backpressure_s += ended_s - begun_s
             self.recorder.note("room", begun_s, ended_s, nbytes, "")
             if not room:
@@ -354,7 +354,7 @@ class Mover:
         ticket = record.read
         if ticket is None:
             return
-        begun_s = time.perf_counter()
+        begun_s, begun = time.perf_counter(), self.cost.begin_wait()
         try:
             ended = -1
             while not ticket.wait(self.limits.timeout_s):
@@ -370,7 +370,7 @@ class Mover:
             ended_s = time.perf_counter()
             with self.lock:
                 self.counters.wait_s += ended_s - begun_s
-                self.cost.wait(ended_s - begun_s)
+                self.cost.wait(ended_s - begun_s, begun)
                 if self.recorder.trace is not None:
                     self.recorder.note("wait", begun_s, ended_s, record.nbytes, record.name())
 

@@ -19,7 +19,8 @@ def figures(offload: Offloader) -> dict[str, float]:
 
 
 def _peak_bytes() -> int:
-    """Return the most memory held at once: on the GPU if there is one, else resident in this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    """Return the most memory held at once: on the device if there is one, else resident in this process."""
+    on_device = getattr(torch.get_device_module(), "max_memory_allocated", None)
+    if on_device is not None and torch.accelerator.is_available():
+        return int(on_device())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts it in KiB

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from .._compress.calls import unclassed
+from .._device.generators import generator_of, has_generator
 from .._errors import edited_in_place
 from .._torch.hook_stack import Pack, Unpack, innermost
 from .._torch.private import Feature, compiles, has, in_place_is_seen
@@ -175,7 +176,7 @@ class _Load(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         for device, state in _states(result.before).items():
             if torch.equal(state, result.before[device]):
-                _generator(device).set_state(result.after[device])
+                generator_of(device).set_state(result.after[device])
         with in_place_is_seen():
             return tree_map_only(_Packed, self._loaded, result.packed)
 
@@ -209,17 +210,11 @@ def _give(packed: tuple[Tensor, int]) -> Tensor:
 
 
 def _states(devices: Iterable[torch.device]) -> States:
-    return {device: _generator(device).get_state() for device in devices}
+    return {device: generator_of(device).get_state() for device in devices}
 
 
 def _devices(args: Any, kwargs: Any) -> list[torch.device]:
     """List the devices whose default generators an operator with these arguments may draw from."""
     tensors = [each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     found = dict.fromkeys(tensors or [torch.device(kwargs.get("device") or "cpu")])
-    return [device for device in found if device.type in ("cpu", "cuda")]
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    return [device for device in found if has_generator(device)]

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from support.models import Made
-from tba._blocks import trial as trial_module
 from tba._blocks.trial import Trial, Verdict
+from tba._plan import clock
 
 
 class Layer(nn.Module):
@@ -69,7 +69,7 @@ def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
 def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch ends a recomputation there: what a block computes with what it saved last is not computed again."""
     times_s = iter([0.0, 1.0, *[11.0] * 9])
-    monkeypatch.setattr(trial_module.clock.current, "now_s", lambda: next(times_s))
+    monkeypatch.setattr(clock.current, "now_s", lambda: next(times_s))
 
     trial, verdicts = _trial(Made(lambda _, x: x.exp() + 1.0))
     trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()

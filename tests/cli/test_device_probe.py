@@ -77,7 +77,7 @@ def test_a_kvikio_that_does_not_load_says_why(error: Exception, said: str, monke
 @pytest.fixture
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(name="A GPU", total_memory=1000)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device_probe, "available", lambda: ("cuda", torch.cuda))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (600, 1000))
@@ -99,7 +99,9 @@ def test_a_device_that_cannot_be_used_says_why(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_probe, "available", lambda: None)
+    assert probe_devices() == ()
+    monkeypatch.setattr(device_probe, "available", lambda: ("mps", torch.mps))  # it has no streams
     assert probe_devices() == ()
 
 

@@ -62,7 +62,7 @@ class Scarce:
 
 LEGS = {
     "memory to read into": ("io_backends.BufferPool.lease", {}),
-    "the way to the device": ("tba._memory.streams.into", {}),
+    "the way to the device": ("tba._device.streams.into", {}),
     "what a codec unpacks": ("tba._record.encoded.Encoded.unpack", {"compress": ALL_INT8}),
     "the tensor itself": ("tba._engine.unpacking.look_for_code", {}),
 }

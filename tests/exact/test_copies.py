@@ -44,7 +44,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sources.append(weakref.ref(raw))
         return Buffer(host.data_ptr(), nbytes, host, given=True), LateDeparture(host, raw)
 
-    monkeypatch.setattr("tba._memory.streams.out", out)
+    monkeypatch.setattr("tba._device.streams.out", out)
     yield
     gc.collect()
     assert sources
@@ -130,7 +130,7 @@ def test_where_no_host_memory_is_left_a_tensor_stays_where_it_is(
     def out(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("tba._memory.streams.out", out)
+    monkeypatch.setattr("tba._device.streams.out", out)
     with engine(scratch, prefetch_bytes=0) as offload:
         leaf, x = activation(N)
         with pytest.warns(OffloadWarning, match="could not be queued .*injected.*stay in memory"), offload:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from compact import Preset
 from support.engine import ALL_INT8
 from support.exactness import equal, gradients_of
 from support.gpu import DEVICE, gpu_only, open_device
+from support.models import Mixed
 from tba import OffloadConfig, Offloader, OffloadStats
 
 pytestmark = gpu_only
@@ -23,23 +24,6 @@ pytestmark = gpu_only
 @pytest.fixture(autouse=True, scope="module")
 def _device() -> None:
     open_device()
-
-
-class Mixed(nn.Module):
-    """Saves token ids, a boolean mask, an fp32 upcast of bf16 and plain floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 64)
-        self.norm = nn.LayerNorm(64)
-        self.gate, self.up, self.down = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 50)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        x = x.masked_fill(ids[..., None] % 7 == 0, 0.5)
-        x = self.norm(x.to(torch.bfloat16).float().square() + x)
-        hidden = functional.silu(self.gate(x)) * self.up(x)
-        return functional.cross_entropy(self.down(hidden).flatten(0, 1), ids.flatten())
 
 
 def train(tier: str | None, compress: str | Preset | None, scratch: Path) -> tuple[list[Tensor], OffloadStats | None]:

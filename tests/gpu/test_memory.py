@@ -229,7 +229,7 @@ def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
     def pin(address: int, nbytes: int) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr("tba._memory.host_pools._pin", pin)
+    monkeypatch.setattr("tba._device.pinning._pin", pin)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         with offloader("nvme", scratch, prefetch_bytes=4 * N) as offload:
@@ -250,14 +250,14 @@ def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
 def test_a_failure_to_pin_is_not_taken_for_that_of_the_next_kernel() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    host_memory = sys.modules["tba._memory.host_pools"]
-    host_memory._pin(address, mmap.PAGESIZE)
+    pinning = sys.modules["tba._device.pinning"]
+    pinning._pin(address, mmap.PAGESIZE)
     with pytest.raises(RuntimeError, match="already mapped"):
-        host_memory._pin(address, mmap.PAGESIZE)
+        pinning._pin(address, mmap.PAGESIZE)
     assert torch.zeros(1, device=DEVICE).add_(1).item() == 1
-    host_memory._unpin(address)
+    pinning._unpin(address)
     with pytest.raises(RuntimeError, match="not correspond to a registered"):
-        host_memory._unpin(address)
+        pinning._unpin(address)
     assert torch.zeros(1, device=DEVICE).add_(1).item() == 1
 
 

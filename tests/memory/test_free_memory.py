@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from tba._device import memory as device_memory
 from tba._memory import free_memory
 from tba._memory.free_memory import CgroupMount, cgroup_directories, cgroup_mounts, cgroup_paths, find_levels
 
@@ -188,7 +189,7 @@ def test_what_a_device_has_left(
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert free_memory.device_free_bytes(torch.device("cuda", 0)) == left
+    assert device_memory.free_bytes(torch.device("cuda", 0)) == left
 
 
 @pytest.mark.gpu
@@ -196,9 +197,9 @@ def test_what_a_device_has_left(
 def test_a_cuda_device_counts_what_the_allocator_holds_unused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    with_it = free_memory.device_free_bytes(device)
+    with_it = device_memory.free_bytes(device)
     del kept  # stays reserved by PyTorch
-    assert abs(free_memory.device_free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
+    assert abs(device_memory.free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
 
 

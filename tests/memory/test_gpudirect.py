@@ -14,7 +14,7 @@ from io_backends import Buffer, BufferPool, PosixStore, Ticket
 from support.engine import activation, chain
 from support.exactness import assert_bit_equal
 from tba import OffloadConfig, Offloader
-from tba._memory import streams
+from tba._device import streams
 
 LARGE = 4096  # elements; half of them are below the threshold
 LENGTH = 4

@@ -85,7 +85,7 @@ def test_it_is_said_once_in_the_first_steps(
 def test_a_training_on_a_gpu_is_not_looked_at(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(heap_file, "active", lambda: ("cuda", torch.cuda))
     Heap(lambda: 300 * MIB).end_step(100 * MIB)
     assert caplog.records == []
 

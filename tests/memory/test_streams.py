@@ -12,7 +12,7 @@ import torch
 from io_backends import BufferPool, StoreFull
 from support.exactness import assert_bit_equal
 from support.simulated_cuda import PAGE_BYTES, DeviceTensor, SimulatedCuda, SimulatedTorch, Stream
-from tba._memory import streams as _streams
+from tba._device import streams as _streams
 
 GPU = torch.device("cuda", 0)
 SECOND_GPU = torch.device("cuda", 1)
@@ -27,6 +27,8 @@ def fake(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Sim
     """`_streams` on a simulated device; indirect parameter: the seed of its schedule."""
     fake = SimulatedTorch(SimulatedCuda(getattr(request, "param", 0)))
     monkeypatch.setattr(_streams, "torch", fake)
+    monkeypatch.setattr(_streams, "function", lambda kind, name: getattr(fake.cuda, name, None))
+    monkeypatch.setattr(_streams, "module_of", lambda kind: fake.cuda)
     monkeypatch.setattr(_streams, "_streams", {})
     return fake
 

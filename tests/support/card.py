@@ -9,10 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tba._memory import streams
+from tba._device import streams
 
 UNWRITTEN = 0xEE
 OUT_S, BACK_S = 0.05, 0.02  # how long each copy takes, says the device
+
+
+class Stream:
+    """The only one there is."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
 class Departure:
@@ -36,6 +46,20 @@ class Departure:
             self._host.copy_(self._source)
         self._source = None
         return True
+
+
+class Flag:
+    """The event that a flag of a codec has come to the host: it comes as late as copies do."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+
+    def query(self) -> bool:
+        """As of an event."""
+        return self._card.is_over()
+
+    def synchronize(self) -> None:
+        """As of an event."""
 
 
 class Arrival:
@@ -64,10 +88,12 @@ class Card:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_over: Callable[[], bool] = lambda: True
         self.asked = 0
-        monkeypatch.setattr(streams, "producer_stream", lambda tensor: "stream")
+        stream = Stream()
+        monkeypatch.setattr(streams, "producer_stream", lambda tensor: stream)
         monkeypatch.setattr(streams, "also_used", lambda tensor, stream: None)
-        monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: "stream")
+        monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: stream)
         monkeypatch.setattr(streams, "out", self._out)
+        monkeypatch.setattr(streams, "fetch", lambda flag: (flag.clone(), Flag(self)))
         monkeypatch.setattr(streams, "into", lambda host, *_, timed: (host.clone(), Arrival(timed)))
 
     def blocks(self) -> None:

@@ -189,7 +189,7 @@ class Delays:
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self._chance = random.Random(seed)
         self.copies = 0
-        streams = sys.modules["tba._memory.streams"]  # the one seam through which every copy gets its stream
+        streams = sys.modules["tba._device.streams"]  # the one seam through which every copy gets its stream
         real = streams._side_stream
 
         def late(device: torch.device, direction: str) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Forward = Callable[..., Any]
 
@@ -124,3 +125,20 @@ class CubedTwice(torch.autograd.Function):
         (a,), (b,) = ctx.saved_tensors, ctx.saved_tensors
         assert torch.equal(a, b)
         return 3 * a * b * gradients[0]
+
+
+class Mixed(nn.Module):
+    """Saves token ids, a boolean mask, an fp32 upcast of bf16 and plain floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        self.norm = nn.LayerNorm(64)
+        self.gate, self.up, self.down = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        x = x.masked_fill(ids[..., None] % 7 == 0, 0.5)
+        x = self.norm(x.to(torch.bfloat16).float().square() + x)
+        hidden = functional.silu(self.gate(x)) * self.up(x)
+        return functional.cross_entropy(self.down(hidden).flatten(0, 1), ids.flatten())

@@ -116,7 +116,7 @@ def _unowned(host: torch.Tensor) -> torch.Tensor:
 class DeviceTensor:
     """Bytes on the device. Copies between it and host tensors are queued on the current stream."""
 
-    is_cuda = True
+    is_cuda, is_cpu = True, False
 
     def __init__(self, gpu: SimulatedCuda, device: torch.device, storage: Storage | None) -> None:
         self._gpu = gpu

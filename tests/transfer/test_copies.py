@@ -15,7 +15,7 @@ from torch import Tensor
 from io_backends import HostStore, PosixStore, Store, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
 from support.card import BACK_S, OUT_S, Card
-from support.engine import Gate, activation, chain, chain_gradient, engine, save
+from support.engine import Gate, activation, chain, chain_gradient, engine, save, stored_chain
 from support.exactness import assert_bit_equal
 from support.stores import WAIT_S
 from tba import OffloadConfig, Offloader, OffloadWarning
@@ -148,11 +148,8 @@ def test_a_write_that_fails_leaves_the_bytes_in_host_memory(card: Card, scratch:
         return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" and number % 3 == 1 else None
 
     with engine(scratch, fail, prefetch_bytes=0, staging_bytes="1GiB") as offload:
-        leaf, x = activation(N)
         with pytest.warns(OffloadWarning, match="stays in memory"):
-            with offload:
-                y = chain(x, LENGTH)
-            offload.flush()
+            leaf, y = stored_chain(offload, N, length=LENGTH)
         backward(leaf, y)
         stats = offload.stats()
         assert stats.errors == len(range(1, LENGTH, 3))
@@ -168,11 +165,8 @@ class Full(PosixStore):
 
 def test_a_store_that_takes_no_write_leaves_the_tensor_where_it_was(card: Card, scratch: Path) -> None:
     offload = Offloader(None, OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0), store=Full(scratch))
-    leaf, x = activation(N)
     with pytest.warns(OffloadWarning, match="could not be queued"):
-        with offload:
-            y = chain(x, LENGTH)
-        offload.flush()
+        leaf, y = stored_chain(offload, N, length=LENGTH)
     backward(leaf, y)
     assert offload.stats().kept_bytes == offload.stats().errors * NBYTES == LENGTH * NBYTES
     offload.close()
@@ -311,7 +305,7 @@ def test_leaving_the_context_in_a_capture_asks_nothing_of_the_device(
         pool = mover_of(offload).memory.of(torch.device("cpu"))
         pool.retain(object(), asked)
         with monkeypatch.context() as capture:
-            capture.setattr("tba._memory.streams.capturing_here", lambda: True)
+            capture.setattr("tba._device.streams.capturing_here", lambda: True)
             with offload:  # the last step is over, and would end here; what a capture saves stays anyhow
                 pass
             offload.stats()

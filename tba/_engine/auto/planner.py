@@ -29,6 +29,7 @@ from io_backends import interrupts
 from ..._blocks import find
 from ..._blocks.forwards import Forwards
 from ..._blocks.recompute import recompute
+from ..._blocks.timeline import Timeline
 from ..._blocks.trial import Trial, Verdict
 from ..._blocks.watch import Places, Watch, by_storage
 from ..._config import OffloadConfig
@@ -185,7 +186,7 @@ class Planner:
         if self._block != OUTSIDE or not recomputes or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
         seen = self._seen()
-        visit = self._block = seen.visit(module, self._pace.at(seen), args)
+        visit = self._block = seen.visit(module, self._at(seen), args)
         seen.near = by_storage((args, kwargs))
         out = None
         try:
@@ -222,7 +223,7 @@ class Planner:
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
         if kind.plan is None:
-            seen.saved[record.number] = seen.place(self._block), nbytes, self._pace.at(seen)
+            seen.saved[record.number] = seen.place(self._block), nbytes, self._at(seen)
             return False
         if seen.departed:
             return False
@@ -248,7 +249,7 @@ class Planner:
             if self._compresses:
                 seen.held[record.number] = 0 if record.state is DERIVED else record.nbytes
             if self.kind.plan is None:
-                seen.ready(record.number, self._pace.at(seen))
+                seen.ready(record.number, self._at(seen))
 
     def asked(self, record: Record | None) -> None:
         """Note that backward asks for a record, or for what was let pass without one."""
@@ -257,8 +258,10 @@ class Planner:
             return
         seen.turned = True
         seen.step_s = clock.current.now_s() - seen.begun_s
+        if seen.timeline is not None:
+            seen.timeline.touch()
         if record is not None and self.kind.plan is None and record.number not in seen.asked:
-            seen.asked[record.number] = self._pace.at(seen)
+            seen.asked[record.number] = self._at(seen)
 
     def freed(self, number: int) -> None:
         """Note that a record has died."""
@@ -310,6 +313,7 @@ class Planner:
     def _advance(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
+            seen.take_times_of_device()
             facts = seen.facts(link, self._mover.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(len(facts.saved)))
             kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
@@ -338,8 +342,17 @@ class Planner:
         late = kind.compare(self._mover.cost.waited_s)
         drift = (link := link.slowed(kind.slower)).times(plan.facts.link)
         weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
-        plan = replace(plan, measured=Measured(seen.step_s, seen.peak_bytes))
-        computed_s, expected_s = seen.step_s - self._pace.lost_s(seen), plan.facts.step_s + plan.predicted.replayed_s
+        step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
+        expected_s, replayed_s = plan.facts.step_s, plan.predicted.replayed_s
+        if line is not None:
+            before_s = expected_s + replayed_s if plan.measured is None else plan.measured.step_s
+            step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
+        plan = replace(plan, measured=Measured(step_s, seen.peak_bytes))
+        computed_s = step_s - lost_s
+        if line is not None:  # what made the watched steps slow there was the host; second runs took as they will
+            computed_s -= replayed_s
+        else:
+            expected_s += replayed_s
         ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
         changed = late or drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
         changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
@@ -348,7 +361,7 @@ class Planner:
         changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
         changed = changed or facts.most_moved_bytes > _OTHER_CAP * plan.facts.most_moved_bytes
         if changed or drift > _DRIFT:
-            facts = replace(facts.scaled(ratio**weight), link=link)
+            facts = replace(facts.scaled(ratio**weight, replays=line is None), link=link)
             still = plan.under(facts, budget_bytes)
             new = self._decide(facts, budget_bytes) if changed or not still.fits else still
             stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
@@ -383,17 +396,28 @@ class Planner:
 
     def _seen(self) -> Watch:
         if self._now is None:
-            self._now = Watch(clock.current.now_s())
+            self._now = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
+            self._mover.cost.device = self._now.timeline
         return self._now
+
+    def _at(self, seen: Watch) -> float:
+        """Seconds of computation since the step began, by the host's clock; marked on the device, if there is one."""
+        at_s = self._pace.at(seen)
+        if seen.timeline is not None and self.kind.plan is None:
+            seen.timeline.mark(at_s)
+        return at_s
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Do what is none of the step's own: neither its tensors nor its time count."""
         seen = self._seen()
         since_s = self._pace.at(seen)
+        begun = seen.timeline.step_aside() if seen.timeline is not None else None
         self._aside = True
         try:
             yield
         finally:
             self._aside = False
             seen.aside_s += self._pace.at(seen) - since_s
+            if seen.timeline is not None:
+                seen.timeline.step_back(begun)

@@ -152,7 +152,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
 
 def _devices(facts: Facts) -> Iterator[Finding]:
     for device in facts.devices:
-        subject = f"cuda:{device.index}"
+        subject = f"{device.kind}:{device.index}"
         if device.error is not None:
             text = f"{device.name} cannot be used: {device.error}"
             yield Finding(Level.WARNING, subject, text, "end what holds it, or hide it with CUDA_VISIBLE_DEVICES")

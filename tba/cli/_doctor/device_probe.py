@@ -1,20 +1,22 @@
-"""Device probe: the CUDA devices that PyTorch sees, and the mode of kvikio, found by trying."""
+"""Device probe: the devices that PyTorch sees, and the mode of kvikio, found by trying."""
 
 from __future__ import annotations
 
 import importlib
 from contextlib import closing
 from dataclasses import dataclass, replace
-
-import torch
+from typing import Any
 
 from io_backends import KvikioStore
+
+from ..._device.kinds import available, has_streams
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
-    """One CUDA device and its memory; `error` is why it cannot be used."""
+    """One device and its memory; `error` is why it cannot be used."""
 
+    kind: str = "cuda"
     index: int
     name: str
     total_bytes: int
@@ -33,10 +35,11 @@ class KvikioFacts:
 
 
 def probe_devices() -> tuple[DeviceFacts, ...]:
-    """Look at every CUDA device that PyTorch sees. Failures are reported in the facts, not raised."""
-    if not torch.cuda.is_available():
+    """Look at every device that PyTorch sees. Failures are reported in the facts, not raised."""
+    found = available()
+    if found is None or not has_streams(found[0]):
         return ()
-    return tuple(_probe_device(index) for index in range(torch.cuda.device_count()))
+    return tuple(_probe_device(*found, index) for index in range(found[1].device_count()))
 
 
 def probe_kvikio(directory: str | None) -> KvikioFacts:
@@ -55,10 +58,10 @@ def probe_kvikio(directory: str | None) -> KvikioFacts:
         return KvikioFacts(version=version, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def _probe_device(index: int) -> DeviceFacts:
-    properties = torch.cuda.get_device_properties(index)
-    facts = DeviceFacts(index=index, name=properties.name, total_bytes=properties.total_memory)
+def _probe_device(kind: str, module: Any, index: int) -> DeviceFacts:
+    properties = module.get_device_properties(index)
+    facts = DeviceFacts(kind=kind, index=index, name=properties.name, total_bytes=properties.total_memory)
     try:
-        return replace(facts, free_bytes=torch.cuda.mem_get_info(index)[0])
+        return replace(facts, free_bytes=module.mem_get_info(index)[0])
     except RuntimeError as problem:  # no memory left on the device, or another process has it for itself
         return replace(facts, error=str(problem).splitlines()[0])

@@ -44,18 +44,20 @@ from torch import Tensor
 
 from io_backends import Buffer, BufferPool
 
+from .kinds import active, function, has_streams, is_streamed, module_of
+
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
 
 
 def producer_stream(tensor: Tensor) -> Any:
     """Return the stream of the operator that is saving `tensor`; None on a CPU."""
     # By number: `torch.cuda.current_stream` and a device take ten times as long.
-    return torch.accelerator.current_stream(tensor.get_device()) if tensor.is_cuda else None
+    return torch.accelerator.current_stream(tensor.get_device()) if is_streamed(tensor) else None
 
 
 def current(device: torch.device) -> Any:
     """Return the stream on which kernels launched now would run; None on a CPU."""
-    return torch.accelerator.current_stream(device.index) if device.type == "cuda" else None
+    return torch.accelerator.current_stream(device.index) if has_streams(device.type) else None
 
 
 @contextmanager
@@ -82,19 +84,26 @@ def goes_early(tensor: Tensor, producer: Any) -> None:
 
     Costs nothing if the memory was allocated on that stream.
     """
-    # Other allocators raise if it is the stream of the allocation.
-    if tensor.is_cuda and torch.cuda.get_allocator_backend() == "native":
+    if not is_streamed(tensor):
+        return
+    backend = function(tensor.device.type, "get_allocator_backend")
+    if backend is None or backend() == "native":  # others raise if it is the stream of the allocation
         tensor.record_stream(producer)
 
 
 def capturing(tensor: Tensor) -> bool:
-    """Whether the device is capturing a CUDA graph, during which the host may neither wait for events nor copy."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether the device is capturing a graph, during which the host may neither wait for events nor copy."""
+    if tensor.is_cpu:
+        return False
+    asks = function(tensor.device.type, "is_current_stream_capturing")
+    return asks is not None and bool(asks())
 
 
 def capturing_here() -> bool:
-    """Whether this thread is capturing a CUDA graph: it may neither ask an event, nor unpin host memory."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Whether this thread is capturing a graph of a device: it may neither ask an event, nor unpin host memory."""
+    found = active()
+    asks = None if found is None else function(found[0], "is_current_stream_capturing")
+    return asks is not None and bool(asks())
 
 
 class Departure:
@@ -124,7 +133,7 @@ class Departure:
 
     def __call__(self) -> None:
         # A new thread's device is the first one, and waiting would make a context on it.
-        with torch.cuda.device(self._stream.device):
+        with module_of(self._stream.device.type).device(self._stream.device):
             self._event.synchronize()
         self._source = None
 
@@ -212,7 +221,7 @@ def into(
 
     `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
     """
-    if memory is None or host.is_cuda:
+    if memory is None or not host.is_cpu:
         return host, None
     consumer = torch.accelerator.current_stream(device.index)
     side = _side_stream(device, "in")
