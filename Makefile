@@ -7,12 +7,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test test-all test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all torch test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
 	@echo "make test   run the tests: every promise, in five minutes; make test-all runs every sample too"
-	@echo "make test-torch TORCH=$(TORCH)   run the core of the tests on another torch, in an environment of its own"
+	@echo "make test-torch TORCH=$(TORCH)   run the core of the tests on another torch, in an environment of its own;"
+	@echo "            PYTHON=python3.12 takes another Python; make torch makes the environment alone"
 	@echo "make lint   ruff, format check, mypy strict, for each Python from 3.11 to 3.14"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
@@ -58,10 +59,12 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
 
-# The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`.
+# The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`, on another Python by
+# `make test-torch TORCH=2.11.0 PYTHON=python3.12`.
 TORCH ?= 2.15.0
-TORCH_VENV := .venv-torch-$(TORCH)
-CORE := exact engine record plan seam blocks state derive compress memory transfer
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+TORCH_VENV := .venv-torch-$(TORCH)-python-$(PYTHON_VERSION)
+CORE := exact engine record plan seam blocks state derive compress memory transfer forecast integrations
 
 # The constraints without those of torch and of what it pins itself. As a variable they also take the place of any that
 # pip's own configuration names, which may hold torch back.
@@ -74,10 +77,12 @@ $(TORCH_VENV)/.installed: pyproject.toml constraints.txt
 		torch==$(TORCH) --editable '.[test]'
 	touch $@
 
-test-torch: $(TORCH_VENV)/.installed
+torch: $(TORCH_VENV)/.installed
+
+test-torch: torch
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
 		-m "not serial and not exhaustive" $(addprefix tests/,$(CORE))
-	@echo "these were the core tests on torch $(TORCH)"
+	@echo "these were the core tests on torch $(TORCH) and Python $(PYTHON_VERSION)"
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

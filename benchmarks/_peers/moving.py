@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ _ALL = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 
 
 def host_memory(model: nn.Module | None, scratch: Path) -> Wrapper:
     """PyTorch's `save_on_cpu`. On a CPU it has nowhere to move a tensor to, and keeps it."""
-    return within(partial(save_on_cpu, pin_memory=torch.cuda.is_available()))
+    # Pinned where the training is on a card; a machine that has one may also train on its CPU.
+    return within(lambda: save_on_cpu(pin_memory=torch.cuda.is_initialized()))
 
 
 def files(model: nn.Module | None, scratch: Path) -> Wrapper:

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_WIDTH = 256  # of a head, at most
+_FUSES_THREE = torch.__version__ >= "2.14"  # dimensions: such a torch takes one batch of them for four
 _DROPOUTS = (functional.dropout, torch.dropout)
 _aten = torch.ops.aten
 
@@ -59,8 +60,12 @@ def _attention(
 ) -> Tensor:
     """Attend by the flash kernel (half precision, no mask, one width of heads), else by the memory-efficient one.
 
-    Both take four dimensions; with fewer CUDA computes by single products, as a CPU does.
+    Both take four dimensions. Of three, torch makes four from 2.14 on; of others it computes by single products, as on
+    a CPU.
     """
+    if _FUSES_THREE and query.dim() == key.dim() == value.dim() == 3:
+        query, key, value = (each.unsqueeze(0) for each in (query, key, value))
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa).squeeze(0)
     if query.dim() != 4:
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -17,21 +17,26 @@ _aten = torch.ops.aten
 WEIGHT, GRADIENT, SAVED, OTHER = "weight", "gradient", "saved", "other"
 
 
-def _flops_on_cpu(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Count the two products of attention; shapes are [batch, heads, positions, width]."""
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Count the two products of attention; shapes are [batch, heads, positions, width].
+
+    Keys and values may have fewer heads than queries: each is then multiplied as often as its group has queries.
+    """
     batch, heads, positions, width = query
     return int(2 * batch * heads * positions * key[-2] * (width + value[-1]))
 
 
-def _flops_on_cpu_back(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+def _attention_back_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
     """Count the five products of its backward, of which one runs again."""
-    return _flops_on_cpu(query, key, value) * 5 // 2
+    return _attention_flops(query, key, value) * 5 // 2
 
 
-# Which FlopCounterMode does not know.
+# Which FlopCounterMode does not know: on a CPU any; on a card, in torch 2.11, those of grouped queries.
 _MAPPING: dict[Any, Any] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _flops_on_cpu,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flops_on_cpu_back,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back_flops,
+    _aten._scaled_dot_product_flash_attention: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_backward: _attention_back_flops,
 }
 
 

@@ -122,7 +122,9 @@ class Caches:
         """Count the bytes in the caches that have been filled since it was last called; backward empties them."""
         modes = [mode for reference in self._found if (mode := reference()) is not None]
         self._found = [weakref.ref(mode) for mode in modes if not mode.storage]
-        entries = tree_leaves([[list(each.values()) for each in mode.storage.values()] for mode in modes])
+        # Of each operator, a dict of its results; up to torch 2.12 a list.
+        kept = [each for mode in modes for each in mode.storage.values()]
+        entries = tree_leaves([list(each.values()) if isinstance(each, dict) else each for each in kept])
         tensors = [value for entry in entries if isinstance(value := getattr(entry, "val", None), Tensor)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 

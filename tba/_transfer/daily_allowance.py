@@ -180,8 +180,9 @@ def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: floa
         database.execute("PRAGMA synchronous = OFF")
         database.execute("CREATE TABLE IF NOT EXISTS written (day TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
         database.executemany(
-            "INSERT INTO written VALUES (?1, max(0, ?2)) ON CONFLICT (day) DO UPDATE SET bytes = max(0, bytes + ?2)",
-            [(day, nbytes) for day, nbytes in pending.items() if nbytes],
+            "INSERT INTO written VALUES (:day, max(0, :added)) "
+            "ON CONFLICT (day) DO UPDATE SET bytes = max(0, bytes + :added)",
+            [{"day": day, "added": nbytes} for day, nbytes in pending.items() if nbytes],
         )
         found = database.execute("SELECT CAST(bytes AS INTEGER) FROM written WHERE day = ?", (day,)).fetchone()
     return int(found[0]) if found is not None else 0

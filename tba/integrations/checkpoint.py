@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ Policy = Callable[..., CheckpointPolicy | bool]
 States = dict[torch.device, Tensor]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
+# Torch 2.11 shows a policy no result: there it decides before the operator runs.
+_SHOWS_RESULT = "op_output" in signature(SelectiveCheckpointContext).parameters
 _COLLECTIVES = "_c10d_functional"  # the namespace of operators that return before their result is there
 _STORED = frozenset(
     {
@@ -110,7 +113,8 @@ class _Store(TorchDispatchMode):
             return func(*args, **kwargs)
         before = _states(_devices(args, kwargs)) if torch.Tag.nondeterministic_seeded in func.tags else {}
         out = func(*args, **kwargs)
-        chosen = self._policy(SelectiveCheckpointContext(is_recompute=False, op_output=out), func, *args, **kwargs)
+        result = {"op_output": out} if _SHOWS_RESULT else {}
+        chosen = self._policy(SelectiveCheckpointContext(is_recompute=False, **result), func, *args, **kwargs)
         if not isinstance(chosen, CheckpointPolicy | bool):
             raise TypeError(
                 f"the policy of selective checkpointing returned {chosen!r}, not a CheckpointPolicy or a bool"

@@ -75,7 +75,8 @@ def test_more_sequences_save_proportionally_more() -> None:
         figures("llama", *SMALL, "--batch", batch, "--sequence", 512, "--device", "a100") for batch in (8, 24)
     )
     assert three["saved_bytes"]["all"] == pytest.approx(3 * one["saved_bytes"]["all"], rel=0.01)
-    assert three["flops"] == 3 * one["flops"]
+    # Transformers may compute angles of positions once for all sequences: 32,768 of 97,635,041,280.
+    assert three["flops"] == pytest.approx(3 * one["flops"], rel=1e-6)
     assert three["memory_bytes"]["weights"] == one["memory_bytes"]["weights"]
 
 

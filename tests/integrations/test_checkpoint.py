@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
 from support.exactness import assert_bit_equal
 from tba import Offloader, OffloadWarning, offload_context
@@ -313,6 +313,22 @@ def test_a_policy_that_decides_nothing_is_refused() -> None:
     context_fn = partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: None)
     with pytest.raises(TypeError, match="returned None, not a CheckpointPolicy"):
         checkpoint(torch.sin, x, use_reentrant=False, context_fn=context_fn)
+
+
+def test_a_policy_is_called_as_torch_calls_one() -> None:
+    """From torch 2.12 on with the operator's result."""
+    shown = "op_output" in inspect.signature(SelectiveCheckpointContext).parameters
+    seen: list[bool] = []
+
+    def policy(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        assert not context.is_recompute
+        seen.append(isinstance(getattr(context, "op_output", None), Tensor))
+        return True
+
+    x = torch.randn(4, requires_grad=True)
+    context_fn = partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(lambda x: x.sin().sin(), x, use_reentrant=False, context_fn=context_fn).sum().backward()
+    assert seen == [shown, shown]
 
 
 def test_a_region_that_changes_is_told() -> None:

@@ -38,6 +38,12 @@ def test_the_line_says_what_was_found_and_what_to_type() -> None:
     assert line.endswith(": tba run -- python -m 'my train' --lr 1")
 
 
+@pytest.fixture(autouse=True)
+def _no_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ran in this process before: where CUDA has begun, the heap is not looked at."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
 class Probe:
     """A heap that retains what a test says."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
 from typing import Any, TypeVar
+
+from support.opcodes import each_opcode, run_traced
 
 T = TypeVar("T")
 
@@ -40,17 +41,17 @@ def _interrupted(call: Callable[[], object], files: set[str | None], place: int)
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename not in files:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode" and next(seen) == place:
             raise Interrupt
-        return trace
+        return each_opcode(frame, trace) if event == "call" else trace
 
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    except Interrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    def alone() -> Iterator[bool]:
+        try:
+            run_traced(call, trace)
+        except Interrupt:
+            yield True
+        yield False
+
+    # An interrupt amid the bytecodes that end an `except` leaves its error with whoever handles errors: a generator has
+    # its own, and takes it along.
+    return next(alone())

@@ -53,6 +53,8 @@ SCHEDULES: dict[str, Places] = {
     "InterleavedZeroBubble": _looped,
     "ZBVZeroBubble": _there_and_back,
 }
+if torch.__version__.startswith("2.11."):  # there a rank with stages in a row sends to itself, which Gloo refuses
+    del SCHEDULES["ZBVZeroBubble"]
 
 
 def pipeline(

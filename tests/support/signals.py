@@ -9,13 +9,13 @@ from __future__ import annotations
 import dis
 import functools
 import signal
-import sys
 import time
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from io_backends import interrupts
+from support.opcodes import each_opcode, run_traced
 
 
 class Place(NamedTuple):
@@ -70,10 +70,9 @@ def places(run: Callable[[], object], prefixes: tuple[str, ...]) -> list[Place]:
     def tracer(frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(prefixes):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return local
+        return each_opcode(frame, local)
 
-    _traced(run, tracer)
+    run_traced(run, tracer)
     return list(found)
 
 
@@ -106,17 +105,7 @@ def at(place: Place, run: Callable[[], object], happens: Callable[[], object], *
     def tracer(frame: FrameType, event: str, _: Any) -> Any:
         if frame.f_code is not place.code:
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return local
+        return each_opcode(frame, local)
 
-    _traced(run, tracer)
+    run_traced(run, tracer)
     return passed > number
-
-
-def _traced(run: Callable[[], object], tracer: Any) -> None:
-    before = sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        run()
-    finally:
-        sys.settrace(before)

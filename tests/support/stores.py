@@ -154,10 +154,20 @@ def is_open(fd: int) -> bool:
     return True
 
 
+def _fork() -> int:
+    """Fork. Where filelock has been imported, it refuses that while another thread forks."""
+    while True:
+        try:
+            return os.fork()
+        except RuntimeError as error:
+            if "filelock" not in str(error):
+                raise
+
+
 def in_child(action: Callable[[], str]) -> str:
     """What `action` returns in a forked child, which must end on its own within a minute."""
     receive, send = os.pipe()
-    pid = os.fork()
+    pid = _fork()
     if pid == 0:
         try:
             signal.alarm(int(WAIT_S))  # a deadlock ends here

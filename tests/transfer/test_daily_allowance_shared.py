@@ -138,9 +138,12 @@ def test_a_forked_child_counts_for_itself(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")  # newer Pythons warn of any fork beside threads
         child = os.fork()
     if child == 0:
-        ok = taken.take(7)
-        taken.close()
-        os._exit(0 if ok else 1)
+        ok = False
+        try:
+            ok = taken.take(7)
+            taken.close()
+        finally:
+            os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert counts(tmp_path) == {"2026-03-29": 7}
     taken.close()
