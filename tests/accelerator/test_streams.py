@@ -159,8 +159,9 @@ def test_a_capture_forbids_what_the_host_may_not_do(sim: ModuleType, device: tor
     made = torch.ones(N, device=device)
     before = sim.Event()
     before.record()
-    sim.synchronize(device)
-    with sim.capture() as stream:
+    graph = sim.CUDAGraph()
+    with sim.graph(graph):
+        stream = sim.current_stream(device)
         assert sim.is_current_stream_capturing()
         assert stream.is_capturing()
         for forbidden in (before.query, before.synchronize, stream.query, sim.synchronize, made.sum().item, made.cpu):
@@ -168,16 +169,62 @@ def test_a_capture_forbids_what_the_host_may_not_do(sim: ModuleType, device: tor
                 forbidden()
         with pytest.raises(torch.AcceleratorError, match="outside of the capture"):
             stream.wait_event(before)
-        made.mul_(2)  # kernels go on
-    sim.current_stream(device).wait_stream(stream)
     assert not sim.is_current_stream_capturing()
     assert before.query()
-    assert made.unique().tolist() == [2.0]
+
+
+def test_a_graph_runs_what_was_captured_whenever_replayed(sim: ModuleType, device: torch.device) -> None:
+    x = torch.ones(N, device=device)
+    graph = sim.CUDAGraph()
+    with sim.graph(graph):
+        y = x * 2
+        z = y + 1
+    assert len(graph) == 2
+    sim.synchronize(device)
+    assert int(z.isnan().sum()) == N  # nothing has run
+    for value in (3.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert z.unique().tolist() == [2 * value + 1]
+
+
+def test_a_graph_s_memory_is_nobody_else_s(sim: ModuleType, device: torch.device) -> None:
+    x = torch.ones(N, device=device)
+    graph = sim.CUDAGraph()
+    with sim.graph(graph):
+        between = x * 2
+        address = between.data_ptr()
+        z = between + 1
+        del between
+    others = [torch.zeros(N, device=device) for _ in range(8)]
+    assert address not in [other.data_ptr() for other in others]
+    graph.replay()
+    assert z.unique().tolist() == [3.0]
+    assert all(other.unique().tolist() == [0.0] for other in others)
+
+
+def test_a_captured_step_gives_the_gradients_of_another(sim: ModuleType, device: torch.device) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(device)
+    x = torch.zeros(4, 8, device=device)
+    graph = sim.CUDAGraph()
+    with sim.graph(graph):
+        torch.nn.functional.mse_loss(model(x), x[:, :1]).backward()
+    for seed in range(2):
+        x.copy_(torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        graph.replay()
+        replayed = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        loss = torch.nn.functional.mse_loss(model(x), x[:, :1])
+        for one, other in zip(replayed, torch.autograd.grad(loss, list(model.parameters())), strict=True):
+            assert torch.equal(one.cpu(), other.cpu())
 
 
 def test_a_capture_spreads_to_streams_that_wait_for_it(sim: ModuleType, device: torch.device) -> None:
     side = sim.Stream(device)
-    with sim.capture() as stream:
+    with sim.graph(sim.CUDAGraph()):
+        stream = sim.current_stream(device)
         assert not side.is_capturing()
         side.wait_stream(stream)
         assert side.is_capturing()
@@ -187,8 +234,23 @@ def test_a_capture_spreads_to_streams_that_wait_for_it(sim: ModuleType, device: 
 
 def test_a_capture_lets_other_streams_of_other_threads_work(sim: ModuleType, device: torch.device) -> None:
     results = []
-    with sim.capture():
+    with sim.graph(sim.CUDAGraph()):
         thread = threading.Thread(target=lambda: results.append(torch.ones(N, device=device) * 3))
         thread.start()
         thread.join()
     assert results[0].unique().tolist() == [3.0]
+
+
+def test_waits_of_operators_may_be_forbidden(sim: ModuleType, device: torch.device) -> None:
+    x = torch.ones(N, device=device)
+    host = torch.empty(N, pin_memory=True)
+    sim.set_sync_debug_mode("error")
+    try:
+        for waits in (x.sum().item, x.cpu, x.nonzero, lambda: x.copy_(host)):
+            with pytest.raises(RuntimeError, match="synchronizing operation"):
+                waits()
+        host.copy_(x, non_blocking=True)
+        x.copy_(host, non_blocking=True)
+    finally:
+        sim.set_sync_debug_mode("default")
+    assert x.unique().tolist() == [1.0]

@@ -1,6 +1,6 @@
 """The device module, `torch.sim`: the names that a library uses of `torch.cuda`, for the accelerator made of a CPU.
 
-Beside them, for tests: `held` (a stream that stands still), `capture` (a stream that captures), `carried` (what crossed
+Beside them, for tests: `held` (a stream that stands still), `carried` (what crossed
 the links), `launches` (kernels queued and run at once), `host_register` and `host_unregister`.
 """
 
@@ -10,6 +10,7 @@ import atexit
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 _extension: ModuleType | None = None
 default_generators: tuple[torch.Generator, ...] = ()
+_numbers_of_graphs: Iterator[int] = iter(())
 _initialized = True  # torch.utils.checkpoint keeps the generators' states only then
 
 _Device = torch.device | str | int | None
@@ -25,10 +27,11 @@ _Device = torch.device | str | int | None
 
 def open_with(extension: ModuleType) -> None:
     """Start the device. Called once, by `load`."""
-    global _extension, default_generators
+    global _extension, _numbers_of_graphs, default_generators
     _extension = extension
     extension.start_device()
     atexit.register(extension.halt)
+    _numbers_of_graphs = count(extension.first_of_graphs)
     default_generators = tuple(extension.generator(index) for index in range(device_count()))
 
 
@@ -236,9 +239,9 @@ def synchronize(device: _Device = None) -> None:
 
 
 def _sleep(cycles: int) -> None:
-    """As `torch.cuda._sleep`: the current stream stands still for a moment, here of a billion cycles a second."""
+    """As `torch.cuda._sleep`: the current stream stands still for a moment, here of two billion cycles a second."""
     index = current_device()
-    extension().sleep(index, extension().current_stream(index), cycles / 1e9)
+    extension().sleep(index, extension().current_stream(index), cycles / 2e9)
 
 
 def is_current_stream_capturing() -> bool:
@@ -246,16 +249,59 @@ def is_current_stream_capturing() -> bool:
     return bool(extension().captured(index, extension().current_stream(index)))
 
 
+class Graph:
+    """As `torch.cuda.CUDAGraph`: what was queued in a capture, to be queued again. Its memory stays its own."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._number: int | None = None
+        self._work: Any = None
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        stream = current_stream()
+        self._work = extension().begin_capture(stream.device_index, stream.stream_id)
+
+    def capture_end(self) -> None:
+        extension().end_capture()
+
+    def replay(self) -> None:
+        stream = current_stream()
+        extension().replay(self._work, stream.device_index, stream.stream_id)
+
+    def reset(self) -> None:
+        self._work = None
+
+    def stream(self) -> Stream:
+        """The stream that this graph captures on, which nobody else has. There are 32, for all graphs ever made."""
+        if self._number is None:
+            self._number = next(_numbers_of_graphs)
+            if self._number > extension().last_of_graphs:
+                raise RuntimeError("sim: no stream left to capture on")
+        return _stream(current_device(), self._number)
+
+    def __len__(self) -> int:
+        """How many pieces of work it holds."""
+        return len(self._work)
+
+
+CUDAGraph = Graph
+
+
 @contextmanager
-def capture(stream: torch.Stream | None = None) -> Iterator[torch.Stream]:
-    """Context: a stream captures, and is current. Nothing is replayed; what a capture forbids raises."""
-    stream = Stream() if stream is None else stream
+def graph(cuda_graph: Graph, pool: Any = None, stream: torch.Stream | None = None, **_: Any) -> Iterator[None]:
+    """As `torch.cuda.graph`: captures into a graph what is queued in the region."""
+    synchronize()
+    stream = cuda_graph.stream() if stream is None else stream
     with StreamContext(stream):
-        extension().begin_capture(stream.device_index, stream.stream_id)
+        cuda_graph.capture_begin()
         try:
-            yield stream
+            yield
         finally:
-            extension().end_capture()
+            cuda_graph.capture_end()
+
+
+def set_sync_debug_mode(debug_mode: int | str) -> None:
+    """As `torch.cuda.set_sync_debug_mode`, but "warn" says nothing: operators that make the host wait raise."""
+    extension().forbid_waits(debug_mode in (2, "error"))
 
 
 @contextmanager

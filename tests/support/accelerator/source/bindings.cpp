@@ -11,6 +11,8 @@
 
 namespace py = pybind11;
 
+PYBIND11_MAKE_OPAQUE(sim::Graph)
+
 namespace {
 
 sim::Stream& found(c10::DeviceIndex device, c10::StreamId id) {
@@ -48,7 +50,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return sim::elapsed_ms(reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end));
   });
 
-  m.def("begin_capture", [](c10::DeviceIndex device, c10::StreamId id) { sim::begin_capture(found(device, id)); });
+  py::class_<sim::Graph, sim::GraphPtr>(m, "Graph").def("__len__", [](const sim::Graph& graph) { return graph.size(); });
+  m.attr("first_of_graphs") = sim::kPool + 1;
+  m.attr("last_of_graphs") = sim::kPool + sim::kGraphs;
+  m.def("begin_capture", [](c10::DeviceIndex device, c10::StreamId id) { return sim::begin_capture(found(device, id)); });
+  m.def("replay", [](const sim::GraphPtr& graph, c10::DeviceIndex device, c10::StreamId id) {
+    sim::replay(graph, found(device, id));
+  });
+  m.def("forbid_waits", &sim::forbid_waits);
   m.def("end_capture", &sim::end_capture);
   m.def("captured", [](c10::DeviceIndex device, c10::StreamId id) { return found(device, id).captured.load(); });
 

@@ -22,7 +22,18 @@ namespace sim {
 namespace {
 
 bool same_bytes(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() && a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+  return a.scalar_type() == b.scalar_type() && a.strides() == b.strides() && a.is_non_overlapping_and_dense() &&
+      a.is_conj() == b.is_conj() && a.is_neg() == b.is_neg();
+}
+
+at::Tensor plain(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.to(dtype).resolve_conj().resolve_neg().contiguous();
+}
+
+// Asked before a copy is queued: had it thrown, nobody would keep the host's memory for the copy.
+void may_wait(const char* what) {
+  refuse_if_forbidden(what);
+  refuse_if_capturing(what);
 }
 
 void carry(Link& link, void* to, const void* from, size_t nbytes) {
@@ -44,7 +55,7 @@ void between_devices(const at::Tensor& from, const at::Tensor& to) {
 void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto device = to.device().index();
   if (!same_bytes(from, to)) {
-    const auto contiguous = from.to(to.scalar_type()).contiguous();
+    const auto contiguous = plain(from, to.scalar_type());
     if (same_bytes(contiguous, to))
       return to_device(contiguous, to, non_blocking);
     const auto staged = at::empty_like(contiguous, contiguous.options().device(to.device()));
@@ -55,7 +66,7 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
   auto& stream = current_stream(device);
   const bool pinned = is_pinned(from.data_ptr(), nbytes);
   if (!non_blocking)
-    refuse_if_capturing("copy from the host and wait");
+    may_wait("copy from the host and wait");
   std::shared_ptr<char[]> staged; // kept by the work below
   const void* source = from.data_ptr();
   if (non_blocking && !pinned) {
@@ -74,7 +85,7 @@ void to_device(const at::Tensor& from, const at::Tensor& to, bool non_blocking) 
 void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const auto device = from.device().index();
   if (!same_bytes(from, to)) {
-    const auto contiguous = from.to(to.scalar_type()).contiguous();
+    const auto contiguous = plain(from, to.scalar_type());
     if (same_bytes(contiguous, to))
       return to_host(contiguous, to, non_blocking);
     const auto crossed = at::empty(contiguous.sizes(), contiguous.options().device(at::kCPU));
@@ -86,7 +97,7 @@ void to_host(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   auto& stream = current_stream(device);
   const bool pinned = is_pinned(to.data_ptr(), nbytes);
   if (!non_blocking || !pinned)
-    refuse_if_capturing("copy to the host and wait"); // before it is queued: nobody would keep the host's memory
+    may_wait("copy to the host and wait");
   void* target = to.data_ptr();
   stream.enqueue([&link = link_out(device), target, source = accessible(from.data_ptr()), nbytes] {
     carry(link, target, source, nbytes);
@@ -122,6 +133,15 @@ at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
+}
+
+// Copies look to conjugation and sign themselves.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 } // namespace sim

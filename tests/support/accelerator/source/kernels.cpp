@@ -90,7 +90,35 @@ at::Tensor at_address(void* at, const at::Tensor& like) {
   auto made = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), like.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  made._set_conj(like.is_conj());
+  made._set_neg(like.is_neg());
   return made;
+}
+
+// Copies a tensor's elements to where its memory was, and gives it that memory again.
+void take_back(const at::Tensor& tensor, void* at, size_t nbytes) {
+  const auto elements = tensor.clone();
+  TORCH_CHECK(
+      nbytes >= at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize()),
+      "a kernel made an output larger than its meta kernel said");
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(c10::DataPtr(at, c10::Device(c10::DeviceType::CPU)));
+  storage->set_nbytes(nbytes);
+  tensor.copy_(elements);
+}
+
+// The meta kernels of normalisations speak for CUDA, whose statistics are float32. The CPU's are of the input's type,
+// unless the input alone is of a lower precision than the parameters.
+void as_on_cpu(const std::string& name, const Values& arguments, Values& metas) {
+  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm" && name != "aten::native_batch_norm")
+    return;
+  const auto input = arguments[0].toTensor();
+  bool mixed = false;
+  for (const auto& argument : arguments)
+    if (argument.isTensor() && argument.toTensor().defined())
+      mixed |= argument.toTensor().scalar_type() != input.scalar_type();
+  for (size_t i = 1; i < metas.size(); ++i)
+    metas[i] = metas[i].toTensor().to(mixed ? at::kFloat : input.scalar_type());
 }
 
 struct Count {
@@ -185,6 +213,7 @@ class Call {
         if (originals[j].defined() && originals[j].sizes() != changed[j].sizes())
           originals[j].resize_(changed[j].sizes());
     }
+    as_on_cpu(op_.operator_name().name, arguments_, metas);
     return metas;
   }
 
@@ -243,18 +272,18 @@ class Call {
     Values targets;
     for (size_t i = 0; i < results.size(); ++i)
       targets.push_back(schema_.returns()[i].alias_info() == nullptr ? with_tensors(results[i], over) : IValue());
-    // Some kernels make an output larger for a while (mse_loss): its storage is then another one.
     std::vector<at::Tensor> written;
-    Values values = for_host([&](const at::Tensor& tensor) { return written.emplace_back(over(tensor)); });
-    auto kernel = [op = op_, values = std::move(values), targets = std::move(targets),
-                   written = std::move(written)]() mutable {
-      std::vector<at::Tensor> before;
+    const Values values = for_host([&](const at::Tensor& tensor) { return written.emplace_back(over(tensor)); });
+    auto kernel = [op = op_, arguments = values, targets = std::move(targets), written = std::move(written)] {
+      std::vector<std::pair<void*, size_t>> memory;
       for (const auto& tensor : written)
-        before.push_back(at_address(tensor.data_ptr(), tensor));
+        memory.emplace_back(tensor.storage().mutable_data(), tensor.storage().nbytes());
+      Values values = arguments; // the graph of a capture runs this again
       run_kernel(op, values);
+      // Some kernels make an output larger for a while (mse_loss): its storage is then elsewhere.
       for (size_t i = 0; i < written.size(); ++i)
-        if (written[i].numel() != 0 && written[i].data_ptr() != before[i].data_ptr())
-          before[i].copy_(written[i]);
+        if (written[i].storage().mutable_data() != memory[i].first)
+          take_back(written[i], memory[i].first, memory[i].second);
       for (size_t i = 0; i < targets.size(); ++i) {
         const auto to = tensors_in(targets[i]), from = tensors_in(values[i]);
         for (size_t j = 0; j < to.size(); ++j)
@@ -273,6 +302,7 @@ class Call {
 
   // Sizes of what the operator writes may change: it writes copies, which are copied back.
   Values run_now() {
+    refuse_if_forbidden(op_.operator_name().name.c_str());
     synchronize(current_stream(device_));
     std::vector<std::pair<at::Tensor, at::Tensor>> copies;
     Values values = for_host([&](const at::Tensor& tensor) {

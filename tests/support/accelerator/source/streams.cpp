@@ -18,17 +18,18 @@ namespace {
 struct Streams {
   Streams() {
     for (c10::DeviceIndex device = 0; device < kDevices; ++device)
-      for (c10::StreamId id = 0; id <= kPool; ++id)
+      for (c10::StreamId id = 0; id <= kPool + kGraphs; ++id)
         streams[device][id] = std::make_unique<Stream>(device, id);
   }
-  std::array<std::array<std::unique_ptr<Stream>, kPool + 1>, kDevices> streams;
+  std::array<std::array<std::unique_ptr<Stream>, kPool + kGraphs + 1>, kDevices> streams;
   std::array<std::atomic<uint32_t>, kDevices> handed_out{};
   std::array<Link, kDevices> in, out;
   std::mutex lock;
   std::array<std::string, kDevices> thrown; // by work, not told yet
   std::map<size_t, PlacePtr> held;
   size_t holds = 0;
-  std::atomic<bool> capturing{false}, halted{false};
+  GraphPtr graph; // of the capture under way
+  std::atomic<bool> capturing{false}, halted{false}, waits_forbidden{false};
 };
 
 Streams& all() {
@@ -80,6 +81,13 @@ void Place::pass() {
 }
 
 void Stream::enqueue(Work work, bool may_be_delayed) {
+  if (captured) {
+    std::lock_guard guard(all().lock);
+    if (all().graph != nullptr) {
+      all().graph->push_back(std::move(work));
+      return;
+    }
+  }
   std::lock_guard guard(lock_);
   if (!running_) {
     running_ = true;
@@ -167,7 +175,7 @@ void Link::carry(size_t nbytes, const std::function<void(size_t, size_t)>& move)
 }
 
 Stream& stream(c10::DeviceIndex device, c10::StreamId id) {
-  TORCH_CHECK(device >= 0 && device < kDevices && id >= 0 && id <= kPool, "sim: no stream ", id, " of device ", +device);
+  TORCH_CHECK(device >= 0 && device < kDevices && id >= 0 && id <= kPool + kGraphs, "sim: no stream ", id, " of device ", +device);
   return *all().streams[device][id];
 }
 
@@ -231,21 +239,35 @@ void refuse_if_capturing(const char* what) {
     fail(900, std::string("sim: operation not permitted when stream is capturing: ") + what);
 }
 
-void begin_capture(Stream& one) {
+GraphPtr begin_capture(Stream& one) {
   TORCH_CHECK(one.id != 0, "sim: a capture must be on a stream that is not the device's first");
   TORCH_CHECK(!all().capturing.exchange(true), "sim: a stream is capturing already");
+  std::lock_guard guard(all().lock);
+  all().graph = std::make_shared<Graph>();
   one.captured = true;
+  return all().graph;
 }
 
 void end_capture() {
   for (const auto& device : all().streams)
     for (const auto& one : device)
       one->captured = false;
+  std::lock_guard guard(all().lock);
+  all().graph = nullptr;
   all().capturing = false;
 }
 
-bool capturing() {
-  return all().capturing;
+void replay(const GraphPtr& graph, Stream& one) {
+  for (size_t i = 0; i < graph->size(); ++i)
+    one.enqueue([graph, i] { (*graph)[i](); });
+}
+
+void forbid_waits(bool forbidden) {
+  all().waits_forbidden = forbidden;
+}
+
+void refuse_if_forbidden(const char* what) {
+  TORCH_CHECK(!all().waits_forbidden, "sim: called a synchronizing operation: ", what);
 }
 
 void delays(uint64_t seed, double at_most_s) {

@@ -7,9 +7,10 @@
 //   Waiting for an event never recorded is no waiting; recording again leaves earlier waits where they were.
 // - `query` and `synchronize` see all that was queued before the call. What work throws is kept and thrown once, at the
 //   next wait of the host for its device.
-// - While a stream captures, what the host may not do under a CUDA graph capture throws, with CUDA's code 900: query,
-//   synchronize, anything that waits. So does a captured stream's wait for an event from outside (905). Work is run all
-//   the same: there is no graph.
+// - While a stream captures, what is queued on it, and on streams that wait for it, is not run but kept: a graph, whose
+//   `replay` queues it in the order of the capture. What the host may not do meanwhile throws, with CUDA's code 900:
+//   query, synchronize, anything that waits, on any thread. So does a captured stream's wait for an event from outside
+//   (905). A graph captures on a stream of its own (ids above 32), so that its memory is nobody else's.
 // Assumptions: nobody forks and goes on with the device; the process ends by `halt`.
 #pragma once
 
@@ -25,11 +26,13 @@
 #include <mutex>
 #include <random>
 #include <string>
+#include <vector>
 
 namespace sim {
 
 constexpr c10::DeviceIndex kDevices = 2;
 constexpr c10::StreamId kPool = 32; // ids 1 to 32 are handed out in turn, so that two askers may share one, as on CUDA
+constexpr c10::StreamId kGraphs = 32; // ids 33 to 64 are for captures, one each
 
 using Work = std::function<void()>;
 using Clock = std::chrono::steady_clock;
@@ -113,9 +116,15 @@ void synchronize(Stream& stream);
 void synchronize(c10::DeviceIndex device);
 void refuse_if_capturing(const char* what);
 
-void begin_capture(Stream& stream);
+using Graph = std::vector<Work>;
+using GraphPtr = std::shared_ptr<Graph>;
+GraphPtr begin_capture(Stream& stream);
 void end_capture();
-bool capturing();
+void replay(const GraphPtr& graph, Stream& stream);
+
+// Whether operators that make the host wait throw, as `torch.cuda.set_sync_debug_mode("error")` has it.
+void forbid_waits(bool forbidden);
+void refuse_if_forbidden(const char* what);
 
 void delays(uint64_t seed, double at_most_s); // for every stream, each with chances of its own
 size_t hold(Stream& stream); // the stream stands still from here until `release` is called with the number returned
