@@ -127,6 +127,38 @@ def test_training_gives_the_same_bits_however_streams_are_delayed(sim: ModuleTyp
         assert different(train(make, batch, "sim"), expected) == 0
 
 
+SEEN: list[int] = []
+
+
+@torch.library.custom_op("accelerator_tests::doubled", mutates_args=(), device_types="cpu")
+def doubled(x: Tensor) -> Tensor:
+    SEEN.append(threading.get_ident())
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_a_kernel_in_python_runs_while_the_host_waits(sim: ModuleType) -> None:
+    SEEN.clear()
+    stream = sim.current_stream()
+    x = torch.ones(8, device="sim")
+    with sim.held(stream):
+        y = doubled(doubled(x))
+        assert SEEN == []
+    stream.synchronize()
+    assert len(SEEN) == 2
+    assert threading.get_ident() not in SEEN
+    assert y.tolist() == [4.0] * 8
+
+
+def test_integers_are_counted_in_bins(sim: ModuleType) -> None:
+    bins = torch.tensor([0, 3, 3, 1], dtype=torch.int32, device="sim").histc(4, 0, 3)
+    assert (bins.dtype, bins.tolist()) == (torch.int32, [1, 1, 0, 2])
+
+
 def test_an_lstm_is_near_the_cpu_s(sim: ModuleType) -> None:
     make, batch = CASES["sequence"]
     for one, other in zip(train(make, batch, "sim", 1), train(make, batch, "cpu", 1), strict=True):
@@ -271,6 +303,7 @@ def test_gradients_are_scaled_and_unscaled(sim: ModuleType) -> None:
         "cat": lambda x: torch.cat([x, x.double()]),
         "embedding_bag": lambda x: F.embedding_bag(torch.arange(4, device=x.device).view(2, 2), x),
         "interpolate": lambda x: F.interpolate(x[None, None], scale_factor=2.0, mode="bilinear"),
+        "histogram": lambda x: x.mul(3).histc(4, -6, 6),
         "foreach": lambda x: torch._foreach_add([x, x], 1.0),
         "out": lambda x: torch.add(x, 1.0, out=torch.empty(0, device=x.device)),
     }.items(),

@@ -66,6 +66,7 @@ def build() -> Path:
         if not (place / "done").exists():
             from torch.utils import cpp_extension
 
+            os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))  # ninja's own is two more
             (place / "lock").unlink(missing_ok=True)  # PyTorch's own, of a build that was killed
             cpp_extension.load(
                 name,

@@ -71,7 +71,7 @@ _lazy_init = init
 
 
 def _is_in_bad_fork() -> bool:
-    return False
+    return bool(extension().forked())
 
 
 def device_count() -> int:
@@ -458,6 +458,8 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
+    if _is_in_bad_fork():
+        return
     for generator in default_generators:
         generator.manual_seed(int(seed))
 

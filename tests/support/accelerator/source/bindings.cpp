@@ -34,6 +34,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("devices") = static_cast<int>(sim::kDevices);
   m.def("start_device", &sim::start_device, py::call_guard<py::gil_scoped_release>());
   m.def("halt", &sim::halt);
+  m.def("forked", &sim::forked);
 
   m.def("current_device", &sim::current_device);
   m.def("exchange_device", &sim::exchange_device);

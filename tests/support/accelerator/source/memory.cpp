@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -57,7 +56,6 @@ const Mapping& mapping() {
   return *mapping;
 }
 
-bool forked = false; // a child has the memory but no streams: there, blocks are never given back
 std::atomic<bool> poisoning{true};
 
 struct Block {
@@ -313,7 +311,6 @@ struct Device {
 
 Device& device(c10::DeviceIndex index) {
   static auto* devices = [] {
-    pthread_atfork(nullptr, nullptr, [] { forked = true; });
     auto* made = new std::vector<std::unique_ptr<Device>>();
     for (c10::DeviceIndex one = 0; one < kDevices; ++one)
       made->push_back(std::make_unique<Device>(one));
@@ -323,7 +320,7 @@ Device& device(c10::DeviceIndex index) {
 }
 
 void free_block(void* at) {
-  if (at == nullptr || forked)
+  if (at == nullptr || forked()) // a child has no streams, and keeps its blocks
     return;
   auto& owner = device(device_of(at));
   std::lock_guard guard(owner.lock);
@@ -536,7 +533,7 @@ HostMemory& host() {
 }
 
 void HostMemory::free_host(void* at) {
-  if (at != nullptr && !forked)
+  if (at != nullptr && !forked())
     host().put_back(at);
 }
 

@@ -149,6 +149,17 @@ void convolution_backward(const c10::OperatorHandle&, torch::jit::Stack* stack) 
   launch_as("aten::convolution_backward", stack);
 }
 
+// Of integers too, as CUDA has it.
+void histogram(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& self = *(stack->end() - 4);
+  const auto type = self.toTensor().scalar_type();
+  if (at::isFloatingType(type))
+    return launch(op, stack);
+  self = self.toTensor().to(at::kDouble);
+  launch(op, stack);
+  stack->back() = stack->back().toTensor().to(type);
+}
+
 // A cell of an LSTM as CUDA fuses it. The gates lie as they do there: input, forget, cell, output.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const std::optional<Tensor>& input_bias,
@@ -205,6 +216,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histogram>());
   for (const char* name :
        {"native_layer_norm", "native_group_norm", "native_batch_norm", "silu_backward", "mish_backward", "addr"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&launch>());

@@ -32,8 +32,13 @@ struct Streams {
   std::atomic<bool> capturing{false}, halted{false}, waits_forbidden{false};
 };
 
+bool is_child = false;
+
 Streams& all() {
-  static auto* streams = new Streams();
+  static auto* streams = [] {
+    pthread_atfork(nullptr, nullptr, [] { is_child = true; });
+    return new Streams();
+  }();
   return *streams;
 }
 
@@ -81,6 +86,7 @@ void Place::pass() {
 }
 
 void Stream::enqueue(Work work, bool may_be_delayed) {
+  TORCH_CHECK(!is_child, "sim: cannot be used in a forked child of a process that has it; use spawn");
   if (captured) {
     std::lock_guard guard(all().lock);
     if (all().graph != nullptr) {
@@ -290,6 +296,10 @@ void release(size_t number) {
   TORCH_CHECK(found != all().held.end(), "sim: nothing is held by ", number);
   found->second->pass();
   all().held.erase(found);
+}
+
+bool forked() {
+  return is_child;
 }
 
 void halt() {

@@ -11,7 +11,8 @@
 //   `replay` queues it in the order of the capture. What the host may not do meanwhile throws, with CUDA's code 900:
 //   query, synchronize, anything that waits, on any thread. So does a captured stream's wait for an event from outside
 //   (905). A graph captures on a stream of its own (ids above 32), so that its memory is nobody else's.
-// Assumptions: nobody forks and goes on with the device; the process ends by `halt`.
+// - A forked child has none of the threads: whatever it asks of a stream throws, as CUDA does.
+// Assumption: the process ends by `halt`.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -129,6 +130,7 @@ void refuse_if_forbidden(const char* what);
 void delays(uint64_t seed, double at_most_s); // for every stream, each with chances of its own
 size_t hold(Stream& stream); // the stream stands still from here until `release` is called with the number returned
 void release(size_t number);
+bool forked(); // whether this process is the child of one that had the device
 void halt(); // drops what is queued, for the end of the process
 
 } // namespace sim
