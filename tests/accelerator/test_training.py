@@ -154,6 +154,21 @@ def test_a_kernel_in_python_runs_while_the_host_waits(sim: ModuleType) -> None:
     assert y.tolist() == [4.0] * 8
 
 
+def test_shapes_that_are_known_are_not_taken_for_others(sim: ModuleType) -> None:
+    for _ in range(2):
+        x = torch.arange(6, device="sim")
+        assert (x + 1).dtype is torch.int64
+        assert (x + 1.5).dtype is torch.float32
+        assert (x + x.float().mean()).dtype is torch.float32
+        assert (x + torch.tensor(1.5)).dtype is torch.float32
+        assert (x.view(2, 3).sum(0).shape, x.view(2, 3).sum(1).shape) == ((3,), (2,))
+        assert (x.view(2, 3).t() + 1).stride() == (1, 3)
+        out = torch.empty(0, dtype=torch.int64, device="sim")
+        assert torch.add(x, 1, out=out) is out
+        assert out.tolist() == [1, 2, 3, 4, 5, 6]
+        assert x.add_(x).tolist() == [0, 2, 4, 6, 8, 10]
+
+
 def test_integers_are_counted_in_bins(sim: ModuleType) -> None:
     bins = torch.tensor([0, 3, 3, 1], dtype=torch.int32, device="sim").histc(4, 0, 3)
     assert (bins.dtype, bins.tolist()) == (torch.int32, [1, 1, 0, 2])

@@ -2,9 +2,9 @@
 #include "kernels.h"
 #include "device.h"
 #include "memory.h"
+#include "shapes.h"
 
 #include <ATen/Context.h>
-#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/DeviceGuard.h>
@@ -17,69 +17,11 @@ namespace sim {
 
 namespace {
 
-using c10::IValue;
-using Values = torch::jit::Stack;
-using TensorChange = std::function<at::Tensor(const at::Tensor&)>;
-
-bool on_device(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_privateuseone();
-}
-
-// The tensors in a value, lists of them included.
-std::vector<at::Tensor> tensors_in(const IValue& value) {
-  std::vector<at::Tensor> found;
-  if (value.isTensor())
-    found.push_back(value.toTensor());
-  else if (value.isList())
-    for (const IValue& element : value.toListRef())
-      if (element.isTensor())
-        found.push_back(element.toTensor());
-  return found;
-}
-
-IValue with_tensors(const IValue& value, const TensorChange& change) {
-  if (value.isTensor())
-    return value.toTensor().defined() ? IValue(change(value.toTensor())) : value;
-  if (!value.isList())
-    return value;
-  auto changed = value.toList().copy();
-  for (size_t i = 0; i < changed.size(); ++i) {
-    const IValue element = changed.get(i);
-    if (element.isTensor() && element.toTensor().defined())
-      changed.set(i, change(element.toTensor()));
-  }
-  return changed;
-}
-
-bool is_written(const c10::Argument& argument) {
-  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-}
-
-bool takes_generator(const c10::Argument& argument) {
-  auto type = argument.type();
-  if (auto optional = type->cast<c10::OptionalType>())
-    type = optional->getElementType();
-  return type->kind() == c10::TypeKind::GeneratorType;
-}
-
 at::Tensor empty_like_meta(const at::Tensor& meta, c10::Device device) {
   const auto options = at::TensorOptions(meta.scalar_type()).device(device);
   return meta.is_non_overlapping_and_dense() ? at::empty_strided(meta.sizes(), meta.strides(), options)
                                              : at::empty_strided(meta.sizes(), c10::contiguous_strides(meta.sizes()), options);
 }
-
-// What a meta kernel or a kernel warns of concerns tensors that nobody has made.
-class Quiet {
- public:
-  Quiet() : guard_(&none_) {}
-
- private:
-  struct None final : c10::WarningHandler {
-    void process(const c10::Warning&) override {}
-  };
-  None none_;
-  c10::WarningUtils::WarningHandlerGuard guard_;
-};
 
 // A tensor of the host at an address, with the sizes of another. A kernel may resize it: then it has other memory.
 at::Tensor at_address(void* at, const at::Tensor& like) {
@@ -107,20 +49,6 @@ void take_back(const at::Tensor& tensor, void* at, size_t nbytes) {
   tensor.copy_(elements);
 }
 
-// The meta kernels of normalisations speak for CUDA, whose statistics are float32. The CPU's are of the input's type,
-// unless the input alone is of a lower precision than the parameters.
-void as_on_cpu(const std::string& name, const Values& arguments, Values& metas) {
-  if (name != "aten::native_layer_norm" && name != "aten::native_group_norm" && name != "aten::native_batch_norm")
-    return;
-  const auto input = arguments[0].toTensor();
-  bool mixed = false;
-  for (const auto& argument : arguments)
-    if (argument.isTensor() && argument.toTensor().defined())
-      mixed |= argument.toTensor().scalar_type() != input.scalar_type();
-  for (size_t i = 1; i < metas.size(); ++i)
-    metas[i] = metas[i].toTensor().to(mixed ? at::kFloat : input.scalar_type());
-}
-
 struct Count {
   std::mutex lock;
   std::map<std::string, std::pair<size_t, size_t>> by_name;
@@ -145,7 +73,7 @@ class Call {
 
   Values run() {
     c10::OptionalDeviceGuard guard(c10::Device(c10::DeviceType::PrivateUse1, device_));
-    std::optional<Values> shapes = infer();
+    const auto shapes = find_shapes();
     {
       std::lock_guard lock(count().lock);
       auto& numbers = count().by_name[c10::toString(op_.operator_name())];
@@ -166,55 +94,17 @@ class Call {
     return current_device();
   }
 
-  bool returns_tensors_alone() const {
-    for (const auto& returned : schema_.returns()) {
-      auto type = returned.type();
-      if (auto list = type->cast<c10::ListType>())
-        type = list->getElementType();
-      if (type->kind() != c10::TypeKind::TensorType)
-        return false;
-    }
-    return true;
-  }
-
-  // What the operator would return, as tensors without memory; none where only the kernel can tell. Outputs that the
-  // caller gave and that do not fit are resized.
-  std::optional<Values> infer() {
-    if (!returns_tensors_alone() || !op_.hasComputedKernelForDispatchKey(c10::DispatchKey::Meta))
-      return std::nullopt;
-    std::unordered_map<c10::TensorImpl*, at::Tensor> made;
-    Values metas;
-    for (size_t i = 0; i < arguments_.size(); ++i)
-      metas.push_back(
-          takes_generator(schema_.arguments()[i]) ? IValue()
-              : arguments_[i].isDevice()          ? IValue(c10::Device(c10::DeviceType::Meta))
-                                                  : with_tensors(arguments_[i], [&](const at::Tensor& tensor) {
-                                             if (!on_device(tensor))
-                                               return tensor;
-                                             auto& meta = made[tensor.unsafeGetTensorImpl()];
-                                             if (!meta.defined())
-                                               meta = at::Tensor(at::detail::empty_strided_meta(
-                                                   tensor.sizes(), tensor.strides(), tensor.scalar_type()));
-                                             return meta;
-                                           }));
-    const Values given = metas;
-    try {
-      const Quiet quiet;
-      at::AutoDispatchBelowADInplaceOrView below;
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &metas);
-    } catch (const std::exception&) {
-      return std::nullopt;
-    }
-    for (size_t i = 0; i < arguments_.size(); ++i) {
-      if (!is_written(schema_.arguments()[i]))
-        continue;
-      const auto originals = tensors_in(arguments_[i]), changed = tensors_in(given[i]);
-      for (size_t j = 0; j < originals.size(); ++j)
-        if (originals[j].defined() && originals[j].sizes() != changed[j].sizes())
-          originals[j].resize_(changed[j].sizes());
-    }
-    as_on_cpu(op_.operator_name().name, arguments_, metas);
-    return metas;
+  // What the operator would return; none where only the kernel can tell. Outputs that the caller gave and that do not
+  // fit are resized.
+  std::optional<Values> find_shapes() const {
+    const auto found = infer(op_, arguments_);
+    size_t number = 0;
+    for (size_t i = 0; i < arguments_.size() && found.results.has_value(); ++i)
+      if (is_written(schema_.arguments()[i]))
+        for (const auto& original : tensors_in(arguments_[i]))
+          if (const auto& size = found.written.at(number++); original.defined() && original.sizes() != at::IntArrayRef(size))
+            original.resize_(size);
+    return found.results;
   }
 
   // The arguments for the CPU's kernel. `own` is called for tensors that the operator writes.
