@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test test-all torch test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all torch accelerator test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
@@ -17,6 +17,7 @@ help:
 	@echo "make lint   ruff, format check, mypy strict, for each Python from 3.11 to 3.14"
 	@echo "make docs   build the site into out/site; every warning and every broken link is an error"
 	@echo "make wheel  build sdist and wheel into dist, and try the wheel in an empty environment"
+	@echo "make accelerator   run the GPU tests on an accelerator made of a CPU"
 	@echo "make matrix train with every framework, with tba and without, and compare with docs/matrix.md"
 	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark;"
 	@echo "            make gpu-step, gpu-rok, gpu-peers and gpu-hooks measure there, ten minutes each"
@@ -58,6 +59,11 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	SAMPLES=all $(PYTEST) -n $(JOBS) --dist worksteal -m "not serial"
+
+# The tests for a GPU, on an accelerator that is made of a CPU, and that one's own. It is built first, in a minute: its
+# compiler is the one that is here. A process that has loaded it is no more one of a machine without an accelerator.
+accelerator: $(VENV)/.installed
+	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
 
 # The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`, on another Python by
 # `make test-torch TORCH=2.11.0 PYTHON=python3.12`.

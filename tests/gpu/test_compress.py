@@ -14,7 +14,7 @@ from torch.nn import functional
 from compact import Preset
 from support.engine import ALL_INT8
 from support.exactness import equal, gradients_of
-from support.gpu import DEVICE, gpu_only, open_device
+from support.gpu import DEVICE, card, gpu_only, open_device
 from support.models import Mixed
 from tba import OffloadConfig, Offloader, OffloadStats
 
@@ -78,7 +78,7 @@ class Masked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, back: list[Tensor]) -> Tensor:
-        torch.cuda._sleep(100_000_000)  # a twentieth of a second
+        card._sleep(100_000_000)  # a twentieth of a second
         ctx.save_for_backward(mask)
         ctx.back = back
         return x * mask
@@ -91,21 +91,21 @@ class Masked(torch.autograd.Function):
 
 
 def test_memory_of_another_stream_outlives_the_codec_that_reads_it(scratch: Path) -> None:
-    here, other, back = torch.cuda.current_stream(), torch.cuda.Stream(), list[Tensor]()
+    here, other, back = card.current_stream(), card.Stream(), list[Tensor]()
     x = torch.ones(1 << 20, device=DEVICE, requires_grad=True)
     mask = torch.rand(1 << 20, device=DEVICE) > 0.5
     expected = mask.clone()
     config = OffloadConfig(tier="keep", compress="exact", min_tensor_bytes=0, storage_paths=scratch)
     offload = Offloader(None, config)
     other.wait_stream(here)
-    with torch.cuda.stream(other), offload:
+    with card.stream(other), offload:
         y = Masked.apply(x, mask, back)
     assert isinstance(y, Tensor)
     del mask  # packed, and only the graph had it
     taken = [torch.zeros_like(expected) for _ in range(8)]  # the mask's memory among it, if it were free
-    with torch.cuda.stream(other):
+    with card.stream(other):
         y.sum().backward()
-    torch.cuda.synchronize()
+    card.synchronize()
     del taken
     assert torch.equal(back[0], expected)
     assert offload.stats().packed_bytes == expected.numel() // 8
@@ -121,9 +121,9 @@ def test_forward_does_not_wait_for_the_device(scratch: Path) -> None:
     for _ in range(2):  # the first step compares derivations, which waits
         with offload:
             model(ids).backward()
-    torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000_000)
-    busy = torch.cuda.Event()
+    card.synchronize()
+    card._sleep(2_000_000_000)
+    busy = card.Event()
     busy.record()
     with offload:
         loss = model(ids)

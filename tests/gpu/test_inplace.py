@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.engine import Gate, save
 from support.exactness import assert_bit_equal
-from support.gpu import gpu_only, leaf_of, offloader, open_device, scribble
+from support.gpu import card, gpu_only, leaf_of, offloader, open_device, scribble
 
 pytestmark = gpu_only
 
@@ -35,9 +35,9 @@ def test_an_edit_while_only_the_write_is_under_way_does_not_reach_it(scratch: Pa
         leaf, x = activation()
         with offload:
             y = save(x)
-        torch.cuda.synchronize()
+        card.synchronize()
         with offload._saver.lock:
-            offload._saver.mover.land()  # as the next hook would
+            offload._saver.settle()  # as the next hook would
         with torch.no_grad():
             x.add_(1)
         y.sum().backward()
@@ -52,10 +52,10 @@ def test_an_edit_while_the_copy_is_held_back_is_noticed(
     streams = sys.modules["tba._device.streams"]
     real = streams._side_stream
 
-    def held_back(device: torch.device, direction: str) -> torch.cuda.Stream:
-        stream: torch.cuda.Stream = real(device, direction)
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(200_000_000)  # a tenth of a second
+    def held_back(device: torch.device, direction: str) -> card.Stream:
+        stream: card.Stream = real(device, direction)
+        with card.stream(stream):
+            card._sleep(200_000_000)  # a tenth of a second
         return stream
 
     with offloader(tier, scratch, prefetch_bytes=0) as offload:

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from support.engine import Gate, save
 from support.exactness import assert_bit_equal
-from support.gpu import DEVICE, MIB, gpu_only, leaf_of, offloader, open_device
+from support.gpu import DEVICE, MIB, SIMULATED, card, gpu_only, leaf_of, offloader, open_device
 
 pytestmark = [*gpu_only, pytest.mark.serial]
 
 LAYERS = 32
 ELEMENTS = 2 * MIB
 N = 4 * ELEMENTS  # bytes of one saved tensor
+cuda_only = pytest.mark.skipif(SIMULATED, reason="only CUDA pins memory that it has not allocated")
 both_tiers = pytest.mark.parametrize("tier", ["nvme", "cpu"])
 
 
@@ -57,9 +58,9 @@ def net(x: Tensor, layers: int = LAYERS) -> Tensor:
 def settled_bytes() -> int:
     """What tensors have asked for and not given back."""
     gc.collect()
-    torch.cuda.synchronize()
+    card.synchronize()
     torch.empty(1, device=DEVICE)  # only when asked does the allocator look whether other streams are done with a block
-    nbytes: int = torch.cuda.memory_stats(DEVICE)["requested_bytes.all.current"]
+    nbytes: int = card.memory_stats(DEVICE)["requested_bytes.all.current"]
     return nbytes
 
 
@@ -73,15 +74,15 @@ class Peak:
 
     def __enter__(self) -> Peak:
         gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # a cached block of another size may be given out whole, and would count whole
-        torch.cuda.reset_peak_memory_stats(DEVICE)
-        self._before = torch.cuda.memory_stats(DEVICE)["active_bytes.all.current"]
+        card.synchronize()
+        card.empty_cache()  # a cached block of another size may be given out whole, and would count whole
+        card.reset_peak_memory_stats(DEVICE)
+        self._before = card.memory_stats(DEVICE)["active_bytes.all.current"]
         return self
 
     def __exit__(self, *error: object) -> None:
-        torch.cuda.synchronize()
-        self.nbytes = torch.cuda.memory_stats(DEVICE)["active_bytes.all.peak"] - self._before
+        card.synchronize()
+        self.nbytes = card.memory_stats(DEVICE)["active_bytes.all.peak"] - self._before
 
 
 def plain() -> tuple[int, Tensor]:
@@ -136,7 +137,7 @@ def test_backward_running_ahead_of_the_device_needs_no_more_memory(tier: str, sc
     class Slow(Sine):
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            torch.cuda._sleep(10_000_000)  # five milliseconds a layer
+            card._sleep(10_000_000)  # five milliseconds a layer
             return Sine.backward(ctx, *gradients)
 
     window = 4 * N
@@ -221,6 +222,7 @@ def test_a_thousand_small_steps_leave_the_device_as_it_was(scratch: Path) -> Non
         assert offload.stats().live_records == 0
 
 
+@cuda_only
 def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
     scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +249,7 @@ def test_where_pinning_fails_copies_go_through_pageable_memory_with_one_warning(
     assert stats.errors == 0
 
 
+@cuda_only
 def test_a_failure_to_pin_is_not_taken_for_that_of_the_next_kernel() -> None:
     memory = mmap.mmap(-1, mmap.PAGESIZE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -265,16 +268,16 @@ def test_auto_offloads_what_the_device_has_no_memory_for(scratch: Path) -> None:
     """The host has plenty; it is the device's memory that decides."""
     _, expected = plain()
     settled_bytes()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(DEVICE).total_memory
-    allowed = torch.cuda.memory_reserved(DEVICE) + (LAYERS // 2) * N
-    torch.cuda.set_per_process_memory_fraction(allowed / total, DEVICE)
+    card.empty_cache()
+    total = card.get_device_properties(DEVICE).total_memory
+    allowed = card.memory_reserved(DEVICE) + (LAYERS // 2) * N
+    card.set_per_process_memory_fraction(allowed / total, DEVICE)
     try:
         leaf = leaf_of(elements=ELEMENTS)
         with pytest.raises(torch.OutOfMemoryError):
             net(leaf * 1).sum().backward()
         gc.collect()
-        torch.cuda.empty_cache()
+        card.empty_cache()
         leaf = leaf_of(elements=ELEMENTS)
         with offloader("auto", scratch, memory_budget=None, staging_bytes=2 * N, prefetch_bytes=2 * N) as offload:
             with offload:
@@ -283,4 +286,4 @@ def test_auto_offloads_what_the_device_has_no_memory_for(scratch: Path) -> None:
             assert offload.stats().written_bytes > 0
         assert_bit_equal(leaf.grad, expected)
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+        card.set_per_process_memory_fraction(1.0, DEVICE)

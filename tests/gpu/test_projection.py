@@ -46,7 +46,7 @@ def test_all_but_the_weight_gradient_is_bit_equal(
         x = torch.randn(shape, device=DEVICE, dtype=dtype, requires_grad=True)
         weight = torch.randn(320, 256, device=DEVICE, dtype=dtype, requires_grad=True)
         added = torch.randn(320, device=DEVICE, dtype=dtype, requires_grad=True) if bias else None
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
             out = layer(x, weight, added)
         out.square().sum().backward()
         return [out.detach(), x.grad, None if added is None else added.grad]

@@ -21,6 +21,7 @@ from support.gpu import (
     NBYTES,
     Delays,
     LateCosine,
+    card,
     gpu_only,
     late_net,
     leaf_of,
@@ -46,7 +47,7 @@ def _device() -> None:
 def plain_gradient(net: Callable[[Tensor], Tensor], seed: int = 0) -> Tensor:
     leaf = leaf_of(seed)
     net(leaf * 1).sum().backward()
-    torch.cuda.synchronize()
+    card.synchronize()
     assert leaf.grad is not None
     assert bool(leaf.grad.isfinite().all())
     return leaf.grad
@@ -82,16 +83,16 @@ def test_forward_and_backward_each_on_a_stream_of_its_own(
 ) -> None:
     expected = plain_gradient(lambda x: late_net(x, LAYERS))
     delays = Delays(1, monkeypatch)
-    first, second, usual = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+    first, second, usual = card.Stream(), card.Stream(), card.current_stream()
     with offloader(tier, scratch, prefetch_bytes=3 * NBYTES) as offload:
         for _ in range(3):
             leaf = leaf_of()
             first.wait_stream(usual)
-            with torch.cuda.stream(first), offload:
+            with card.stream(first), offload:
                 y = late_net(leaf * 1, LAYERS, delays.sleep)
             offload.flush()
             second.wait_stream(first)
-            with torch.cuda.stream(second):
+            with card.stream(second):
                 y.sum().backward()
             usual.wait_stream(second)
             assert_bit_equal(leaf.grad, expected)
@@ -101,13 +102,13 @@ def test_forward_and_backward_each_on_a_stream_of_its_own(
 class Elsewhere(LateCosine):
     """Reads what it saved on a stream that is not the one its backward runs on."""
 
-    stream: torch.cuda.Stream
+    stream: card.Stream
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        here, there = torch.cuda.current_stream(), Elsewhere.stream
+        here, there = card.current_stream(), Elsewhere.stream
         there.wait_stream(here)
-        with torch.cuda.stream(there):
+        with card.stream(there):
             x, inner = ctx.saved_tensors
             ctx.sleep()
             result = gradients[0] * inner.cos() * -x.sin()
@@ -130,7 +131,7 @@ def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
             scribble(x)
         return x
 
-    Elsewhere.stream = torch.cuda.Stream()
+    Elsewhere.stream = card.Stream()
     expected = plain_gradient(net)
     delays = Delays(2, monkeypatch)
     with offloader(tier, scratch, prefetch_bytes=CAPS[cap]) as offload:
@@ -145,12 +146,13 @@ def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
 
 @both_tiers
 def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def net(x: Tensor, other: torch.cuda.Stream, sleep: Callable[[], None] = no_sleep) -> Tensor:
-        here = torch.cuda.current_stream()
+    def net(x: Tensor, other: card.Stream, sleep: Callable[[], None] = no_sleep) -> Tensor:
+        here = card.current_stream()
         for _ in range(LAYERS):
             shared = x * 1.01
+            shared.record_stream(other)  # whose backward reads it there
             other.wait_stream(here)
-            with torch.cuda.stream(other):
+            with card.stream(other):
                 one = LateCosine.apply(shared, sleep)
             two = LateCosine.apply(shared, sleep)
             del shared
@@ -160,7 +162,7 @@ def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, m
             one.record_stream(here)
         return x
 
-    stream = torch.cuda.Stream()
+    stream = card.Stream()
     expected = plain_gradient(lambda x: net(x, stream))
     delays = Delays(3, monkeypatch)
     with offloader(tier, scratch, prefetch_bytes=3 * NBYTES, staging_bytes=4 * NBYTES) as offload:
@@ -216,11 +218,11 @@ def test_backwards_of_several_threads_do_not_disturb_one_another(
     delays = Delays(6, monkeypatch)
     gradients: list[Tensor | None] = [None] * 3
     with offloader("nvme", scratch, prefetch_bytes=3 * NBYTES) as offload:
-        ready = torch.cuda.Event()
+        ready = card.Event()
 
         def step(index: int) -> None:
-            stream = torch.cuda.Stream(DEVICE)
-            with torch.cuda.stream(stream):
+            stream = card.Stream(DEVICE)
+            with card.stream(stream):
                 stream.wait_event(ready)
                 leaf = leaf_of()
                 with offload:
@@ -247,9 +249,9 @@ def test_no_hook_waits_for_the_device(tier: str, scratch: Path, monkeypatch: pyt
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a hook synchronises")
 
-    real = torch.cuda.Event.synchronize
+    real = card.Event.synchronize
 
-    def on_workers_only(event: torch.cuda.Event) -> None:
+    def on_workers_only(event: card.Event) -> None:
         assert threading.current_thread().name.startswith("tba-"), "a hook waits for an event"
         real(event)
 
@@ -259,17 +261,17 @@ def test_no_hook_waits_for_the_device(tier: str, scratch: Path, monkeypatch: pyt
         for number in range(2):
             with monkeypatch.context() as patched:  # `close` may wait
                 if number:  # the first step makes streams, pinned memory and the file
-                    patched.setattr(torch.cuda, "synchronize", forbidden)
-                    patched.setattr(torch.cuda.Stream, "synchronize", forbidden)
-                    patched.setattr(torch.cuda.Event, "synchronize", on_workers_only)
-                    torch.cuda.set_sync_debug_mode("error")
+                    patched.setattr(card, "synchronize", forbidden)
+                    patched.setattr(card.Stream, "synchronize", forbidden)
+                    patched.setattr(card.Event, "synchronize", on_workers_only)
+                    card.set_sync_debug_mode("error")
                 try:
                     leaf.grad = None
                     with offload:
                         y = late_net(leaf * 1, LAYERS)
                     y.sum().backward()
                 finally:
-                    torch.cuda.set_sync_debug_mode("default")
+                    card.set_sync_debug_mode("default")
         assert offload.stats().read_bytes > 0
     assert_bit_equal(leaf.grad, expected)
 
@@ -284,17 +286,17 @@ def test_capturing_a_cuda_graph_passes_through(scratch: Path) -> None:
         loss.backward()
 
     with offloader("nvme", scratch, model=model) as offload:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        side = card.Stream()
+        side.wait_stream(card.current_stream())
+        with card.stream(side):
             for _ in range(3):  # as PyTorch asks for before a capture
                 step(offload)
                 model.zero_grad(set_to_none=True)
-        torch.cuda.current_stream().wait_stream(side)
+        card.current_stream().wait_stream(side)
         offload.flush()  # nothing is under way while a graph is recorded
         before = offload.stats()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph = card.CUDAGraph()
+        with card.graph(graph):
             step(offload)
         after = offload.stats()
         assert before.offloaded_bytes > 0
@@ -310,13 +312,13 @@ def test_capturing_a_cuda_graph_passes_through(scratch: Path) -> None:
         assert offload.stats().offloaded_bytes > after.offloaded_bytes
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.skipif(card.device_count() < 2, reason="needs two CUDA devices")
 @both_tiers
 def test_a_graph_over_two_devices_restores_to_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def net(x: Tensor, sleep: Callable[[], None] = no_sleep) -> Tensor:
         for device in (1, 0, 1, 0):
-            with torch.cuda.device(device):
-                x = late_net(x.to(f"cuda:{device}"), 3, sleep)
+            with card.device(device):
+                x = late_net(x.to(f"{DEVICE.type}:{device}"), 3, sleep)
         return x
 
     expected = plain_gradient(net)

@@ -1,5 +1,8 @@
 """What the GPU tests share: engines for each tier, a training run, networks with work that starts late.
 
+The device is a CUDA device where there is one. With DEVICE=simulated in the environment it is the accelerator made of a
+CPU (`support.accelerator`), in a process that has loaded it: `make accelerator`.
+
 Everything is made anew in each test and sized for seconds. cuBLAS reads its workspace from the environment when it is
 first used, so importing this module sets it: results are then the same to the bit from run to run.
 """
@@ -20,12 +23,21 @@ from torch import Tensor, nn
 
 from io_backends import HostStore, PosixStore, Store
 from io_backends.testing import Fault, FaultyStore, Operation
+from support import accelerator
 from support.exactness import Run
 from tba import OffloadConfig, Offloader, OffloadStats
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
-DEVICE = torch.device("cuda", 0)
+SIMULATED = os.environ.get("DEVICE") == "simulated"
+WHY_NOT = ""
+if SIMULATED:
+    WHY_NOT = accelerator.why_not() or ""
+elif not torch.cuda.is_available():
+    WHY_NOT = "torch.cuda.is_available() is False: no CUDA device"
+# PyTorch's module of the device, with what CUDA's has.
+card: Any = accelerator.load() if SIMULATED and not WHY_NOT else torch.cuda
+DEVICE = torch.device("sim" if SIMULATED else "cuda", 0)
 TIERS = ("nvme", "cpu", "auto")
 IN_HOST_MEMORY = "already in host memory"
 MIB = 1 << 20
@@ -36,7 +48,7 @@ NBYTES = 4 * ELEMENTS  # of one saved tensor, where a test does not say otherwis
 # A test that cannot be decided here says so; one that promises a device (`make gpu`) shows the reason at its end.
 gpu_only = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() is False: no CUDA device"),
+    pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT),
     # Other libraries' warnings differ from machine to machine; ours are errors where they are not expected.
     pytest.mark.filterwarnings("default", "error::tba.OffloadWarning"),
 ]
@@ -48,7 +60,7 @@ def open_device() -> None:
     torch.nn.functional.conv2d(x, x).sum().backward()
     (x[0, 0] @ x[0, 0]).sum().backward()
     torch.empty(8, pin_memory=True)
-    torch.cuda.synchronize()
+    card.synchronize()
 
 
 @contextmanager
@@ -194,7 +206,7 @@ class Delays:
 
         def late(device: torch.device, direction: str) -> Any:
             stream = real(device, direction)
-            with torch.cuda.stream(stream):
+            with card.stream(stream):
                 self.sleep()
             self.copies += 1
             return stream
@@ -202,7 +214,7 @@ class Delays:
         monkeypatch.setattr(streams, "_side_stream", late)
 
     def sleep(self) -> None:
-        torch.cuda._sleep(self._chance.randrange(self.MAX_CYCLES))
+        card._sleep(self._chance.randrange(self.MAX_CYCLES))
 
     def plan(self, operation: Operation, number: int) -> Fault | None:
         return Fault(delay_s=self._chance.random() * 1e-3)
