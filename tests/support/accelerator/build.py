@@ -75,6 +75,8 @@ def build() -> Path:
                 build_directory=str(place),
                 is_python_module=False,
             )
+            for file in place.glob("*.o"):
+                file.unlink()
             (place / "done").touch()
     return library
 
