@@ -50,8 +50,8 @@ def key() -> str:
 
 
 def directory() -> Path:
-    """Where builds are kept: `TBA_ACCELERATOR_CACHE`, or a directory of the user's below that for temporary files."""
-    kept = os.environ.get("TBA_ACCELERATOR_CACHE")
+    """Where builds are kept: `SIM_ACCELERATOR_CACHE`, or a directory of the user's below that for temporary files."""
+    kept = os.environ.get("SIM_ACCELERATOR_CACHE")
     return Path(kept) if kept else Path(tempfile.gettempdir()) / f"tba-accelerator-{os.getuid()}"
 
 
