@@ -48,7 +48,7 @@ def test_a_compiler_s_words_come_with_the_error(
     source.mkdir()
     (source / "wrong.cpp").write_text("int wrong = nothing_of_the_name;")
     monkeypatch.setattr(build, "SOURCE", source)
-    monkeypatch.setenv("TBA_ACCELERATOR_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("SIM_ACCELERATOR_CACHE", str(tmp_path / "cache"))
     with pytest.raises(RuntimeError, match="nothing_of_the_name"):
         build.build()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import subprocess
 import sys
+import threading
 from types import ModuleType
 
 import pytest
@@ -194,3 +196,46 @@ def test_layouts_and_types_are_changed_on_the_way(sim: ModuleType, device: torch
     back.copy_(there.t())
     assert torch.equal(back, host)
     assert torch.equal(there.copy_(torch.arange(4)).cpu(), torch.arange(4).double().expand(6, 4))
+
+
+def test_threads_that_are_short_of_memory_get_their_own_bytes(sim: ModuleType) -> None:
+    """Two threads a device, each with two streams: blocks are split, recorded, awaited and given back all the time."""
+    accelerator.configure(limit_bytes=48 * MIB, delay_s=0.0002, seed=1)
+    wrong: list[tuple[int, int]] = []
+    refused = [0] * 4
+
+    def work(number: int) -> None:
+        chance, device = random.Random(number), number % 2
+        sim.set_device(device)
+        mine, side = sim.Stream(device), sim.Stream(device)
+        out: list[tuple[torch.Tensor, torch.Event, float]] = []
+        kept: list[torch.Tensor] = []
+        for turn in range(100):
+            try:
+                with sim.stream(mine):
+                    x = torch.full((chance.choice([100, 1 << 12, 1 << 18, 1 << 20]),), float(turn), device="sim")
+                    y = x * 2 + 1
+                side.wait_stream(mine)
+                host = torch.empty(y.shape, pin_memory=True)
+                with sim.stream(side):
+                    host.copy_(y, non_blocking=True)
+                y.record_stream(side)
+                out.append((host, side.record_event(), 2.0 * turn + 1))
+                kept.append(x)
+            except torch.OutOfMemoryError:
+                refused[number] += 1
+                kept.clear()
+            x = y = None
+            while len(out) > chance.randrange(10):
+                host, copied, value = out.pop(0)
+                copied.synchronize()
+                if host.unique().tolist() != [value]:
+                    wrong.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert sum(refused) > 0

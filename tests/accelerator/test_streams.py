@@ -159,9 +159,10 @@ def test_a_capture_forbids_what_the_host_may_not_do(sim: ModuleType, device: tor
     made = torch.ones(N, device=device)
     before = sim.Event()
     before.record()
-    graph = sim.CUDAGraph()
-    with sim.graph(graph):
+    inside = sim.Event()
+    with sim.graph(sim.CUDAGraph()):
         stream = sim.current_stream(device)
+        inside.record()
         assert sim.is_current_stream_capturing()
         assert stream.is_capturing()
         for forbidden in (before.query, before.synchronize, stream.query, sim.synchronize, made.sum().item, made.cpu):
@@ -171,6 +172,9 @@ def test_a_capture_forbids_what_the_host_may_not_do(sim: ModuleType, device: tor
             stream.wait_event(before)
     assert not sim.is_current_stream_capturing()
     assert before.query()
+    for forbidden in (inside.query, inside.synchronize, inside.wait):
+        with pytest.raises(torch.AcceleratorError, match="last recorded in a capturing stream"):
+            forbidden()
 
 
 def test_a_graph_runs_what_was_captured_whenever_replayed(sim: ModuleType, device: torch.device) -> None:

@@ -50,8 +50,8 @@ def key() -> str:
 
 
 def directory() -> Path:
-    """Where builds are kept: `TBA_ACCELERATOR_CACHE`, or a directory of the user's below that for temporary files."""
-    kept = os.environ.get("TBA_ACCELERATOR_CACHE")
+    """Where builds are kept: `SIM_ACCELERATOR_CACHE`, or a directory of the user's below that for temporary files."""
+    kept = os.environ.get("SIM_ACCELERATOR_CACHE")
     return Path(kept) if kept else Path(tempfile.gettempdir()) / f"tba-accelerator-{os.getuid()}"
 
 
@@ -75,6 +75,8 @@ def build() -> Path:
                 build_directory=str(place),
                 is_python_module=False,
             )
+            for file in place.glob("*.o"):
+                file.unlink()
             (place / "done").touch()
     return library
 

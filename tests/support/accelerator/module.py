@@ -398,6 +398,12 @@ def host_unregister(address: int) -> None:
     extension().host_unregister(address)
 
 
+_ERRORS = {
+    712: "part or all of the requested memory range is already mapped",
+    713: "pointer does not correspond to a registered memory region",
+}
+
+
 class _Runtime:
     """As `torch.cuda.cudart()`: the calls give a status, which `check_error` takes."""
 
@@ -405,14 +411,14 @@ class _Runtime:
         try:
             host_register(address, nbytes)
         except RuntimeError:
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
+            return 712
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
         try:
             host_unregister(address)
         except RuntimeError:
-            return 713  # cudaErrorHostMemoryNotRegistered
+            return 713
         return 0
 
 
@@ -422,7 +428,7 @@ def cudart() -> _Runtime:
 
 def check_error(status: int) -> None:
     if status:
-        raise RuntimeError(f"sim: error {status}")
+        raise RuntimeError(f"CUDA error: {_ERRORS.get(status, status)}")
 
 
 class Carried(NamedTuple):

@@ -76,7 +76,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     refuse_if_capturing("query an event");
-    return event == nullptr || static_cast<Event*>(event)->place->passed();
+    if (event == nullptr)
+      return true;
+    refuse_if_captured(*static_cast<Event*>(event)->place);
+    return static_cast<Event*>(event)->place->passed();
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr)

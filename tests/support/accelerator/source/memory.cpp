@@ -155,7 +155,8 @@ class Pool {
   std::vector<PlacePtr> awaited() const {
     std::vector<PlacePtr> places;
     for (const auto& entry : awaited_)
-      places.push_back(entry.first);
+      if (!entry.first->captured) // those are passed by a replay, if ever
+        places.push_back(entry.first);
     return places;
   }
 

@@ -113,7 +113,9 @@ PlacePtr Stream::record() {
 void Stream::wait(const PlacePtr& place) {
   if (place == nullptr)
     return;
-  if (place->captured && all().capturing)
+  if (place->captured && !all().capturing)
+    refuse_if_captured(*place);
+  if (place->captured)
     captured = true; // the capture goes on here
   else if (captured)
     fail(905, "sim: a stream that captures may not wait for an event that was recorded outside of the capture");
@@ -220,6 +222,8 @@ Stream& exchange_stream(Stream& one) {
 
 void wait_for(const PlacePtr& place, c10::DeviceIndex device) {
   refuse_if_capturing("wait");
+  if (place != nullptr)
+    refuse_if_captured(*place);
   if (place != nullptr && !place->passed() && !all().halted) {
     WithoutPython none;
     place->wait();
@@ -243,6 +247,11 @@ void synchronize(c10::DeviceIndex device) {
 void refuse_if_capturing(const char* what) {
   if (all().capturing)
     fail(900, std::string("sim: operation not permitted when stream is capturing: ") + what);
+}
+
+void refuse_if_captured(const Place& place) {
+  if (place.captured)
+    fail(907, "sim: operation not permitted on an event last recorded in a capturing stream");
 }
 
 GraphPtr begin_capture(Stream& one) {

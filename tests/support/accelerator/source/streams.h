@@ -10,7 +10,7 @@
 // - While a stream captures, what is queued on it, and on streams that wait for it, is not run but kept: a graph, whose
 //   `replay` queues it in the order of the capture. What the host may not do meanwhile throws, with CUDA's code 900:
 //   query, synchronize, anything that waits, on any thread. So does a captured stream's wait for an event from outside
-//   (905). A graph captures on a stream of its own (ids above 32), so that its memory is nobody else's.
+//   (905), and later whatever asks for an event from inside (907). A graph captures on a stream of its own (ids above 32), so that its memory is nobody else's.
 // - A forked child has none of the threads: whatever it asks of a stream throws, as CUDA does.
 // Assumption: the process ends by `halt`.
 #pragma once
@@ -116,6 +116,7 @@ void wait_for(const PlacePtr& place, c10::DeviceIndex device);
 void synchronize(Stream& stream);
 void synchronize(c10::DeviceIndex device);
 void refuse_if_capturing(const char* what);
+void refuse_if_captured(const Place& place);
 
 using Graph = std::vector<Work>;
 using GraphPtr = std::shared_ptr<Graph>;
