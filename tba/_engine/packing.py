@@ -125,7 +125,7 @@ class Packing:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
         if tensor.is_nested:
             return self._odd(tensor, within)
-        if self.remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies:
+        if self.remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies.count:
             self._settle()
         if self.chains.lead_to_parameter(tensor):
             return self.weight(tensor)

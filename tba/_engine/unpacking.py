@@ -90,7 +90,7 @@ class Unpacking:
         with self._lock:
             if self._derivations is not None and (peeked := self._derivations.peek(record, view)) is not None:
                 return peeked
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies:
+            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
                 self._settle()
             if compressor is not None and self._pending.waits:
                 self._pending.settle(wait=True)
@@ -123,7 +123,7 @@ class Unpacking:
             self._readings.look_at_caches()
         mover = self._mover
         with self._lock:
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies:
+            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
                 self._settle()
             self._passing.asked(task)
         if mover.ended:

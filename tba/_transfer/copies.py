@@ -65,30 +65,33 @@ class Copies:
     Attributes:
         watched: whether a thread asks for them.
         used: whether there has ever been one.
+        count: how many are under way; hooks look at it for each saved tensor.
     """
 
     def __init__(self) -> None:
         self.watched = self.used = False
+        self.count = 0
         self._queues: dict[torch.device, deque[Copy]] = {}
-
-    def __bool__(self) -> bool:
-        return any(self._queues.values())
 
     def add(self, copy: Copy, device: torch.device) -> None:
         """Add one that has been queued on a device."""
         self.used = True
+        self.count += 1
         self._queues.setdefault(device, deque()).append(copy)
 
     def over(self) -> Iterator[Copy]:
         """Give, one by one, those that are over."""
         for queue in self._queues.values():
             while queue and queue[0].departure.over():
-                yield queue.popleft()
+                copy = queue.popleft()
+                self.count -= 1
+                yield copy
 
     def give_up(self) -> list[Copy]:
         """Give all, over or not, and forget them."""
         copies = [copy for queue in self._queues.values() for copy in queue]
         self._queues.clear()
+        self.count = 0
         return copies
 
     def watch(self, watched: bool) -> None:

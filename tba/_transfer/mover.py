@@ -190,7 +190,7 @@ class Mover:
         """Give back the memory of what has been copied out or written; whether a device is still waited for."""
         if self.torn:
             return False
-        if self.copies:
+        if self.copies.count:
             for copy in self.copies.over():
                 self._write_copied(copy)
         while self._timed and (seconds := self._timed[0][0].seconds()):
@@ -213,7 +213,7 @@ class Mover:
                     self.landing.settle(record, ticket, self.store)
                 elif record.staged is not None:
                     self.landing.settle_staged(record, ticket, self.store)
-        return bool(self.copies)
+        return self.copies.count > 0
 
     def _write_copied(self, copy: Copy) -> None:
         """Begin the write of what a device has copied out; its memory goes, unless the store moves that itself."""

@@ -119,9 +119,9 @@ def test_a_read_passes_writes_that_wait_for_the_device(card: Card, scratch: Path
         _, other = activation(N, seed=1)
         with offload:
             waits = chain(other, LENGTH)
-        assert mover_of(offload).copies
+        assert mover_of(offload).copies.count
         backward(leaf, y)
-        assert mover_of(offload).copies
+        assert mover_of(offload).copies.count
         card.goes_on()
         del waits
 
