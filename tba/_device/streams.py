@@ -91,6 +91,12 @@ def goes_early(tensor: Tensor, producer: Any) -> None:
         tensor.record_stream(producer)
 
 
+def be_on(device: torch.device) -> None:
+    """Have this thread use a device from now on: a new one's is the first, and asking makes a context on it."""
+    if has_streams(device.type):
+        module_of(device.type).set_device(device)
+
+
 def capturing(tensor: Tensor) -> bool:
     """Whether the device is capturing a graph, during which the host may neither wait for events nor copy."""
     if tensor.is_cpu:

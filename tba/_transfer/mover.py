@@ -156,7 +156,9 @@ class Mover:
             self.copies.add(Copy(ticket, record.ref, buffer, departure, frees), record.device)
             if not self.copies.watched:
                 self.copies.watch(True)
-                threading.Thread(target=_watch, args=(weakref.ref(self),), name="tba-copies", daemon=True).start()
+                threading.Thread(
+                    target=_watch, args=(weakref.ref(self), record.device), name="tba-copies", daemon=True
+                ).start()
         if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
         staging.depart(nbytes)
@@ -461,8 +463,9 @@ def ownership(lock: threading.RLock) -> Callable[[], bool]:
     return owned
 
 
-def _watch(weak: weakref.ref[Mover]) -> None:
+def _watch(weak: weakref.ref[Mover], device: torch.device) -> None:
     """Land what a device has copied out, until there has been nothing for some time, or the mover is gone."""
+    streams.be_on(device)
     idle = 0
     while True:
         time.sleep(PERIOD_S)
