@@ -123,7 +123,7 @@ def test_facts_have_the_times_of_the_device(device: Device) -> None:
 def test_a_second_run_takes_as_long_as_the_device_says(device: Device) -> None:
     class OnDevice:
         device = GPU
-        is_cuda = True
+        is_cpu = False
 
     on_device: Any = OnDevice()
     watch = Stopwatch(on_device)
