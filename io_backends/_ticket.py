@@ -185,6 +185,14 @@ class Ticket:
         self.cpu_s = time.thread_time() - begun_cpu_s
         self.finish()
 
+    def run_here(self) -> None:
+        """For stores: do work that takes no time on the thread that asks for it. Raises what no transfer raises."""
+        self.start()
+        self.run(time.perf_counter)
+        cause = None if self.error is None else self.error.__cause__
+        if cause is not None and not isinstance(cause, Exception):  # an interrupt: on a worker nobody would be there
+            raise cause
+
     def finish(self) -> None:
         """For stores: end a started transfer according to `error`: callback, then waiters, then the buffer goes."""
         on_done, self._on_done, self._work, self._before = self._on_done, None, None, None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections import deque
 
 from .._buffer import Buffer
@@ -50,8 +49,7 @@ class HostStore(Store):
         try:
             if buffer.given and before is None:
                 self._workers.refuse()
-                ticket.start()
-                ticket.run(time.perf_counter)
+                ticket.run_here()
                 return ticket
             return self._workers.submit(ticket, urgent=False)
         except StoreError:

@@ -74,13 +74,14 @@ class Place(enum.Enum):
 class Stored:
     """The location of a write. `skew` is as in `Location`, of bytes in the file; those in memory are copied anyhow."""
 
-    __slots__ = ("discarded", "file", "host", "nbytes", "place", "skew")
+    __slots__ = ("discarded", "file", "host", "nbytes", "place", "reserved", "skew")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.skew = 0
         self.place = Place.COMING
         self.discarded = False
+        self.reserved = False  # room in host memory, which nothing has taken yet
         self.host: Buffer | None = None  # in HOST and SPILLING
         self.file: Ticket | None = None  # of the file store, in SPILLING and FILE
 
@@ -131,15 +132,18 @@ class TwoLevelStore(Store):
         ticket = Ticket(buffer, stored, partial(self._store, stored), on_done, before)
         with self._locked():
             self._upper[stored] = None
-            fits = buffer.given and before is None and self._host_bytes + buffer.nbytes <= self.budget_bytes
+            if buffer.given and before is None and self._host_bytes + buffer.nbytes <= self.budget_bytes:
+                self._host_bytes += buffer.nbytes
+                stored.reserved = True
         try:
-            if fits:  # nothing is moved
+            if stored.reserved:  # nothing is moved
                 self._workers.refuse()
-                ticket.start()
-                ticket.run(time.perf_counter)
+                ticket.run_here()
                 return ticket
             return self._workers.submit(ticket, urgent=False)
         except StoreError:
+            with self._locked():
+                self._unreserve(stored)
             self.discard(ticket)
             raise
 
@@ -208,14 +212,16 @@ class TwoLevelStore(Store):
             if stored.nbytes > self.budget_bytes or not buffer.given:
                 self._store_in_file(stored, buffer)
             else:
-                self._make_room(stored)
+                if not stored.reserved:
+                    self._make_room(stored)
                 with self._locked():
-                    stored.host, stored.place = buffer, Place.HOST
+                    stored.host, stored.place, stored.reserved = buffer, Place.HOST, False
                     self._changed.notify_all()
                     if stored.discarded:
                         self._leave_host(stored, Place.GONE)
         except BaseException:
             with self._locked():
+                self._unreserve(stored)
                 self._upper.pop(stored, None)
                 stored.place = Place.GONE
             raise
@@ -327,6 +333,13 @@ class TwoLevelStore(Store):
                     stored.file.cancel()  # the worker that spills it does the rest, also where this is too late
             else:
                 self._upper.pop(stored, None)  # a worker that stores it finds it discarded
+
+    def _unreserve(self, stored: Stored) -> None:
+        """Give back room that was reserved when the write was submitted, and has not been taken."""
+        if stored.reserved:
+            stored.reserved = False
+            self._host_bytes -= stored.nbytes
+            self._changed.notify_all()
 
     def _leave_host(self, stored: Stored, place: Place) -> None:
         """Give back its host memory."""

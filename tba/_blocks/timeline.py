@@ -63,7 +63,8 @@ class Timeline:
 
     def mark(self, at_s: float) -> None:
         """Mark the moment that is `at_s` by the host's clock, less what was aside."""
-        self._marks.append(_Mark(at_s, self._event()))
+        if not streams.capturing_here():  # by a program that captures a block in its first call
+            self._marks.append(_Mark(at_s, self._event()))
 
     def touch(self) -> None:
         """Mark the end of the step, as far as is known."""

@@ -151,10 +151,12 @@ class Derivations:
         while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
             record = entry.record()
-            if record is None or record.state is not PENDING or record.alias is None:
+            if record is None:
+                continue
+            record.examine(False)
+            if record.state is not PENDING or record.alias is None:
                 continue
             entry.there.synchronize()
-            record.examine(False)
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
             settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
         return settled

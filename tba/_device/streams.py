@@ -35,6 +35,7 @@ rest of the engine therefore runs one path.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -47,6 +48,7 @@ from io_backends import Buffer, BufferPool
 from .kinds import active, function, has_streams, is_streamed, module_of
 
 _streams: dict[tuple[torch.device, str], Any] = {}  # per device and direction, for the whole process
+_of_thread = threading.local()  # `streams`: this thread's own objects for them
 
 
 def producer_stream(tensor: Tensor) -> Any:
@@ -311,5 +313,11 @@ def finish() -> None:
 def _side_stream(device: torch.device, direction: str) -> Any:
     stream = _streams.get((device, direction))
     if stream is None:
-        stream = _streams[device, direction] = torch.Stream(device)
-    return stream
+        stream = _streams.setdefault((device, direction), torch.Stream(device))
+    known: dict[int, tuple[Any, Any]] = vars(_of_thread).setdefault("streams", {})
+    found = known.get(id(stream))
+    if found is None or found[0] is not stream:
+        # A stream that is entered keeps what was current on its object: each thread has its own for the same stream.
+        numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+        found = known[id(stream)] = stream, torch.Stream(**numbers)
+    return found[1]

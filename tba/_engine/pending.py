@@ -77,6 +77,7 @@ class Pending:
             self.settle(wait=True, but=record)
         if self._packed is not None:
             self._packed(record)
+        record.examine(False)
         record.hold()
 
     @property
@@ -97,22 +98,23 @@ class Pending:
             for record in self.compressor.settle(wait=wait):
                 if record.state is PENDING and record is not but:
                     self._go(record)
-            if not self._compare_late() or not wait:
+            if not self._compare_late(but) or not wait:
                 return
 
-    def _compare_late(self) -> bool:
-        """Compare what waits for its sources, as far as they are settled by now; whether anything was."""
+    def _compare_late(self, but: Record | None) -> bool:
+        """Compare what waits for its sources, as far as they are settled by now, but `but`; whether anything was."""
         compared, derivations = False, self.derivations
         # A comparison asks for its sources, which may come here once more: one goes after the other.
         while self._late and derivations is not None and not derivations.compares_here:
             record = self._late[0]()
-            if record is not None and record.state is PENDING:
-                if derivations.awaits(record):
-                    break
+            if record is not None and record.state is PENDING and derivations.awaits(record):
+                break
+            self._late.popleft()  # first: waiting for room in what follows lets go of the lock
+            if record is not None:
                 record.examine(False)
+            if record is not None and record is not but and record.state is PENDING:
                 self._compare(record)
                 compared = True
-            self._late.popleft()
         return compared
 
     def _compare(self, record: Record) -> None:

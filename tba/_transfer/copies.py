@@ -81,7 +81,7 @@ class Copies:
 
     def over(self) -> Iterator[Copy]:
         """Give, one by one, those that are over."""
-        for queue in self._queues.values():
+        for queue in list(self._queues.values()):
             while queue and queue[0].departure.over():
                 copy = queue.popleft()
                 self.count -= 1
@@ -90,7 +90,8 @@ class Copies:
     def give_up(self) -> list[Copy]:
         """Give all, over or not, and forget them."""
         copies = [copy for queue in self._queues.values() for copy in queue]
-        self._queues.clear()
+        for queue in self._queues.values():  # `over` may be at one of them, as a finaliser may close
+            queue.clear()
         self.count = 0
         return copies
 

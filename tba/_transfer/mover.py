@@ -33,6 +33,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -115,9 +116,10 @@ class Mover:
             return CLOSED
         nbytes, staging = record.nbytes, self.staging
         self.pressure.moved(nbytes)
-        if not staging.has_room(nbytes, self.limits.staging_bytes):
+        staged = record.stream is not None
+        if not staging.has_room(nbytes, self.limits.staging_bytes, staged=staged):
             begun_s, begun = time.perf_counter(), self.cost.begin_wait()
-            room = staging.wait_for_room(nbytes, self.limits.staging_bytes)
+            room = staging.wait_for_room(nbytes, self.limits.staging_bytes, staged=staged)
             ended_s = time.perf_counter()
             self.cost.wait(ended_s - begun_s, begun)
             self.counters.backpressure_s += ended_s - begun_s
@@ -126,6 +128,8 @@ class Mover:
                 if not interrupts.waiting():
                     self.failures.no_room()
                 return policy.NOT_WRITTEN
+            if self.closed:  # by another thread, meanwhile
+                return CLOSED
         if (alias := record.alias) is None or record.wanted or record.state not in (PENDING, RESIDENT):
             return policy.FITS  # changed hands while we waited, or backward has asked for it
         if record.was_moved():
@@ -154,15 +158,15 @@ class Mover:
         else:
             assert isinstance(ticket, Unbegun)
             self.copies.add(Copy(ticket, record.ref, buffer, departure, frees), record.device)
-            if not self.copies.watched:
-                self.copies.watch(True)
-                threading.Thread(
-                    target=_watch, args=(weakref.ref(self), record.device), name="tba-copies", daemon=True
-                ).start()
         if nbytes > self._largest_bytes:
             self._learn_size(nbytes)
         staging.depart(nbytes)
         self.counters.staging_peak_bytes = staging.peak_bytes
+        if departure is not None and not self.copies.watched:
+            args = weakref.ref(self), record.device
+            with suppress(RuntimeError):  # "can't start new thread": the hooks ask, then
+                threading.Thread(target=_watch, args=args, name="tba-copies", daemon=True).start()
+                self.copies.watch(True)
         return None
 
     def _write_ended(self, ticket: Ticket) -> None:
@@ -287,11 +291,11 @@ class Mover:
 
     def fetch(self, record: Record) -> None:
         """Queue the read of a stored record. Raises ClosedError."""
-        if self.closed or self.store is None:
-            raise self.failures.closed(record)
         if record.staged is not None:
             self._restore_staged(record, record.staged)
             return
+        if self.closed or self.store is None:
+            raise self.failures.closed(record)
         assert record.write is not None
         location = record.write.location
         there = self.store.resident(location)
@@ -337,8 +341,8 @@ class Mover:
         Without the lock, or with it: nothing here is shared but the store. Raises ClosedError, TransferError.
         """
         store, ticket = self.store, record.write
-        if record.staged is not None:
-            return record.staged
+        if (staged := record.staged) is not None:
+            return staged
         location = None if ticket is None else ticket.location
         if self.closed or store is None or location is None:
             raise self.failures.closed(record)
@@ -465,8 +469,9 @@ def ownership(lock: threading.RLock) -> Callable[[], bool]:
 
 def _watch(weak: weakref.ref[Mover], device: torch.device) -> None:
     """Land what a device has copied out, until there has been nothing for some time, or the mover is gone."""
-    streams.be_on(device)
     idle = 0
+    with suppress(RuntimeError):
+        streams.be_on(device)
     while True:
         time.sleep(PERIOD_S)
         mover = weak()
@@ -484,6 +489,8 @@ def _watch(weak: weakref.ref[Mover], device: torch.device) -> None:
             return
         finally:
             mover.lock.release()
+            with suppress(Exception):  # the hooks meet the same error
+                mover.catch_up()  # what a worker could not land meanwhile
             del mover
 
 

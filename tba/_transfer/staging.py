@@ -52,11 +52,11 @@ class Staging:
         self.count = 0
         self.peak_bytes = 0
 
-    def wait_for_room(self, nbytes: int, cap_bytes: int) -> bool:
-        """Wait until `nbytes` more fit below the cap; False when transfers have stalled, or for an interrupt."""
+    def wait_for_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
+        """Wait until `has_room`; False when transfers have stalled, or for an interrupt."""
 
         def fits() -> bool:
-            return self.has_room(nbytes, cap_bytes)
+            return self.has_room(nbytes, cap_bytes, staged=staged)
 
         if self._stalled_at == self._landings:
             self._catch_up()
@@ -73,11 +73,11 @@ class Staging:
         """Seconds that a worker which has ended a transfer should wait for the lock to land it."""
         return _PATIENCE_S if self.waiters else 0.0
 
-    def has_room(self, nbytes: int, cap_bytes: int) -> bool:
-        """Whether `nbytes` more fit below the cap."""
+    def has_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
+        """Whether `nbytes` more fit below the cap, and below the host's too where they will be `staged` there."""
         if not self.count:
             return True
-        if self._host_cap_bytes is not None and self.host_bytes + self.bytes + nbytes > self._host_cap_bytes:
+        if staged and self._host_cap_bytes is not None and self.host_bytes + self.bytes + nbytes > self._host_cap_bytes:
             return False
         return not self.bytes or self.bytes + nbytes <= cap_bytes
 

@@ -32,6 +32,7 @@ class Stream:
         self.device = device
         self.name = name
         self.queue: deque[tuple[str, Callable[[], bool], Callable[[], None]]] = deque()
+        self.stream_id, self.device_index, self.device_type = len(gpu.streams), device.index, 1
 
     def enqueue(self, what: str, work: Callable[[], None], ready: Callable[[], bool] = lambda: True) -> None:
         with self._gpu.lock:
@@ -284,7 +285,10 @@ class SimulatedTorch:
     def Event(self, device: torch.device, *, enable_timing: bool = False) -> Event:
         return Event(self.cuda)
 
-    def Stream(self, device: torch.device) -> Stream:
+    def Stream(self, device: torch.device | None = None, *, stream_id: int = 0, **_: int) -> Stream:
+        """A new one on a device, or the one of a number."""
+        if device is None:
+            return self.cuda.streams[stream_id]
         return self.cuda.make_stream(f"stream {len(self.cuda.streams)}", device)
 
     def current_stream(self, index: int) -> Stream:

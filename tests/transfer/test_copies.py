@@ -156,6 +156,17 @@ def test_a_write_that_fails_leaves_the_bytes_in_host_memory(card: Card, scratch:
         assert stats.kept_bytes == stats.errors * NBYTES
 
 
+def test_what_is_in_host_memory_is_given_after_close_too(card: Card, scratch: Path) -> None:
+    def fail(operation: Operation, number: int) -> Fault | None:
+        return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" else None
+
+    with engine(scratch, fail, prefetch_bytes=0, staging_bytes="1GiB") as offload:
+        with pytest.warns(OffloadWarning, match="stays in memory"):
+            leaf, y = stored_chain(offload, N, length=LENGTH)
+        offload.close()
+        backward(leaf, y)
+
+
 class Full(PosixStore):
     """Takes no write."""
 
