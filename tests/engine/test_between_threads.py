@@ -87,11 +87,11 @@ def test_what_is_asked_for_while_its_write_waits_for_room_stays(scratch: Path) -
         assert record is not None
         staging = saver.mover.staging
 
-        def ask(*_: int) -> bool:  # as another thread's backward does, while this one waits
+        def ask(*_: int, **__: bool) -> bool:  # as another thread's backward does, while this one waits
             assert saver.read_ahead.bring(record, -1)
             return True
 
-        staging.has_room, staging.wait_for_room = (lambda *_: False), ask  # type: ignore[method-assign]
+        staging.has_room, staging.wait_for_room = (lambda *_, **__: False), ask  # type: ignore[method-assign]
         saver.write_behind.send_all()
         del staging.has_room, staging.wait_for_room
         offload.flush()
