@@ -16,7 +16,7 @@ from torch import Tensor
 
 from support import accelerator
 from support.exactness import equal
-from support.gpu import DEVICE, Delays, LateCosine, card, gpu_only, late_net, leaf_of, offloader, scribble
+from support.gpu import DEVICE, Delays, card, crossing_net, gpu_only, late_net, leaf_of, offloader, scribble
 from tba._device import streams
 
 pytestmark = gpu_only
@@ -32,21 +32,7 @@ def net(x: Tensor, sleep: Callable[[], None]) -> Tensor:
 
 
 def crossing(x: Tensor, sleep: Callable[[], None]) -> Tensor:
-    """Saves each tensor on two streams, and reads them there in backward."""
-    here, other = card.current_stream(), card.Stream()
-    for _ in range(LAYERS):
-        shared = x * 1.01
-        shared.record_stream(other)
-        other.wait_stream(here)
-        with card.stream(other):
-            one = LateCosine.apply(shared, sleep)
-        two = LateCosine.apply(shared, sleep)
-        del shared
-        scribble(x)
-        here.wait_stream(other)
-        x = one + two
-        one.record_stream(here)
-    return x
+    return crossing_net(x, LAYERS, card.Stream(), sleep)
 
 
 PROGRAMS = (net, crossing)

@@ -22,6 +22,7 @@ from support.gpu import (
     Delays,
     LateCosine,
     card,
+    crossing_net,
     gpu_only,
     late_net,
     leaf_of,
@@ -146,30 +147,14 @@ def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
 
 @both_tiers
 def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def net(x: Tensor, other: card.Stream, sleep: Callable[[], None] = no_sleep) -> Tensor:
-        here = card.current_stream()
-        for _ in range(LAYERS):
-            shared = x * 1.01
-            shared.record_stream(other)  # whose backward reads it there
-            other.wait_stream(here)
-            with card.stream(other):
-                one = LateCosine.apply(shared, sleep)
-            two = LateCosine.apply(shared, sleep)
-            del shared
-            scribble(x)
-            here.wait_stream(other)
-            x = one + two
-            one.record_stream(here)
-        return x
-
     stream = card.Stream()
-    expected = plain_gradient(lambda x: net(x, stream))
+    expected = plain_gradient(lambda x: crossing_net(x, LAYERS, stream))
     delays = Delays(3, monkeypatch)
     with offloader(tier, scratch, prefetch_bytes=3 * NBYTES, staging_bytes=4 * NBYTES) as offload:
         for _ in range(2):
             leaf = leaf_of()
             with offload:
-                y = net(leaf * 1, stream, delays.sleep)
+                y = crossing_net(leaf * 1, LAYERS, stream, delays.sleep)
             offload.flush()
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)

@@ -189,6 +189,24 @@ def late_net(x: Tensor, layers: int, sleep: Callable[[], None] = no_sleep) -> Te
     return x
 
 
+def crossing_net(x: Tensor, layers: int, other: Any, sleep: Callable[[], None] = no_sleep) -> Tensor:
+    """Saves one tensor a layer on this stream and on another, both of which read it in backward too."""
+    here = card.current_stream()
+    for _ in range(layers):
+        shared = x * 1.01
+        shared.record_stream(other)  # whose backward reads it there
+        other.wait_stream(here)
+        with card.stream(other):
+            one = LateCosine.apply(shared, sleep)
+        two = LateCosine.apply(shared, sleep)
+        del shared
+        scribble(x)
+        here.wait_stream(other)
+        x = one + two
+        one.record_stream(here)
+    return x
+
+
 class Delays:
     """Work of random length, ahead of whatever is queued next: what depends on luck in timing then fails.
 
