@@ -51,7 +51,7 @@ class Timeline:
         self._marks: list[_Mark] = []
         self._asides: list[_Aside] = []
         self._aside = False
-        self._begun = self._last = self._event()
+        self._begun = self._last = _recorded(self._device)
 
     @classmethod
     def of(cls, model: nn.Module | None) -> Timeline | None:
@@ -64,7 +64,7 @@ class Timeline:
     def mark(self, at_s: float) -> None:
         """Mark the moment that is `at_s` by the host's clock, less what was aside."""
         if not streams.capturing_here():  # by a program that captures a block in its first call
-            self._marks.append(_Mark(at_s, self._event()))
+            self._marks.append(_Mark(at_s, _recorded(self._device)))
 
     def touch(self) -> None:
         """Mark the end of the step, as far as is known."""
@@ -77,13 +77,13 @@ class Timeline:
         if self._aside:
             return None  # it is within another
         self._aside = True
-        return self._event()
+        return _recorded(self._device)
 
     def step_back(self, begun: Any) -> None:
         """Mark its end."""
         if begun is not None:
             self._aside = False
-            self._asides.append(_Aside(len(self._marks), begun, self._event()))
+            self._asides.append(_Aside(len(self._marks), begun, _recorded(self._device)))
 
     def times(self) -> dict[float, float]:
         """Give the device's time of each moment, by the host's, and no earlier than that. It waits for the device."""
@@ -108,10 +108,12 @@ class Timeline:
         asides = [aside for aside in self._asides if aside.ended.query()]
         return _between_s(self._begun, self._last), sum(_between_s(aside.begun, aside.ended) for aside in asides)
 
-    def _event(self) -> Any:
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(streams.current(self._device))
-        return event
+
+def _recorded(device: torch.device) -> Any:
+    """Record a timing event on the stream that is current."""
+    event = torch.Event(device, enable_timing=True)
+    event.record(streams.current(device))
+    return event
 
 
 def _between_s(one: Any, other: Any) -> float:
@@ -124,12 +126,12 @@ class Stopwatch:
     def __init__(self, tensor: Tensor | None) -> None:
         self._device = tensor.device if tensor is not None and is_streamed(tensor) else None
         self._begun_s = self._lap_s = clock.current.now_s()
-        self._begun = self._lap = self._event()
+        self._begun = self._lap = None if self._device is None else _recorded(self._device)
 
     def lap(self) -> None:
         """Note that it goes on until here at least."""
         self._lap_s = clock.current.now_s()
-        self._lap = self._event()
+        self._lap = None if self._device is None else _recorded(self._device)
 
     @property
     def seconds(self) -> float:
@@ -138,10 +140,3 @@ class Stopwatch:
             return self._lap_s - self._begun_s
         self._lap.synchronize()
         return max(self._lap_s - self._begun_s, _between_s(self._begun, self._lap))
-
-    def _event(self) -> Any:
-        if self._device is None:
-            return None
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(streams.current(self._device))
-        return event
