@@ -19,6 +19,7 @@ from tba._torch.private import Feature
 NAMES = {feature: [name for name, features in private.names.items() if feature in features] for feature in Feature}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("how", ["gone", pytest.param("changed", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("feature", [feature for feature in Feature if NAMES[feature]], ids=lambda each: each.name)
 def test_a_torch_without_a_name_trains_exactly_or_is_refused(feature: Feature, how: str) -> None:
