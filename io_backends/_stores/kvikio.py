@@ -9,11 +9,14 @@ Guarantees beyond those of `Store`:
    as a CuPy array. The submitter waits, in `before`, for the kernels and copies that use it (with CuPy
    `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits for the default stream alone.
 2. A transfer is over when every piece of it is, also when one of them failed: the memory is not touched afterwards.
+   Device memory is one piece: for each piece kvikio waits for the default stream, where PyTorch computes.
 3. Nothing is left on disk when the process ends (`_file.scratch`): kvikio opens files by name, so it is given the name
    /proc/self/fd/N of a file that has no other.
 
-Host path. A transfer of less than `threshold_bytes` does not go through kvikio's threads: bytes in host memory go by
-one plain write or read through the page cache, bytes on a device (by kvikio) through its pinned bounce buffer.
+Host path. A transfer below the threshold does not go through kvikio's threads: bytes in host memory go by one plain
+write or read through the page cache, bytes on a device (by kvikio) through its pinned bounce buffer. Without GDS device
+memory of any size is better copied to host memory first, so `threshold_bytes` says: its bounce buffers hold up the
+default stream both ways.
 
 Settings of kvikio hold for the whole process. Those that the environment does not set (KVIKIO_*) are set here: as many
 threads as this store has workers, the threshold, and direct I/O for reads and writes in host memory. What lies in a
@@ -26,6 +29,7 @@ import errno
 import itertools
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -86,7 +90,6 @@ class KvikioStore(FileStore[_File]):
 
     alignment = _PAGE_BYTES
     takes_device_memory = True
-    threshold_bytes: int = THRESHOLD_BYTES
 
     def __init__(
         self,
@@ -99,7 +102,7 @@ class KvikioStore(FileStore[_File]):
         syscalls: Syscalls | None = None,
         device: int | None = None,
     ) -> None:
-        self.threshold_bytes = threshold_bytes
+        self._host_path_bytes = threshold_bytes
         self._kvikio, self._defaults, self._driver = _import_kvikio()
         _configure(self._defaults, threads, threshold_bytes)
         super().__init__(
@@ -116,6 +119,14 @@ class KvikioStore(FileStore[_File]):
     def mode(self) -> Mode:
         """`gds`: device memory goes straight to the disk. `compat`: through host memory. Makes the file."""
         return self.open().mode
+
+    @property
+    def threshold_bytes(self) -> int:
+        """As given with GDS; without it beyond any size. Makes the file; a failure to do so is the next transfer's."""
+        with suppress(StoreError):
+            if self.mode == "gds":
+                return self._host_path_bytes
+        return sys.maxsize
 
     # -- on the workers ------------------------------------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class KvikioStore(FileStore[_File]):
     ) -> None:
         cuda = on_device(buffer.owner)
         try:
-            if not cuda and buffer.nbytes < self.threshold_bytes:
+            if not cuda and buffer.nbytes < self._host_path_bytes:
                 self._move(plain, file.fd, 1, [(buffer.address, buffer.nbytes)], location, location.skew)
             else:
                 self._by_kvikio(submit, buffer, location, cuda)
@@ -160,14 +171,15 @@ class KvikioStore(FileStore[_File]):
     ) -> None:
         # Cut here and not by kvikio, so that every piece is waited for, and a short one is seen.
         offset = location.offset + location.skew
-        bounds = [0, *range(TASK_BYTES - offset % _PAGE_BYTES, buffer.nbytes, TASK_BYTES), buffer.nbytes]
+        cuts = () if cuda else range(TASK_BYTES - offset % _PAGE_BYTES, buffer.nbytes, TASK_BYTES)
+        bounds = [0, *cuts, buffer.nbytes]
         pieces: list[tuple[int, Any]] = []
         failure: BaseException | None = None
         try:
             for begin, end in itertools.pairwise(bounds):
                 nbytes = end - begin
                 memory = (_DeviceMemory if cuda else memory_at)(buffer.address + begin, nbytes)
-                pieces.append((nbytes, submit(memory, nbytes, offset + begin, nbytes)))
+                pieces.append((nbytes, submit(memory, nbytes, offset + begin, nbytes)))  # not cut any further
         except Exception as error:
             failure = error
         for nbytes, future in pieces:

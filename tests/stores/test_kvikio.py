@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from io_backends import Buffer, ShortTransfer, StoreBroken, StoreFull
-from io_backends._stores.kvikio import TASK_BYTES, KvikioStore
+from io_backends._stores.kvikio import TASK_BYTES, THRESHOLD_BYTES, KvikioStore
 from support.kvikio_double import build
 from support.kvikio_double.fake import Kvikio
 from support.stores import WAIT_S, Bytes, buffer_of, in_child, pattern_at, read_back, write
@@ -109,6 +109,7 @@ def test_the_mode_is_asked_for_the_very_file(
     fake = Kvikio(gds=gds, accepts=accepts)
     with store_over(fake, scratch) as store:
         assert store.mode == mode
+        assert store.threshold_bytes == (THRESHOLD_BYTES if mode == "gds" else sys.maxsize)
         assert [event for event in fake.events if event.startswith("open")] == opened
         assert fake.settings["compat_mode"].name == "AUTO"  # for everybody else as it was
         array = pattern_at(64, 9 * MIB)
@@ -141,6 +142,20 @@ def test_pieces_are_cut_at_pages_of_the_file(scratch: Path) -> None:
         ticket = write(store, array)
         assert fake.pieces == before + 3  # 100 bytes short of two whole ones
         assert np.array_equal(read_back(store, ticket), array)
+
+
+def test_device_memory_is_one_piece_and_waits_for_its_stream_once(scratch: Path) -> None:
+    fake = Kvikio()
+    with store_over(fake, scratch) as store:
+        assert store.mode == "gds"
+        before = fake.pieces
+        source, target = pattern_at(0, 3 * TASK_BYTES + 5), pattern_at(0, 3 * TASK_BYTES + 5, 1)
+        ticket = store.write(device_buffer(source))
+        assert ticket.wait(WAIT_S)
+        assert store.read(ticket.location, device_buffer(target)).wait(WAIT_S)
+        assert fake.pieces == before + 2
+        assert fake.task_bytes[-2:] == [source.nbytes, source.nbytes]
+        assert np.array_equal(source, target)
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])

@@ -25,6 +25,7 @@ SIZES = [0, 1, 511, 4096, THRESHOLD_BYTES - 1, THRESHOLD_BYTES, THRESHOLD_BYTES 
 double = ctypes.CDLL("libcuda.so.1")
 double.double_declare_device.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 double.double_copied_bytes.restype = ctypes.c_size_t
+double.double_default_waits.restype = ctypes.c_size_t
 
 
 class OnDevice:
@@ -89,7 +90,7 @@ def test_a_round_trip_in_host_memory(store: KvikioStore, nbytes: int) -> None:
 def test_a_round_trip_in_device_memory(store: KvikioStore, device: Bytes, nbytes: int, offset: int) -> None:
     source, target = device[offset : offset + nbytes], device[(12 << 20) : (12 << 20) + nbytes]
     kept = source.copy()
-    copied = double.double_copied_bytes()
+    copied, waits = double.double_copied_bytes(), double.double_default_waits()
     ticket = store.write(OnDevice(source))
     assert ticket.wait(WAIT_S)
     assert ticket.location.skew == 0
@@ -97,6 +98,7 @@ def test_a_round_trip_in_device_memory(store: KvikioStore, device: Bytes, nbytes
     source[:] = 0
     assert store.read(ticket.location, OnDevice(target)).wait(WAIT_S)
     assert double.double_copied_bytes() - copied == 2 * nbytes
+    assert double.double_default_waits() - waits <= 2  # one for each transfer
     assert np.array_equal(target, kept)
 
 

@@ -56,6 +56,7 @@ class Kvikio:
             "auto_direct_io_write": True,
         }
         self.pieces = 0
+        self.task_bytes: list[int | None] = []  # of each piece: kvikio would cut larger ones further
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         package, defaults, driver = (ModuleType(f"kvikio{name}") for name in ("", ".defaults", ".cufile_driver"))
@@ -104,9 +105,11 @@ class _CuFile:
         os.close(self._fd)
 
     def pwrite(self, array: Any, size: int, file_offset: int, task_size: int | None = None) -> Future:
+        self.kvikio.task_bytes.append(task_size)
         return self._submit(array, size, lambda memory: os.pwrite(self._fd, memory, file_offset))
 
     def pread(self, array: Any, size: int, file_offset: int, task_size: int | None = None) -> Future:
+        self.kvikio.task_bytes.append(task_size)
         return self._submit(array, size, lambda memory: os.preadv(self._fd, [memory], file_offset))
 
     def _submit(self, array: Any, size: int, move: Callable[[memoryview], int]) -> Future:
