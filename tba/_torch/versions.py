@@ -1,16 +1,16 @@
-"""Versions: the torch releases that the tests passed on, and what to say of others."""
+"""Versions: the torch releases that the tests passed on, and what to say about others."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Releases that the core tests passed on: docs/versions.md says when, and how many.
+# Releases that the core tests passed on; docs/versions.md has details.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def untested(version: str) -> str | None:
-    """Return the release of a torch that is newer than any tested, such as `2.16`; None for others."""
+    """The release of a torch that is newer than any tested, such as `2.16`; None for others."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return None
