@@ -84,7 +84,6 @@ class Location(NamedTuple):
 
 
 def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:
-    """Find the object that holds the memory, and its array interface."""
     for kind in ("__cuda_array_interface__", "__array_interface__"):
         if (interface := getattr(memory, kind, None)) is not None:
             return memory, interface

@@ -272,7 +272,6 @@ def is_foreign(error: BaseException) -> bool:
 
 @functools.cache
 def _known_files() -> tuple[str, ...]:
-    """Files and folders of the code that we call."""
     folders = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy"))
     files = (contextlib.__file__, threading.__file__, weakref.__file__, functools.__file__)
     return (*files, *(os.path.join(os.path.dirname(file), "") for file in folders if file))
@@ -290,8 +289,6 @@ def _acts(handler: Any) -> bool:
 
 
 class _Front:
-    """Stands in front of one handler of the program."""
-
     def __init__(self, program: Handler) -> None:
         self.program = program
 

@@ -79,7 +79,6 @@ class Verbatim(Codec):
         return spec, flat(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor)
 
     def _forms(self, packed: Packed) -> dict[str, int]:
-        """Bytes of the codec's own forms."""
         return {}
 
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
@@ -226,18 +225,15 @@ class Exact(Verbatim):
     name = "exact"
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding by the chosen codec."""
         if _fits_nothing(tensor):
             return Verbatim().begin(tensor, key)
         codec = Mask() if _looks_like_a_mask(tensor) else _by_dtype(tensor.dtype)
         return codec.begin(tensor, key)
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """Bytes of the stored elements, the most that any form takes."""
         return _by_dtype(spec.dtype).packed_nbytes(spec)
 
     def decode(self, packed: Packed) -> Tensor:
-        """Unpack the tensor, bit for bit, on the buffers' device."""
         return (Mask() if packed.form == "bits" else _by_dtype(packed.spec.dtype)).decode(packed)
 
 

@@ -134,7 +134,6 @@ class Quantized(Codec):
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
     def decode(self, packed: Packed) -> Tensor:
-        """Unpack the tensor on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"codes": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":

@@ -82,7 +82,6 @@ class BatchWriter:
             offset += location.length
 
     def _pieces(self, buffers: Sequence[Buffer], locations: Sequence[Location], block: int) -> list[layout.Piece]:
-        """All extents, in file order."""
         filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
         bounce = filler + EXTENT_ALIGNMENT
         pieces: list[layout.Piece] = []

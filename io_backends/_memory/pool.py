@@ -90,7 +90,6 @@ def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Address of writable memory."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -114,7 +113,6 @@ class _Segment:
         return offset
 
     def free(self, offset: int, length: int) -> None:
-        """Give a range back."""
         self.least_refused = self.memory.nbytes + 1  # first: an interrupt in between costs one needless search
         self.extents.free(offset, length)
 
@@ -151,7 +149,6 @@ class _Retained:
 
 
 def _drop_first(queue: deque[_Retained]) -> bool:
-    """Drop the oldest retained item if its copy is over."""
     try:
         first = queue[0]
         if not first.ready():

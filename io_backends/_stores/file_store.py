@@ -138,7 +138,6 @@ class FileStore(Store, Generic[File]):
         self._space.discard(ticket)
 
     def trim(self) -> None:
-        """Once per step: give back disk blocks that the last steps did not need. Returns at once; a worker does it."""
         allocated_bytes = self.allocated_bytes()
         if allocated_bytes and self._space.begin_trim(allocated_bytes):
             with suppress(StoreClosed, StoreBroken):  # then everything is given back anyway
@@ -177,7 +176,7 @@ class FileStore(Store, Generic[File]):
             self._close_file()  # one made while the last worker ended
 
     def abandon(self) -> None:
-        """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
+        """`close` without waiting; safe in a finalizer, on any thread. The last worker closes the file."""
         self._closed = True
         self._workers.stop()
 

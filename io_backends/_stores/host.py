@@ -75,7 +75,6 @@ class HostStore(Store):
         return self.budget_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that it keeps."""
         with self._lock:
             return self._stored_bytes()
 

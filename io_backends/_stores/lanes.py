@@ -45,13 +45,11 @@ class Lane:
         return self._moved_bytes / self._busy_s if self._busy_s > 0 and self._moved_bytes else None
 
     def begin(self, nbytes: int, now_s: float) -> None:
-        """Count a write in flight."""
         if not self.in_flight_bytes:
             self._since_s = now_s
         self.in_flight_bytes += nbytes
 
     def catch_up(self) -> None:
-        """Process the writes that have ended."""
         while self.ended:
             end = self.ended.popleft()
             self.in_flight_bytes -= end.nbytes

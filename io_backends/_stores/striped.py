@@ -137,7 +137,6 @@ def _begin(ticket: _Write, before: Callable[[], None]) -> None:
 
 
 def _ended(ticket: _Write, inner: Ticket) -> None:
-    """On a worker: the inner write has ended."""
     ticket.inner = inner  # `on_done` may discard it before the submitter has set this
     ticket.start()  # unless `_begin` did
     failed = inner.error is not None

@@ -177,7 +177,6 @@ class TwoLevelStore(Store):
         self._catch_up()
 
     def allocated_bytes(self) -> int:
-        """Bytes in host memory and blocks of the file."""
         return self.host_bytes + self._file.allocated_bytes()
 
     def trim(self) -> None:
@@ -316,7 +315,6 @@ class TwoLevelStore(Store):
                 self._changed.release()
 
     def _settle(self) -> None:
-        """Apply pending discards, with the lock."""
         while self._discarded:
             ticket = self._discarded.popleft()
             stored, ticket.location = ticket.location, None

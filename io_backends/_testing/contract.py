@@ -40,7 +40,6 @@ def check_store(make: Callable[[], Store], *, keeps_memory: bool = False) -> Non
 
 
 def _open_now() -> set[str]:
-    """Threads and descriptors of this process."""
     found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:

@@ -74,7 +74,6 @@ def read_back(store: Store, ticket: Ticket, skew: int = 0, *, padded: bool = Fal
 
 
 def submit(store: Store, location: Any, buffer: Buffer, *, reading: bool, **callbacks: Any) -> Ticket:
-    """Queue a read of `location`, or a write."""
     return store.read(location, buffer, **callbacks) if reading else store.write(buffer, **callbacks)
 
 

@@ -139,7 +139,6 @@ class Workers(ForkAware):
 
     @property
     def ended(self) -> bool:
-        """Whether no thread runs, and none will."""
         return self._stopping and not self._running
 
     def stop(self) -> None:

@@ -291,7 +291,6 @@ class Record(Source):
         return change
 
     def use_codec(self, codec: Codec | None) -> None:
-        """Set the codec that may shrink it; None for none."""
         self.codec = codec
 
     def plan(self, recipe: Recipe | None) -> None:
@@ -316,7 +315,6 @@ class Record(Source):
         self.decoded = None if whole is None else (whole, stream)
 
     def keep_view(self, view: View | None, tensor: Tensor | None = None) -> None:
-        """Keep the tensor made for `view` for the next request; None to drop it."""
         self.last_view = None if view is None or tensor is None else (view, tensor)
 
     def lend(self) -> None:
@@ -332,7 +330,6 @@ class Record(Source):
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes before any codec."""
         return self.nbytes if self.encoded is None else self.encoded.end - self.encoded.begin
 
     def may_be_joined(self, root: Tensor) -> bool:

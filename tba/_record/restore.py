@@ -75,7 +75,6 @@ def restore_apart(record: Record, view: View, read: Callable[[Record], Tensor]) 
 
 
 def emptied(record: Record) -> TransferError:
-    """Make the error for a record whose storage was emptied."""
     assert record.alias is not None
     return TransferError(
         f"{record.name()}: its storage has {record.alias.untyped_storage().nbytes()} bytes, it had "

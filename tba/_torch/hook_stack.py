@@ -201,7 +201,6 @@ def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
 
 
 def _stack() -> list[_Hooks]:
-    """List the pairs of hooks on this thread's stack, from the innermost."""
     pairs = _take()
     _push(reversed(pairs))
     return pairs
@@ -229,7 +228,6 @@ def _push(pairs: Iterable[_Hooks]) -> None:
 
 
 def _is_entered(pair: _Hooks) -> bool:
-    """Whether a pair was entered on this thread."""
     return any(each.pushed and (each.pack, each.unpack) == pair for each in _ours.pairs)
 
 
@@ -239,7 +237,6 @@ def owners() -> list[object]:
 
 
 def _depth(model: weakref.ref[nn.Module]) -> int:
-    """Count the calls of a model on this thread's Python stack."""
     depth, frame = 0, sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is model():

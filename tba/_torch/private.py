@@ -46,7 +46,6 @@ missing: dict[Feature, list[str]] = {}
 
 
 def has(feature: Feature) -> bool:
-    """Whether this torch has all that a feature needs."""
     return feature not in missing
 
 
@@ -97,7 +96,6 @@ def _at(path: str) -> Any:
 
 
 def _gives(*kinds: type, to: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
-    """Check that a function returns one of these types."""
     return lambda found: isinstance(found(*to), kinds)
 
 
@@ -349,7 +347,6 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def top_function_mode() -> object:
-    """The innermost torch-function mode of this thread; None without any."""
     count = function_mode_count()
     return _function_mode_at(count - 1) if count else None
 
@@ -378,7 +375,6 @@ def in_place_is_seen() -> AbstractContextManager[None]:
 
 
 def compiles() -> bool:
-    """Whether torch.compile is tracing."""
     traced = has(Feature.CHECKPOINT) and _dispatch_mode(_ModeKey.PROXY) is not None
     return torch.compiler.is_compiling() or traced
 

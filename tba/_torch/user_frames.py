@@ -84,7 +84,6 @@ def _frames() -> dict[int, FrameType]:
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame of the user's code; None if there is none."""
     while frame is not None and between(frame.f_code.co_filename):
         frame = frame.f_back
     return frame

@@ -101,7 +101,6 @@ class Chains:
         self._left = _LOOKS_PER_STEP
 
     def end_step(self) -> None:
-        """End a training step: the next one has its own graph."""
         self._left = _LOOKS_PER_STEP
 
     def lead_to_parameter(self, tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Accelerate: attaches to a model that `Accelerator.prepare` has given back.
+"""Accelerate: attaches to a model that `Accelerator.prepare` has returned.
 
 from tba.integrations.accelerate import attach
 
@@ -24,13 +24,13 @@ _library = framework("accelerate", extra="hf")
 
 
 def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
-    """Offload during every forward of a prepared model from now on. `close()` on what is returned ends it.
+    """Offload during every forward of a prepared model from now on. `close()` on the result ends it.
 
     `accelerator.log(figures(offload), step=...)` sends what was moved to the trackers.
 
     Args:
-        accelerator: the one that has prepared the model, with any plugin (FSDP, DeepSpeed) or none.
-        model: what `accelerator.prepare` has returned for the model.
+        accelerator: the one that prepared the model, with any plugin (FSDP, DeepSpeed) or none.
+        model: what `accelerator.prepare` returned for the model.
         settings: those of `tba.attach`.
 
     Raises:
@@ -49,7 +49,6 @@ def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
 
 
 def _others(state: Any) -> Iterator[tuple[str, str]]:
-    """Yield the offloaders that plugins switch on."""
     if getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
         yield (
             "accelerate's activation_checkpointing_offload",
