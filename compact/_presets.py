@@ -39,7 +39,7 @@ class Saved(enum.Enum):
     PROBABILITIES = "probabilities"  # the result of a softmax or log-softmax
     MASK = "mask"  # dropout's: two values
     INDEX = "index"  # integers: token ids, positions
-    UNKNOWN = "unknown"  # saved by an operator that is not recognised
+    UNKNOWN = "unknown"  # saved by an operator that is not recognized
 
 
 @dataclass(frozen=True)

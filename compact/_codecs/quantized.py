@@ -83,7 +83,7 @@ class Quantized(Codec):
         if self.rotate and not is_rotatable(self.group):
             raise CodecError(f"a group of {self.group} has no exact rotation: choose 16, 64 or 256")
         if self.rotate and self.along == "tokens":
-            raise CodecError("rotation mixes neighbouring channels, and groups run along tokens: choose one of them")
+            raise CodecError("rotation mixes neighboring channels, but groups run along tokens: choose one of them")
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from contextlib import suppress
 from functools import partial
 
 from . import numa
-from .pool import SEGMENT_BYTES, BufferPool, Held, Mapping, address_of
+from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of
 
 
 class HostArena(BufferPool):
@@ -65,17 +65,17 @@ class HostArena(BufferPool):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the segments that are pinned."""
-        return sum(segment.memory.nbytes for segment in self._segments if segment.mapping.before_unmap is not None)
+        return sum(segment.memory.nbytes for segment in self._segments if segment.is_pinned)
 
-    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
+    def _map(self, nbytes: int) -> tuple[Mapping | None, memoryview]:
         if self._allocate is not None:
             try:
-                return Held(), self._allocate(nbytes)
+                return None, self._allocate(nbytes)
             except Exception as error:
                 self._warn(nbytes, error)
                 return super()._map(nbytes)
         mapping, memory = super()._map(nbytes)
-        if self._register is None or self._unregister is None:
+        if mapping is None or self._register is None or self._unregister is None:
             return mapping, memory
         address = address_of(memory)
         if self._node is not None:

@@ -70,12 +70,6 @@ class Mapping(mmap.mmap):
             self.before_unmap()
 
 
-class Held:
-    """Stands in for the mapping of memory that somebody else allocated and pinned; that lives as long as its views."""
-
-    before_unmap: Callable[[], None] | None = None
-
-
 def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
     """Map memory; also return the `nbytes` of it that begin at a huge page. Raises OSError if the system has none."""
     # NORESERVE: untouched memory is never charged.
@@ -94,14 +88,18 @@ def address_of(memory: memoryview) -> int:
 
 
 class _Segment:
-    def __init__(self, mapping: Mapping | Held, memory: memoryview, alignment: int) -> None:
-        self.mapping = mapping
+    def __init__(self, mapping: Mapping | None, memory: memoryview, alignment: int) -> None:
+        self.mapping = mapping  # None: somebody else allocated the memory, which lives as long as its views
         self.memory = memory
         self.address = address_of(memory)
         self.extents = Extents(alignment, memory.nbytes)
         self.pages = Pages(_HUGE_PAGE_BYTES, memory.nbytes)
         self.idle_trims = 0  # calls of `trim` since a lease last used it
         self.least_refused = memory.nbytes + 1  # leases of this size or larger find no room
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.mapping is not None and self.mapping.before_unmap is not None
 
     def allocate(self, length: int) -> int | None:
         """Offset of a free range, or None. Asking a full segment, of hundreds, costs one comparison."""
@@ -118,7 +116,7 @@ class _Segment:
 
     def let_go(self, most: int) -> int:
         """Give up to `most` pages that no lease covers back to the system; return how many."""
-        if isinstance(self.mapping, Held):
+        if self.mapping is None:
             return 0
         begin = self.address - address_of(memoryview(self.mapping))
         pages = self.pages.idle(self.extents.free_ranges(0, self.memory.nbytes), most)
@@ -288,7 +286,7 @@ class BufferPool:
             while queue and _drop_first(queue):
                 pass
 
-    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
+    def _map(self, nbytes: int) -> tuple[Mapping | None, memoryview]:
         """Map a segment of `nbytes`, a whole number of pages."""
         return map_memory(nbytes)
 

@@ -7,7 +7,6 @@ type and value. So an attribute set to an equal number has not changed; one set 
 from __future__ import annotations
 
 import operator
-import weakref
 from array import array
 from collections import OrderedDict, deque
 from contextvars import ContextVar
@@ -15,7 +14,7 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch.private import keeping_version
 
@@ -122,47 +121,49 @@ class Attributes(Dict):
         return f"{self.name}.{next(names, '')}".rstrip(".")
 
 
-class Module(Attributes):
-    """The attributes of a module, except those named in `apart`; `of` is a weak reference to it."""
+class _Part(Dict):
+    """A dictionary, except for the keys named in `apart`."""
 
     __slots__ = ("_apart",)
 
-    def __init__(self, of: weakref.ref[nn.Module], name: str, apart: frozenset[str]) -> None:
+    def __init__(self, of: Any, name: str, apart: frozenset[str]) -> None:
         super().__init__(of, name)
         self._apart = apart
 
+    def _held(self) -> dict[str, Any]:
+        held: dict[str, Any] = self.of
+        return held
+
     def read(self) -> Reading:
-        module = self.of()
-        held = vars(module) if module is not None else {}
+        held = self._held()
         names = [name for name in held if name not in self._apart]
         return (*names, *map(held.__getitem__, names))
 
     def write(self, reading: Reading) -> None:
-        if (module := self.of()) is not None:
-            held, half = vars(module), len(reading) // 2
-            before = dict(zip(reading[:half], reading[half:], strict=True))
-            kept = {name: value for name, value in held.items() if name in self._apart}
-            held.clear()
-            held.update(before | kept)
+        held, half = self._held(), len(reading) // 2
+        before = dict(zip(reading[:half], reading[half:], strict=True))
+        kept = {name: value for name, value in held.items() if name in self._apart}
+        kind = _kind(held)
+        kind.clear(held)
+        kind.update(held, before | kept)
 
 
-class Parameters(Dict):
+class Module(_Part):
+    """The attributes of a module, except those named in `apart`; `of` is a weak reference to it."""
+
+    __slots__ = ()
+
+    def _held(self) -> dict[str, Any]:
+        module = self.of()
+        return vars(module) if module is not None else {}
+
+    difference = Attributes.difference
+
+
+class Parameters(_Part):
     """The parameters of a module, except those named in `apart`."""
 
-    __slots__ = ("_apart",)
-
-    def __init__(self, of: dict[str, Any], name: str, apart: frozenset[str]) -> None:
-        super().__init__(of, name)
-        self._apart = apart
-
-    def read(self) -> Reading:
-        names = [name for name in self.of if name not in self._apart]
-        return (*names, *map(self.of.__getitem__, names))
-
-    def write(self, reading: Reading) -> None:
-        kept = {name: value for name, value in self.of.items() if name in self._apart}
-        super().write(reading)
-        self.of.update(kept)
+    __slots__ = ()
 
 
 class List(Holder):

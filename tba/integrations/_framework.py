@@ -49,6 +49,15 @@ def refuse(found: Iterable[tuple[str, str]]) -> None:
         )
 
 
+def of_accelerate(state: Any, setting: str) -> Iterable[tuple[str, str]]:
+    """Yield what plugins of accelerate move, given its state; `setting`: how the caller writes FSDP's."""
+    if getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
+        yield "accelerate's activation_checkpointing_offload", setting
+    plugin = getattr(state, "deepspeed_plugin", None)
+    if plugin is not None:
+        yield from of_deepspeed(plugin.deepspeed_config)
+
+
 def of_deepspeed(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield what a DeepSpeed configuration moves by itself."""
     for section, setting in (("activation_checkpointing", "cpu_checkpointing"), ("compile", "offload_activation")):

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import ConfigError, Offloader, attach, offload_context
 from ._figures import figures
-from ._framework import check_settings, framework, of_deepspeed, refuse
+from ._framework import check_settings, framework, of_accelerate, refuse
 
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback
@@ -165,9 +165,4 @@ def _others(args: Any, trainer: Any) -> Iterator[tuple[str, str]]:
         if getattr(args, name, False) and isinstance(given, dict) and given.get("offload"):
             yield "transformers' offload", f'"offload": True from {name}_kwargs in {type(args).__name__}(...)'
             break
-    plugin = getattr(getattr(trainer.accelerator, "state", None), "fsdp_plugin", None)
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        yield "accelerate's activation_checkpointing_offload", "it from the FSDP configuration"
-    plugin = getattr(getattr(trainer.accelerator, "state", None), "deepspeed_plugin", None)
-    if plugin is not None:
-        yield from of_deepspeed(plugin.deepspeed_config)
+    yield from of_accelerate(getattr(trainer.accelerator, "state", None), "it from the FSDP configuration")
