@@ -115,7 +115,7 @@ class Preset:
             except ValueError:
                 known = ", ".join(member.value for member in Saved)
                 raise PresetError(
-                    f"preset {self.name!r} has no class of saved tensor {saved!r}: choose of {known}"
+                    f"preset {self.name!r} has no class of saved tensor {saved!r}: choose one of {known}"
                 ) from None
         return Preset(f"{self.name}, changed", table)
 
@@ -172,7 +172,7 @@ def preset(name: str, *, rank: int | float | None = None) -> Preset:
         CodecError: a rank that is neither a number of columns nor a share.
     """
     if name not in PRESETS:
-        raise PresetError(f"there is no preset {name!r}: choose of {', '.join(PRESETS)}")
+        raise PresetError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")
     if rank is None:
         return PRESETS[name]
     if name != "compact":

@@ -65,7 +65,7 @@ class Store(abc.ABC):
         """
         buffer = self._buffer(memory, writable=True)
         if location is None:
-            raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+            raise ValueError("nothing to read there: the write failed, has not ended, or was discarded")
         if buffer.nbytes != location.nbytes:
             raise ValueError(f"asked to read {location.nbytes} bytes into a buffer of {buffer.nbytes}")
         return self.submit_read(location, buffer, on_done, before)

@@ -213,9 +213,7 @@ def _decode_block(codes: Tensor, scales: Tensor, scheme: Scheme, scratch: _Scrat
         # Through fp16 by shifting bits: torch's cast from fp8 is ten times slower.
         halves = codes.view(torch.int8).to(torch.int16)
         if levels.floating is torch.float8_e4m3fn:
-            halves = (
-                halves << 7
-            ) & ~0x4000  # clears the sign's copy in fp16's extra exponent bit; a factor 2**8 is left
+            halves = (halves << 7) & ~0x4000  # clears the sign's copy in fp16's extra exponent bit; 2**8 is missing
             scales = scales * 256.0
         else:
             halves = halves << 8

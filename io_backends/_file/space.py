@@ -6,8 +6,7 @@ once per step, free ranges are punched wherever they are, the highest first.
 Guarantees:
 
 1. A range belongs to one write until that write is discarded and has ended, however it ended.
-2. `discard` only appends to a deque, so a finalizer may call it at any bytecode. The next `take` or read of
-   `used_bytes` does the rest.
+2. `discard` only appends to a deque, so a finalizer may call it at any bytecode. The next `take` or `punch` frees it.
 3. A hole is punched only into a range that was taken from the free ones for that time, so no write can be in it.
 4. The main thread, which Ctrl-C interrupts, changes no range: it appends, reads, and leaves the rest to workers.
 
@@ -89,8 +88,8 @@ class Space:
             offset, punching = self._allocate(length)
         if offset is None:
             raise StoreFull(
-                f"{length} bytes do not fit into a scratch file in {self._directory!r} that may have "
-                f"{self.capacity_bytes} bytes, {self.used_bytes} of them in use; raise that or discard writes"
+                f"{length} bytes do not fit into a scratch file in {self._directory!r} limited to "
+                f"{self.capacity_bytes} bytes, {self.used_bytes} of them in use; raise the limit or discard writes"
             )
         return offset
 

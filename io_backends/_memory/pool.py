@@ -186,9 +186,9 @@ class BufferPool:
         idle_bytes: int | None = None,
     ) -> None:
         if alignment < 1 or _HUGE_PAGE_BYTES % alignment:
-            raise ValueError(f"an alignment divides a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
+            raise ValueError(f"an alignment must divide a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
         if budget_bytes is not None and budget_bytes < mmap.PAGESIZE:
-            raise ValueError(f"a budget holds at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
+            raise ValueError(f"a budget must hold at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
         self.alignment = alignment
         self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._idle_bytes = None if idle_bytes is None else max(idle_bytes, _HUGE_PAGE_BYTES)
@@ -208,7 +208,7 @@ class BufferPool:
             StoreClosed: after `close`.
         """
         if not 0 <= skew < self.alignment:
-            raise ValueError(f"a skew lies within the alignment of {self.alignment} bytes, got {skew}")
+            raise ValueError(f"a skew must lie within the alignment of {self.alignment} bytes, got {skew}")
         length = align_up(max(1, skew + nbytes), self.alignment)
         if self._retained:
             self._let_go()

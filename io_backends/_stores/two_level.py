@@ -152,7 +152,7 @@ class TwoLevelStore(Store):
             if self._closed:
                 raise StoreClosed("the store is closed; make a new one")
             if location.place in (Place.COMING, Place.GONE):
-                raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+                raise ValueError("nothing to read there: the write failed, has not ended, or was discarded")
             if location.place is Place.FILE:
                 assert location.file is not None
                 return self._file.read(location.file.location, buffer, on_done=on_done, before=before)

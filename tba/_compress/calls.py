@@ -59,7 +59,7 @@ _now = _Now()
 
 
 def forget() -> None:
-    """Forget this thread's norm if nothing saw its forward end: a KeyboardInterrupt calls no hook after it."""
+    """Forget this thread's norm, whose forward nothing saw end: a KeyboardInterrupt calls no hook after it."""
     _now.norm = None
 
 

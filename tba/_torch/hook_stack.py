@@ -161,7 +161,7 @@ class Pair:
         return taken
 
     def _drop_left(self, pairs: list[_Hooks]) -> None:
-        """Drop the pair that was left when this pair was popped instead: the innermost above what was beneath it."""
+        """Drop the pair that was left when this one was popped instead: the innermost of others' beneath it."""
         still = 0
         for there, was in zip(reversed(pairs), reversed(self._beneath), strict=False):
             if there != was:

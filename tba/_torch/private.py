@@ -29,16 +29,16 @@ from .versions import TESTED, lacking, newer
 class Feature(enum.Enum):
     """What a private function is for; the value says what a torch without it means for training."""
 
-    EXACT = "gradients cannot be shown to be exact"
-    STEP_ASIDE = "hooks do not step aside where torch refuses them: torch.func transforms in a forward raise"
-    COMPILED = "compiled graphs are not told apart: their tensors move one by one, also where nothing is gained"
-    CODE = "custom code is not told from PyTorch's operators: each tensor that comes back to either is a copy"
+    EXACT = "tba cannot guarantee exact gradients"
+    STEP_ASIDE = "hooks cannot step aside when torch refuses them, so torch.func transforms in a forward raise"
+    COMPILED = "compiled graphs are not recognized: their tensors move one by one, even if that gains nothing"
+    CODE = "custom code is not distinguished from PyTorch's operators: both get copies of saved tensors"
     DERIVE = "no saved tensor is derived from others"
-    RECOMPUTE = "plans recompute no block"
+    RECOMPUTE = "plans do not recompute blocks"
     LOSSY = "lossy presets of compress= leave every tensor exact"
     CHECKPOINT = "tba.integrations.checkpoint is torch's own: what its policies save stays in memory"
     SCRIPT = "torch.jit.script refuses attached models: close() them first"
-    TRACE = "torch.compile does not look into forwards with hooks of ours: graphs break there"
+    TRACE = "torch.compile does not trace forwards with our hooks: graphs break there"
 
 
 # The private functions that this torch lacks, or has in another form, by the feature that is off.

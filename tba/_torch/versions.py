@@ -28,8 +28,8 @@ def lacking(version: str, missing: dict[str, list[str]]) -> list[str]:
     for meaning, names in missing.items():
         meanings.setdefault(tuple(names), []).append(meaning)
     return [
-        f"torch {version} has no {' and no '.join(names)} in the form that tba knows: {'; '.join(each)}. All else "
-        f"works, and stays exact. tba was tested with torch {TESTED[0]} to {TESTED[-1]}"
+        f"torch {version} has no {' and no '.join(names)} in the form that tba knows: {'; '.join(each)}. Everything "
+        f"else works and stays exact. tba was tested with torch {TESTED[0]} to {TESTED[-1]}"
         for names, each in meanings.items()
     ]
 
@@ -40,6 +40,6 @@ def newer(version: str, silenced_by: str) -> list[str]:
     if release is None or os.environ.get(silenced_by) == "allow":
         return []
     return [
-        f"torch {release} is newer than any that tba was tested with ({TESTED[0]} to {TESTED[-1]}). It may well work; "
-        f"please report what does not. {silenced_by}=allow in the environment silences this"
+        f"torch {release} is newer than any that tba was tested with ({TESTED[0]} to {TESTED[-1]}). It will probably "
+        f"work; please report what does not. {silenced_by}=allow in the environment silences this"
     ]
