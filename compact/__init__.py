@@ -1,10 +1,10 @@
-"""Codecs and projections that make saved tensors smaller, exactly or with a stated error.
+"""Codecs and projections that shrink saved tensors, exactly or with a stated error.
 
     codec = Quantized("int4", rounding="stochastic", rotate=True)
     packed = codec.encode(tensor, key(run_seed, layer, step))       # packed.buffers, packed.nbytes
     codec.decode(packed)
 
-To write a codec of your own, follow the contract of `Codec` and test it with `compact.testing.check_codec`.
+To write your own codec, follow the contract of `Codec` and test it with `compact.testing.check_codec`.
 """
 
 from ._codecs.codec import Codec, Packed, Pending, Properties

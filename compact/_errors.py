@@ -7,11 +7,11 @@
     ├── GroupError          a group that does not divide the dimension it runs along
     ├── PackedError         packed bytes that belong to another codec or were truncated
     ├── PresetError         an unknown preset, or a table that breaks a floor
-    ├── RankError           a rank that is not 1 to the width of what is projected
+    ├── RankError           a rank outside 1 to the width of what is projected
     ├── ConvertError        a model that cannot be converted or reverted
     └── CheckpointError     an optimizer state that does not fit the model's compact layers
 
-All are ValueErrors too, since each is about an argument.
+All are ValueErrors too, because each is about an argument.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class PackedError(CodecError):
 
 
 class PresetError(CodecError):
-    """An unknown preset, or a codec that is below the floor of its class of tensors."""
+    """An unknown preset, or a codec below the floor of its class of tensors."""
 
 
 class RankError(CodecError):
-    """A rank that is not 1 to the width of what is projected."""
+    """A rank outside 1 to the width of what is projected."""
 
 
 class ConvertError(CodecError):

@@ -1,4 +1,4 @@
-"""Measures: the distance of a decoded tensor, or of a gradient made from it, from the exact one.
+"""Measures: how far a decoded tensor, or a gradient computed from it, is from the exact one.
 
 All are computed in fp64 over all elements and returned as Python floats.
 """
@@ -22,7 +22,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def cosine(found: Tensor, exact: Tensor) -> float:
-    """Cosine of the angle between the two as vectors; 1.0 if both are zero, 0.0 if one is."""
+    """Cosine of the angle between the two as vectors; 1.0 if both are zero, 0.0 if only one is."""
     _same_shape(found, exact)
     a, b = found.detach().double().flatten(), exact.detach().double().flatten()
     sizes = _norm(a), _norm(b)
@@ -37,9 +37,8 @@ class Bias(NamedTuple):
     Attributes:
         draws: their number.
         error: relative error of one draw, root mean square over the draws.
-        mean_error: relative error of the mean of all draws. Without a bias it falls as 1 / sqrt(draws).
-        ratio: (mean_error / (error / sqrt(draws)))**2. It is 1 on average without a bias, and grows with the number of
-            draws otherwise.
+        mean_error: relative error of the mean of all draws. Without bias it falls as 1 / sqrt(draws).
+        ratio: (mean_error / (error / sqrt(draws)))**2. Without bias it averages 1; with bias it grows with the draws.
     """
 
     draws: int
@@ -49,7 +48,7 @@ class Bias(NamedTuple):
 
 
 def bias(draws: Iterable[Tensor], exact: Tensor) -> Bias:
-    """Compare the mean of independent draws with the exact tensor. Draws are taken one at a time, so they may be lazy.
+    """Compare the mean of independent draws with the exact tensor. Consumes one draw at a time, so they may be lazy.
 
     Raises:
         ValueError: fewer than two draws.
@@ -61,7 +60,7 @@ def bias(draws: Iterable[Tensor], exact: Tensor) -> Bias:
         squares += _norm(error) ** 2
         count += 1
     if count < 2:
-        raise ValueError(f"the bias of {count} draws cannot be told from their noise: give at least two")
+        raise ValueError(f"the bias of {count} draws cannot be separated from their noise: give at least two")
     size = _norm(exact.detach().double())
     if squares == 0.0:
         return Bias(count, 0.0, 0.0, 0.0)

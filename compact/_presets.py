@@ -1,14 +1,14 @@
-"""Presets: tables from each class of saved tensor to its codec, to print and to override class by class.
+"""Presets: tables that map each class of saved tensors to a codec; printable, and overridable class by class.
 
-The operator that saved a tensor decides what error it can bear (Mesa, arXiv 2111.11124; ActNN, arXiv 2104.14129):
+The operator that saved a tensor decides which errors are acceptable (Mesa, arXiv 2111.11124; ActNN, arXiv 2104.14129):
 
-- a backward that is linear in the tensor (the weight gradient of a linear layer, one factor of a product) stays
-  unbiased under an unbiased codec, and its input gradient stays exact: few bits, rounded stochastically
-- a backward that is nonlinear in it (norms, activations) needs small errors: 8 bits, rounded to nearest
-- attention recomputes its probabilities from q and k and divides by a saved log-sum-exp; below 8 bits the two no longer
-  agree and the gradient grows without bound. Probabilities and statistics are exact under every preset.
+- If backward is linear in the tensor (the weight gradient of a linear layer, a factor of a product), an unbiased codec
+  keeps the gradient unbiased, and the input gradient stays exact: few bits, stochastic rounding.
+- If backward is nonlinear in it (norms, activations), errors must be small: 8 bits, rounded to nearest.
+- Attention recomputes its probabilities from q and k and divides by a saved log-sum-exp. Below 8 bits the two disagree
+  and the gradient grows without bound. Probabilities and statistics are exact in every preset.
 
-These floors hold for overridden tables too (`FLOORS`).
+These floors also hold for overridden tables (`FLOORS`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ._errors import PresetError
 class Saved(enum.Enum):
     """Classes of saved tensors, by the operator that saved them."""
 
-    LINEAR_INPUT = "linear_input"  # the input of a linear layer or convolution, used for its weight gradient alone
+    LINEAR_INPUT = "linear_input"  # the input of a linear layer or convolution, used only for its weight gradient
     NORM_INPUT = "norm_input"  # the input of a layer or RMS norm
     NORM_STATISTICS = "norm_statistics"  # its mean and reciprocal deviation
     ACTIVATION_INPUT = "activation_input"  # the input of GELU, SiLU and the like: a gate, a feed-forward's inner layer
@@ -37,14 +37,14 @@ class Saved(enum.Enum):
     ATTENTION = "attention"  # q, k, v and the output of fused attention
     ATTENTION_STATISTICS = "attention_statistics"  # its log-sum-exp, its random state
     PROBABILITIES = "probabilities"  # the result of a softmax or log-softmax
-    MASK = "mask"  # of dropout: two values
+    MASK = "mask"  # dropout's: two values
     INDEX = "index"  # integers: token ids, positions
-    UNKNOWN = "unknown"  # saved by an operator that is not recognised
+    UNKNOWN = "unknown"  # saved by an operator that is not recognized
 
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a class of tensors needs: `bits` of a code, or exactness. `why` goes into the error message."""
+    """The least precision of a class: `bits` of a code, or exactness. The error message includes `why`."""
 
     bits: int
     exact: bool
@@ -66,11 +66,11 @@ _EXACT: Mapping[Saved, Codec] = MappingProxyType({saved: Mask() if saved is Save
 
 @dataclass(frozen=True)
 class Preset:
-    """A codec for each class of saved tensor.
+    """A codec for each class of saved tensors.
 
     Args:
         name: for tables and messages.
-        table: classes that are left out get `Exact` (`Mask` for masks).
+        table: classes left out get `Exact` (`Mask` for masks).
 
     Raises:
         PresetError: a codec below its class's floor.
@@ -91,17 +91,17 @@ class Preset:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Preset, (self.name, dict(self.table))  # a view of a mapping can be neither copied nor pickled
+        return Preset, (self.name, dict(self.table))  # a MappingProxyType can be neither copied nor pickled
 
     def __hash__(self) -> int:
         return hash((self.name, tuple(self.table.items())))
 
     def __getitem__(self, saved: Saved) -> Codec:
-        """Return the codec of a class."""
+        """The codec of a class."""
         return self.table[saved]
 
     def override(self, changes: Mapping[Saved, Codec] | Mapping[str, Codec]) -> Preset:
-        """Return the preset with other codecs for some classes, named by member or by value ("norm_input").
+        """Return a preset with other codecs for some classes, named by member or by value ("norm_input").
 
             PRESETS["safe8"].override({"norm_input": Quantized("e4m3"), "attention": Exact()})
 
@@ -115,7 +115,7 @@ class Preset:
             except ValueError:
                 known = ", ".join(member.value for member in Saved)
                 raise PresetError(
-                    f"preset {self.name!r} has no class of saved tensor {saved!r}: choose of {known}"
+                    f"preset {self.name!r} has no class of saved tensor {saved!r}: choose one of {known}"
                 ) from None
         return Preset(f"{self.name}, changed", table)
 
@@ -153,7 +153,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
                     Saved.PRODUCT_FACTOR: _INT4,
                 },
             ),
-            # As in the paper: Gaussian projections of the inputs of linear layers, and nothing else.
+            # The paper's: Gaussian projections of the inputs of linear layers, and nothing else.
             Preset("compact", {Saved.LINEAR_INPUT: Projected()}),
         )
     }
@@ -165,14 +165,14 @@ def preset(name: str, *, rank: int | float | None = None) -> Preset:
 
     Args:
         name: a key of `PRESETS`.
-        rank: of the projection, for "compact" alone: a number of columns or a share of the width (default 0.25).
+        rank: rank of the projection, only for "compact": a number of columns or a share of the width (default 0.25).
 
     Raises:
-        PresetError: an unknown name, or a rank for a preset that projects nothing.
+        PresetError: an unknown name, or a rank for a preset without projection.
         CodecError: a rank that is neither a number of columns nor a share.
     """
     if name not in PRESETS:
-        raise PresetError(f"there is no preset {name!r}: choose of {', '.join(PRESETS)}")
+        raise PresetError(f"there is no preset {name!r}: choose one of {', '.join(PRESETS)}")
     if rank is None:
         return PRESETS[name]
     if name != "compact":

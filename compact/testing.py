@@ -1,8 +1,8 @@
-"""check_codec: the contract of `Codec` as a test for authors of codecs. Public; does not need pytest.
+"""check_codec: the contract of `Codec` as a test for authors of codecs. Public and pytest-free.
 
     check_codec(lambda: Quantized("int4", rounding="stochastic"))
 
-Raises ContractError at the first violation. Deterministic: its inputs come from generators of its own.
+Raises ContractError at the first violation. Deterministic: its inputs come from its own generators.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ __all__ = ["ContractError", "check_codec", "edge_tensors"]
 Result = TypeVar("Result")
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-# Errors below this are never counted: see `Properties`.
-_FLOOR = 2.0**-100
-# With 256 draws an unbiased codec's ratio (`compact.Bias`) is 1 to a few per cent; a bias of 5 % of one draw's error
+_FLOOR = 2.0**-100  # errors below this never count: see `Properties`
+# With 256 draws an unbiased codec's ratio (`compact.Bias`) is 1 to a few percent; a bias of 5% of one draw's error
 # gives 1.6.
 _RATIO = 1.4
 _BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -45,10 +44,10 @@ def check_codec(
     A codec may refuse a tensor with a CodecError if its `packed_nbytes` does too, but not all tensors of a dtype.
 
     Args:
-        make: makes the codec; called more than once, since equal codecs must decode each other's bytes.
+        make: makes the codec; called more than once, because equal codecs must decode each other's bytes.
         dtypes: the dtypes that the codec takes.
         device: where to run.
-        draws: for the bias; the smallest bias that is found falls as 1 / sqrt(draws).
+        draws: for the bias; the smallest detectable bias falls as 1 / sqrt(draws).
 
     Raises:
         ContractError: the codec violates the contract.
@@ -73,7 +72,7 @@ def check_codec(
 def edge_tensors(dtype: torch.dtype, device: str = "cpu") -> dict[str, Tensor]:
     """Make ordinary and unusual tensors by name: empty, scalar, permuted, with gaps, expanded, overlapping.
 
-    None has a last dimension above 256, since a codec's work may grow with its square.
+    No last dimension exceeds 256, because a codec's work may grow with its square.
     """
     square, cube = _values((256, 256), dtype, device, 1), _values((4, 64, 192), dtype, device, 2)
     few = _values((7,), dtype, device, 3)
@@ -114,7 +113,7 @@ def _values(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int) 
 
 
 def _check_tensor(codec: Codec, other: Codec, tensor: Tensor, what: str) -> bool:
-    """Check everything that holds for any single tensor. False if the codec refused it consistently."""
+    """Check what must hold for any single tensor. False if the codec refused it consistently."""
     spec = Spec.of(tensor)
     promised = _or_refused(lambda: codec.packed_nbytes(spec))
     before = tensor.clone()
@@ -126,11 +125,11 @@ def _check_tensor(codec: Codec, other: Codec, tensor: Tensor, what: str) -> bool
     _check_packed(packed, tensor, what)
     exactly = codec.properties.bits_per_element is not None
     fits = packed.nbytes == promised if exactly else packed.nbytes <= promised
-    _require(fits, f"{what}: {packed.nbytes} packed bytes, where packed_nbytes says {promised}")
+    _require(fits, f"{what}: {packed.nbytes} packed bytes, but packed_nbytes says {promised}")
     decoded = codec.decode(packed)
     _check_form(decoded, tensor, codec, what)
     _check_close(decoded, tensor, codec, what)
-    # Bytes copied elsewhere, at an odd offset, and decoded by another codec with equal settings.
+    # Copy the bytes to an odd offset and decode them by another codec with equal settings.
     away = replace(packed, buffers=tuple(torch.cat((b[:1], b))[1:] if b.numel() else b for b in packed.buffers))
     _require(_bit_equal(other.decode(away), decoded), f"{what}: bytes that were moved decode to something else")
     pending = codec.begin(tensor, 11)
@@ -156,7 +155,7 @@ def _check_form(decoded: Tensor, tensor: Tensor, codec: Codec, what: str) -> Non
         (decoded.shape, decoded.dtype, decoded.device) == (tensor.shape, tensor.dtype, tensor.device),
         f"{what}: came back as {decoded.dtype}{list(decoded.shape)} on {decoded.device}",
     )
-    # A lossy codec may return elements that shared memory as separate ones.
+    # A lossy codec may give elements that shared memory their own.
     shared = shares_memory(tuple(tensor.shape), tensor.stride())
     if codec.properties.exact or not (shared and decoded.is_contiguous()):
         _require(
@@ -175,13 +174,13 @@ def _check_close(decoded: Tensor, exact: Tensor, codec: Codec, what: str) -> Non
     share, relative = codec.properties.error_of_largest, codec.properties.relative_error
     if share is not None:
         excess = float((error - rounding).max() / size.max().clamp(min=_FLOOR))
-        _require(excess <= share, f"{what}: an element is off by {excess:g} of the largest, stated is {share:g}")
+        _require(excess <= share, f"{what}: an element is off by {excess:g} of the largest; {share:g} is stated")
     if math.isinf(relative):
         return  # nothing is stated about a single draw; `_check_bias` checks their mean
     worst = relative * float(size.norm()) + float(rounding.norm())
     _require(
         float(error.norm()) <= worst,
-        f"{what}: the error's norm is {float(error.norm()):g}, stated is at most {worst:g}",
+        f"{what}: the error's norm is {float(error.norm()):g}; at most {worst:g} is stated",
     )
 
 
@@ -248,8 +247,8 @@ def _check_bias(codec: Codec, device: str, draws: int) -> None:
     found = bias((codec.decode(codec.encode(values, key)) for key in range(draws)), values)
     _require(
         found.ratio <= _RATIO,
-        f"{codec.name} says it is unbiased, but the mean of {draws} draws is off by {found.mean_error:g}, where one "
-        f"draw is by {found.error:g}: (mean / (one / sqrt(draws)))**2 is {found.ratio:g}, not 1",
+        f"{codec.name} says it is unbiased, but the mean of {draws} draws is off by {found.mean_error:g} and one draw "
+        f"by {found.error:g}: (mean / (one / sqrt(draws)))**2 is {found.ratio:g}, not 1",
     )
 
 

@@ -1,4 +1,4 @@
-"""Asynchronous stores for big buffers: bytes, buffers, files, devices, threads; nothing of autograd or models.
+"""Asynchronous stores for large buffers. Knows bytes, buffers, files, devices and threads, but not autograd or models.
 
     store = PosixStore("/scratch")
     ticket = store.write(array)                      # a NumPy array, a torch tensor, a CuPy array, a Buffer ...
@@ -7,7 +7,7 @@
     store.discard(ticket)
     store.close()
 
-`Store` is the contract for stores of your own; `io_backends.testing` has the tools to test one.
+`Store` is the contract for your own stores; `io_backends.testing` tests one.
 """
 
 from . import _armed

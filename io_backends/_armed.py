@@ -1,7 +1,7 @@
-"""Armed: signals wait while the package is imported.
+"""Armed: holds signals back while the package is imported.
 
-Imports run Python code in callbacks of weak references (of the import system's locks), and an error that a signal's
-handler raises in one of those is printed and lost. So this is imported first, and `end` is called last.
+The import system runs Python code in callbacks of weak references, and an error that a signal handler raises in one of
+them is printed and lost. So the package imports this module first and calls `end` last.
 """
 
 from . import interrupts
@@ -10,6 +10,6 @@ _is_armed = interrupts.arm()
 
 
 def end() -> None:
-    """Have them wait no more."""
+    """Let signals through again."""
     if _is_armed:
         interrupts.disarm()

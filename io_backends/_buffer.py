@@ -1,4 +1,4 @@
-"""Buffer: memory to transfer from or into, of whatever library; and `Location`, a range of a file that a write got."""
+"""Buffer: memory of any library to transfer from or into; and `Location`, the range of a file that a write got."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import numpy as np
 class Buffer(NamedTuple):
     """Plain memory to transfer from or into.
 
-    `owner` is any object whose life keeps the memory valid. `padded` promises that the whole aligned blocks around
-    `[address, address + nbytes)` belong to the buffer too, so that a direct read may overwrite them. `given` promises
-    that this memory has no other user, so that a store in memory may keep it instead of a copy. `shared` warns that
-    others may change bytes of it while it is written, which nobody will look at: it is not compared when it is read.
+    Attributes:
+        address, nbytes: the range.
+        owner: any object that keeps the memory valid while it lives.
+        padded: the aligned blocks around the range belong to the buffer too, so a direct read may overwrite them.
+        given: the memory has no other user, so a store in memory may keep it instead of a copy.
+        shared: others may change bytes of it during the write that nobody will read, so a read does not compare it.
     """
 
     address: int
@@ -26,16 +28,16 @@ class Buffer(NamedTuple):
 
     @staticmethod
     def of(memory: Any, *, writable: bool = False) -> Buffer:
-        """The memory of an array or a tensor, without a copy; it is held by the buffer. A Buffer is returned as it is.
+        """The memory of an array or a tensor, uncopied and held by the buffer. A Buffer is returned unchanged.
 
         Args:
             memory: a contiguous torch tensor; an object with `__cuda_array_interface__` (CuPy, Numba; device memory) or
                 `__array_interface__` (NumPy); or one with Python's buffer protocol (bytes, mmap).
-            writable: whether it is to be read into.
+            writable: whether it will be read into.
 
         Raises:
-            TypeError: there is no such memory in it, or there are references to Python objects.
-            ValueError: it is not contiguous, or read-only where it is to be written to.
+            TypeError: it has no such memory, or its elements are references to Python objects.
+            ValueError: it is not contiguous, or read-only although `writable`.
         """
         if isinstance(memory, Buffer):
             return memory
@@ -61,17 +63,17 @@ class Buffer(NamedTuple):
 
 
 def on_device(owner: object) -> bool:
-    """Whether a buffer is memory of a CUDA device: its owner then offers `__cuda_array_interface__`."""
+    """Whether a buffer's owner offers `__cuda_array_interface__`: it is memory of a CUDA device then."""
     try:
         return getattr(owner, "__cuda_array_interface__", None) is not None
-    except Exception:  # a tensor on a device that requires grad, or of a type numpy lacks, has one but does not show it
+    except Exception:  # a device tensor that requires grad, or has a dtype that NumPy lacks, has one but raises
         return True
 
 
 class Location(NamedTuple):
-    """Where a write went. `skew` is the address modulo the store's alignment: read into a buffer with the same skew.
+    """Where a write went. Direct reads need a buffer with the same `skew`, its address modulo the store's alignment.
 
-    `checksum` is that of its bytes, or of a sample of them; None of shared buffers, and in stores that compare nothing.
+    `checksum` covers the bytes or a sample of them; it is None for shared buffers and in stores that compare nothing.
     """
 
     offset: int
@@ -82,7 +84,6 @@ class Location(NamedTuple):
 
 
 def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:
-    """Find the object that holds the memory, and its array interface."""
     for kind in ("__cuda_array_interface__", "__array_interface__"):
         if (interface := getattr(memory, kind, None)) is not None:
             return memory, interface
@@ -98,7 +99,7 @@ def _interface(memory: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
-    """Whether elements lie one behind another, in C order. `strides` are in bytes; None says that they do."""
+    """Whether elements are adjacent, in C order. `strides` are in bytes; None means contiguous."""
     if strides is None:
         return True
     expected = itemsize

@@ -2,15 +2,15 @@
 
 ::
 
-    StoreError                 root; `__cause__` holds the operating system's error where there was one
+    StoreError                 root; `__cause__` holds the operating system's error, if there was one
     ├── StoreClosed            used after `close()`, or in a forked child: you closed it
     ├── StoreFull              no space left for a write: free some, or use another path
     ├── StoreBroken            the device, the file or a worker failed
-    ├── StoreStalled           no byte has moved for too long; the transfer waited for has not ended
-    ├── ShortTransfer          fewer bytes moved than asked, with no error from the system
-    ├── Corrupted              what was read is not what was written: the checksums differ
-    ├── TransferCancelled      waited for a transfer that was cancelled before it started
-    └── WaitEnded              a signal's handler has raised in a wait: who has waited raises that error
+    ├── StoreStalled           no byte has moved for too long, and the transfer waited for has not ended
+    ├── ShortTransfer          fewer bytes moved than requested, without an error from the system
+    ├── Corrupted              the checksums of what was written and what was read differ
+    ├── TransferCancelled      a wait for a transfer that was cancelled before it started
+    └── WaitEnded              a signal handler raised during a wait; the waiter raises that error
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class StoreBroken(StoreError):
 
 
 class StoreStalled(StoreError):
-    """No byte of the store moved for as long as its `timeout_s` allows.
+    """No byte of the store moved for its `timeout_s`.
 
-    The transfer waited for is still under way and keeps its memory; a later `wait` may yet see it end.
+    The transfer is still in flight and keeps its memory; a later `wait` may see it end.
     """
 
 
 class ShortTransfer(StoreError):
-    """The system moved fewer bytes than it was asked to and gave no error."""
+    """The system moved fewer bytes than requested and gave no error."""
 
 
 class Corrupted(StoreError):
-    """Bytes came back other than they were written: memory, the device or another process changed them."""
+    """Bytes came back different: memory, the device or another process changed them."""
 
 
 class TransferCancelled(StoreError):
-    """The transfer waited for was cancelled before it started."""
+    """The transfer was cancelled before it started."""
 
 
 class WaitEnded(StoreError):
-    """A handler of the program has raised in a wait; its error is in `interrupts.kept`, the transfer goes on."""
+    """A signal handler raised during a wait. Its error is in `interrupts.kept`, and the transfer continues."""

@@ -1,31 +1,31 @@
-"""Extents: which ranges of a file or of an arena are in use. Pure arithmetic, no I/O.
+"""Extents: which ranges of a file or an arena are in use. Pure arithmetic, no I/O.
 
-First fit from the lowest address, neighbours merged when freed: a periodic load (a training step) then occupies a
-compact range whose end stops growing after the first period. Not thread-safe: the owner holds the lock.
+First fit from the lowest address, with neighbors merged when freed. Under a periodic load (a training step) the used
+range stays compact, and its end stops growing after the first period. Not thread-safe: the owner holds the lock.
 
-Guarantee: an exception that arrives between any two bytecodes (Ctrl-C) leaves an operation done or not done, never
-half: all there is to know is one list, and each operation changes it by one assignment to a slice.
+Guarantee: an exception between any two bytecodes (Ctrl-C) leaves an operation done or not done. The whole state is one
+list, and each operation changes it by one slice assignment.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 
-# Where a file may grow without end: more than any file system holds.
+# For files without a capacity: more than any file system holds.
 _ENDLESS = 1 << 62
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is not below `value`."""
+    """The smallest multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 class Extents:
-    """Allocator of ranges `[offset, offset + length)` with all offsets and lengths multiples of `alignment`.
+    """Allocator of ranges `[offset, offset + length)`; all offsets and lengths are multiples of `alignment`.
 
     Args:
         alignment: bytes.
-        capacity: bytes, or None for a file that may grow without end.
+        capacity: bytes, or None for a file that may grow without limit.
     """
 
     def __init__(self, alignment: int, capacity: int | None = None) -> None:
@@ -34,7 +34,7 @@ class Extents:
         self.alignment = alignment
         self.capacity = capacity
         self._limit = (_ENDLESS if capacity is None else capacity) // alignment * alignment
-        # What is free, as (begin, stop): sorted, never touching one another. Without end, the last reaches the limit.
+        # Free ranges as (begin, stop), sorted, never adjacent.
         self._free = [(0, self._limit)] if self._limit else []
 
     @property
@@ -42,7 +42,7 @@ class Extents:
         return self._limit - sum([stop - begin for begin, stop in self._free])
 
     def allocate(self, length: int) -> int | None:
-        """Offset of a free range of at least `length` bytes (rounded up), or None when `capacity` has no room."""
+        """Offset of a free range of at least `length` bytes (rounded up), or None if there is no room."""
         if length <= 0:
             raise ValueError(f"length must be positive, got {length}")
         if length % self.alignment:
@@ -54,12 +54,12 @@ class Extents:
         return None
 
     def free_ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """List what is free in [start, stop), both multiples of the alignment, as offsets and lengths, ascending."""
+        """List the free parts of [start, stop) as (offset, length), ascending. Both are multiples of the alignment."""
         ranges = [(max(begin, start), min(end, stop)) for begin, end in self._free]
         return [(begin, end - begin) for begin, end in ranges if begin < end]
 
     def take(self, offset: int, length: int) -> None:
-        """Take a given range out of what is free. Raises ValueError if any of it is in use or beyond `capacity`."""
+        """Mark a range as used. Raises ValueError if any of it is in use or beyond `capacity`."""
         stop = offset + length
         if length <= 0 or length % self.alignment or self.free_ranges(offset, stop) != [(offset, length)]:
             raise ValueError(f"range [{offset}, {stop}) is not free")
@@ -69,7 +69,7 @@ class Extents:
         self._free[index : index + 1] = [(first, last) for first, last in left if first < last]
 
     def free(self, offset: int, length: int) -> None:
-        """Give a range back. Raises ValueError if it is not wholly in use: a double free would corrupt data."""
+        """Free a range. Raises ValueError unless all of it is in use: a double free would corrupt data."""
         if length <= 0:
             raise ValueError(f"length must be positive, got {length}")
         if length % self.alignment:

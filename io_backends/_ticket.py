@@ -1,4 +1,4 @@
-"""Ticket: one transfer under way, seen by those who wait for it, cancel it and are called back."""
+"""Ticket: one transfer in flight, to wait for, cancel and be called back by."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from . import interrupts
 from ._buffer import Buffer
 from ._errors import StoreBroken, StoreError, TransferCancelled, WaitEnded
 
-_PERIOD_S = 0.25  # how often a waiter looks whether a store has its ticket in hand by now
+_PERIOD_S = 0.25  # how often a waiter checks a ticket that no store has taken yet
 
 
 class TicketState(enum.Enum):
@@ -26,24 +26,24 @@ class TicketState(enum.Enum):
     CANCELLED = enum.auto()  # taken back before it started
 
 
-# By a name of its own: read off the class, a member costs ten times as much.
+# Module names, because reading a member off the enum class costs ten times as much.
 QUEUED, RUNNING, DONE, FAILED, CANCELLED = TicketState
-# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
+# A tuple compares members by identity; a set would call the enum's slow hash.
 _ENDED = (DONE, FAILED, CANCELLED)
-_CLAIMED: list[None] = []  # one for all tickets, and always empty
+_CLAIMED: list[None] = []  # shared by all claimed tickets, always empty
 
 
 class Watch(Protocol):
-    """The mover of a ticket's bytes, as a waiter sees it."""
+    """What moves a ticket's bytes, as seen by a waiter."""
 
     @property
     def period_s(self) -> float:
-        """How often a waiter looks."""
+        """How often a waiter checks."""
 
     def check(self, ticket: Ticket, since_s: float) -> None:
-        """Raise StoreError if there is no use in waiting on, as nothing moves any more.
+        """Raise StoreError if waiting is pointless because nothing moves any more.
 
-        `since_s` is when the wait began, in `time.perf_counter()` seconds.
+        `since_s` is when the wait began (`time.perf_counter()`).
         """
 
 
@@ -54,17 +54,17 @@ Before = Callable[[], None] | None
 class Ticket:
     """One transfer: wait for it, cancel it before it starts, learn its error.
 
-    It needs no lock, so a finaliser may cancel it at any bytecode: `list.pop`, which is atomic, decides who has it. It
-    lives as long as what was written, so it has slots: the garbage collector would walk a dict too.
+    It needs no lock: the atomic `list.pop` decides who gets it, so a finalizer may cancel it at any bytecode. It has
+    slots because it lives as long as what was written, and the garbage collector would also visit a dict.
 
     Attributes:
-        nbytes: bytes asked to move.
-        location: where a read comes from, or where a write went, known once it has ended well.
+        nbytes: bytes to move.
+        location: where a read comes from, or where a write went, known once it has succeeded.
         moved_bytes: physical bytes moved, padding included (0 until done).
         started_s, ended_s: `time.perf_counter()` around the transfer, for timelines.
-        cpu_s: CPU seconds that it took its thread.
+        cpu_s: CPU seconds on the thread that ran it.
         error: the exception that ended it, or None.
-        watch: what has the ticket in hand; set by the store.
+        watch: who moves the bytes; set by the store.
     """
 
     __slots__ = (
@@ -96,19 +96,19 @@ class Ticket:
 
     @property
     def waits(self) -> bool:
-        """For stores: whether something is to be waited for before the transfer may begin."""
+        """For stores: whether the transfer must wait for something before it may begin."""
         return self._before is not None
 
     def done(self) -> bool:
-        """Whether the transfer has ended, well or not."""
+        """Whether the transfer has ended, successfully or not."""
         return self.state in _ENDED
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until the transfer has ended; False if `timeout_s` passed first.
 
         Raises:
-            StoreError: what ended the transfer; or, with the transfer still unfinished, `StoreStalled` when no byte of
-                the store has moved for its timeout since this wait began.
+            StoreError: what ended the transfer; or `StoreStalled`, with the transfer unfinished, if no byte of the
+                store has moved for its timeout since this wait began.
         """
         if self.state not in _ENDED and not self._await_end(timeout_s):
             return False
@@ -120,9 +120,9 @@ class Ticket:
         return True
 
     def _await_end(self, timeout_s: float | None) -> bool:
-        event = self._event = self._event or threading.Event()  # of two at once, one looks again after a period
+        event = self._event = self._event or threading.Event()  # if two threads race here, one polls by the period
         begun_s = time.perf_counter()
-        while self.state not in _ENDED:  # after the event is there; the end of a ticket does the reverse
+        while self.state not in _ENDED:  # read after setting the event; `finish` sets the state, then reads the event
             period_s = self.watch.period_s if self.watch is not None else _PERIOD_S
             if timeout_s is not None:
                 period_s = min(period_s, max(0.0, begun_s + timeout_s - time.perf_counter()))
@@ -131,19 +131,19 @@ class Ticket:
             if interrupts.pending:
                 interrupts.look()
             if interrupts.kept and interrupts.waiting():
-                raise WaitEnded("a signal's handler has raised: this wait has ended, the transfer has not")
+                raise WaitEnded("a signal handler raised: this wait has ended, the transfer has not")
             if timeout_s is not None and time.perf_counter() - begun_s >= timeout_s:
                 return False
             self.check(begun_s)
         return True
 
     def check(self, since_s: float) -> None:
-        """Raise StoreError if there is no use in waiting on (see `Watch.check`)."""
+        """Raise StoreError if waiting is pointless (see `Watch.check`)."""
         if self.watch is not None:
             self.watch.check(self, since_s)
 
     def cancel(self) -> bool:
-        """Take the transfer back; True if it had not started (its buffer is released then), else False."""
+        """Cancel the transfer and release its buffer; False if it has already started."""
         if self.state is not QUEUED or not self._claim():
             return False
         self.buffer = self._work = self._on_done = self._before = None
@@ -153,14 +153,14 @@ class Ticket:
         return True
 
     def start(self) -> bool:
-        """For stores: a worker takes the ticket; False when it was cancelled meanwhile."""
+        """For stores: a worker takes the ticket; False if it was cancelled."""
         if not self._claim():
             return False
         self.state = RUNNING
         return True
 
     def _claim(self) -> bool:
-        """Give the ticket to one of all that call `start` and `cancel`."""
+        """Give the ticket to one of all callers of `start` and `cancel`."""
         try:
             self._unclaimed.pop()
         except IndexError:
@@ -169,7 +169,7 @@ class Ticket:
         return True
 
     def run(self, clock: Callable[[], float]) -> None:
-        """For stores: do the work on this thread, then `finish`. Never raises: what fails is carried by the ticket."""
+        """For stores: do the work on this thread, then `finish`. Never raises: the ticket carries errors."""
         work, before = self._work, self._before
         assert work is not None
         begun_cpu_s = time.thread_time()
@@ -178,7 +178,7 @@ class Ticket:
                 before()
             self.started_s = clock()
             work(self)
-        except BaseException as error:  # every error is carried to the waiters, even SystemExit
+        except BaseException as error:  # waiters get every error, even SystemExit
             self.error = error if isinstance(error, StoreError) else _broken(error)
             let_go(error)
         self.ended_s = clock()
@@ -186,15 +186,15 @@ class Ticket:
         self.finish()
 
     def run_here(self) -> None:
-        """For stores: do work that takes no time on the thread that asks for it. Raises what no transfer raises."""
+        """For stores: do instant work on the submitting thread. Raises interrupts, which no worker could."""
         self.start()
         self.run(time.perf_counter)
         cause = None if self.error is None else self.error.__cause__
-        if cause is not None and not isinstance(cause, Exception):  # an interrupt: on a worker nobody would be there
+        if cause is not None and not isinstance(cause, Exception):
             raise cause
 
     def finish(self) -> None:
-        """For stores: end a started transfer according to `error`: callback, then waiters, then the buffer goes."""
+        """For stores: end a started transfer according to `error`: callback, then waiters; then the buffer goes."""
         on_done, self._on_done, self._work, self._before = self._on_done, None, None, None
         if on_done is not None:
             try:
@@ -207,7 +207,7 @@ class Ticket:
             self._event.set()
 
     def abort(self, error: StoreError) -> None:
-        """For stores: end the ticket with `error`, queued or running, if it has not ended, as no worker has it."""
+        """For stores: end a ticket that no worker has, queued or running, with `error`, unless it has ended."""
         if self.state not in _ENDED and (self.state is RUNNING or self.start()):
             self.error = self.error or error
             self.finish()
@@ -220,9 +220,9 @@ def _broken(cause: BaseException) -> StoreBroken:
 
 
 def let_go(error: BaseException) -> None:
-    """Keep a failed transfer's traceback but not the locals of its frames: they hold the buffer's owner."""
+    """Keep a failed transfer's traceback but clear its frames' locals, which hold the buffer's owner."""
     if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next  # the first frame is the caller's, which is still running
+        error.__traceback__ = error.__traceback__.tb_next  # the caller's frame is still running
     chained: BaseException | None = error
     while chained is not None:
         traceback.clear_frames(chained.__traceback__)

@@ -1,41 +1,38 @@
-"""Interrupts: a signal that strikes while the engine's own code runs is handled when the program's code goes on.
+"""Interrupts: a signal that arrives while the engine's own code runs is handled once the program's code continues.
 
-CPython calls a signal's handler, if that is a Python function, between two bytecodes of the main thread. It may raise
-there (SIGINT's KeyboardInterrupt, a time limit, PyTorch's word that a DataLoader's worker was killed), and it may do
-anything else a program does: evaluate, save, train. Without us it never comes in the midst of an operator. Our hooks
-are Python code in the midst of operators, and so a handler of ours stands in front of each of the program's while there
-are any:
+CPython calls a signal handler written in Python between two bytecodes of the main thread. The handler may raise
+(SIGINT's KeyboardInterrupt, a time limit, a DataLoader worker's death) or do anything else: evaluate, save, train. In
+plain PyTorch it never runs in the middle of an operator. Our hooks are Python code in the middle of operators, so while
+there are any, a handler of ours stands in front of each of the program's:
 
     signal -> `_Front` -> is the innermost frame of protected code on the stack?
-                            no:  the program's handler is called, at once
-                            yes: the signal's number goes to `pending`; it strikes again once that code is left
+                            no:  call the program's handler at once
+                            yes: put the signal into `pending`; it strikes again after that code has returned
 
 Guarantees:
 
-1. Between `arm` and `disarm` no handler of the program runs in the midst of protected code, but for a wait (`look`).
-2. A signal is never lost, and no handler is called more often than its signal came; of one number one may wait, as in
-   the system. A signal is in `pending` or tripped in the interpreter, never in neither: `again` takes it from one to
-   the other, in C. Whatever puts it into `pending` also starts a thread that takes it out after a
-   moment, so that it does not matter who else does, or whether anybody does.
-3. What a handler raises reaches the program as it is. In a wait, what runs around it may take the error for its own: so
-   there it is put into `kept`, the wait ends, and whoever leaves protected code raises it.
-4. Outside of `arm` and `disarm` the program's handlers are in place as it has set them. A handler that it sets in
-   between is left alone, until the next `arm` stands in front of that one.
+1. Between `arm` and `disarm` no handler of the program runs within protected code, except in a wait (`look`).
+2. No signal is lost, and no handler runs more often than its signal arrived. As in the kernel, one signal of each
+   number may be pending. A signal is either in `pending` or tripped in the interpreter: `again` moves it from one to
+   the other in C. Whoever adds to `pending` also starts a thread that empties it after a moment, so nobody else has to.
+3. What a handler raises reaches the program unchanged. In a wait, surrounding code could mistake the error for its own,
+   so it goes into `kept`, the wait ends, and the code that leaves protected code raises it.
+4. Outside of `arm` and `disarm` the program's own handlers are in place. A handler that it sets in between stays until
+   the next `arm` stands in front of it.
 
-The simpler design was tried: no handler is replaced, each change of the engine is one assignment or is undone, a call
-that comes back in is seen at the door, and what could not be undone marks the engine as torn. The door and the mark are
-there (`tba._engine.saver`), for what no front can hold back: finalisers, trace functions, debuggers. They do not do for
-signals, whatever is done for the engine's state:
+A simpler design was tried: no handler is replaced, each change of the engine is one assignment or is undone, reentry is
+detected, and what cannot be undone marks the engine as torn. Reentry checks and the mark remain (`tba._engine.saver`)
+for what no front can hold back: finalizers, trace functions, debuggers. They do not suffice for signals:
 
-- Inside a hook autograd records nothing: of 91 handlers that trained, under hooks that did nothing but pass 2 us, 74
-  failed with "does not require grad"; of 21 without hooks none did. A handler has to wait for the operator's end.
-- A handler that raises as a `with` statement's `__exit__` begins leaves the hooks on for good, and where
-  `Condition.wait` has let go of its lock it leaves that to nobody. Neither can be undone from inside.
-- Each interrupt that is survived would cost an engine: its plan, its order, its file.
+- Inside a hook autograd records nothing. Of 91 handlers that trained, under hooks that did nothing for 2 us, 74 failed
+  with "does not require grad"; of 21 without hooks none did. A handler has to wait for the operator's end.
+- A handler that raises as a `with` statement's `__exit__` begins leaves the hooks on for good. Where `Condition.wait`
+  has released its lock, the lock stays unowned. Neither can be undone from inside.
+- Each survived interrupt would cost an engine: its plan, its order, its file.
 
-Assumptions: protected code is told by the file it stands in; what it calls and waits for in the C library returns
-within moments. Signals are handled on the main thread only, so others need no protection. asyncio's handler, which does
-nothing, is left where it is: the interpreter writes to its descriptor each time that a signal strikes.
+Assumptions: a frame's file tells whether its code is protected; C code that protected code calls or waits for returns
+within moments. Only the main thread handles signals, so other threads need no protection. asyncio's handler does
+nothing (the interpreter writes to its descriptor at each signal) and is left in place.
 """
 
 from __future__ import annotations
@@ -61,22 +58,22 @@ R = TypeVar("R")
 Handler = Callable[[int, FrameType | None], Any]
 
 _NEVER = {int(getattr(signal, name)) for name in ("SIGKILL", "SIGSTOP") if hasattr(signal, name)}
-# SIGINT first: from then on `arm` is protected itself from the one that most programs have.
+# SIGINT first: after it `arm` itself is protected from the handler that most programs have.
 _SIGNALS = (int(signal.SIGINT), *sorted({int(number) for number in signal.valid_signals()} - _NEVER - {signal.SIGINT}))
 _STRIKE_AGAIN_S = 0.002
 _ASYNCIO = "asyncio.unix_events"
-# As they are in C: the module's own take 4 us a call, to make members of an enum.
+# The C functions: the module's own take 4 us a call to make enum members.
 _get: Callable[[int], Any] = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _set: Callable[[int, Handler], Any] = getattr(sys.modules.get("_signal"), "signal", signal.signal)
 
-tracer: Callable[[], object] = sys.gettrace  # gives what traces this thread, for `pass_on`
+tracer: Callable[[], object] = sys.gettrace  # this thread's trace function, for `pass_on`
 _trip: Callable[[int], None] = getattr(_thread, "interrupt_main")  # noqa: B009  # its stub knows an enum only
 
-pending: deque[int] = deque()  # the numbers of signals that are still to strike again
-kept: list[BaseException] = []  # what handlers have raised in waits, for those who leave protected code
+pending: deque[int] = deque()  # signals that are to strike again
+kept: list[BaseException] = []  # raised by handlers in waits; whoever leaves protected code raises it
 
-_protected: tuple[str, ...] = ()  # beginnings of file names
-_unprotected: tuple[str, ...] = ()  # the same of exceptions
+_protected: tuple[str, ...] = ()  # prefixes of file names
+_unprotected: tuple[str, ...] = ()  # prefixes of exceptions to these
 _lets_through: set[CodeType] = set()
 _takes_errors: set[CodeType] = set()
 _apart: Callable[[bool], AbstractContextManager[None]] = nullcontext  # type: ignore[assignment]  # with a bool in it
@@ -85,11 +82,11 @@ _armed = 0
 
 
 class _Again:
-    """`[*again]` has all pending signals strike again, oldest first: a sequence whose items are their going.
+    """`[*again]` makes all pending signals strike again, oldest first: it is a sequence whose items are their removal.
 
-    It is no call, as after a call the interpreter looks for signals: what strikes is met where the function that says
-    so returns to, if it is the last that it does. `popleft`, `interrupt_main` and all between are C, so that neither
-    another thread nor a handler comes between.
+    It is not a call, because the interpreter checks for signals after a call; a signal is handled only after the
+    function whose last act this is has returned. `popleft`, `interrupt_main` and all between are C, so no other thread
+    or handler interferes.
     """
 
     __getitem__ = staticmethod(functools.partial(next, map(_trip, iter(pending.popleft, None))))
@@ -99,39 +96,39 @@ again: Iterable[None] = _Again()  # type: ignore[assignment]  # mypy wants an `_
 
 
 def protect(package: str, *, but: tuple[str, ...] = ()) -> None:
-    """Protect the code in a package's folder, but for what begins with one of the paths `but` in it."""
+    """Protect the code in a package's folder, except paths in it that begin with one of `but`."""
     global _protected, _unprotected
     _protected = (*_protected, os.path.join(package, ""))
     _unprotected = (*_unprotected, *(os.path.join(package, path) for path in but))
 
 
 def run_apart(apart: Callable[[bool], AbstractContextManager[None]], *, beside: str) -> None:
-    """Set what a handler runs in that is called while protected code is on the stack.
+    """Set the context for handlers called while protected code is on the stack.
 
     Args:
         apart: makes it, for a handler in code of the program that protected code calls (False), or in a wait (True).
-        beside: a file of PyTorch's which works for such code: protected too, with what it calls of PyTorch's.
+        beside: a file of PyTorch's that works for such code. It is protected, and so is what it calls of PyTorch's.
     """
     global _apart, _beside
     _apart, _beside = apart, beside
 
 
 def lets_through(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a protected function that calls code of the program: what it calls may be interrupted, it may not.
+    """Decorate a protected function that calls the program's code: that code may be interrupted, this function may not.
 
-    Where other protected functions call it in their turn, nothing is: they may take an error for their own.
+    If another protected function calls it, nothing may be: callers may mistake the error for their own.
     """
     _lets_through.add(function.__code__)
     return function
 
 
 def takes_errors(code: CodeType) -> None:
-    """Protect a function of others where it handles an error: it would take what a handler raises there for its own."""
+    """Protect a foreign function while it handles an error: it would mistake what a handler raises for its own."""
     _takes_errors.add(code)
 
 
 def whole(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a protected function that the program calls: an interrupt comes before it or after it."""
+    """Decorate a protected function that the program calls: interrupts come before it or after it."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -156,26 +153,26 @@ def on_main_thread() -> bool:
 
 
 def arm() -> bool:
-    """Stand in front of the program's handlers, until `disarm`. False, and nothing is done, off the main thread."""
+    """Stand in front of the program's handlers until `disarm`. False, with nothing done, off the main thread."""
     global _armed
     if not on_main_thread():
         return False
     _armed += 1
     try:
         for number, handler in zip(_SIGNALS, map(_get, _SIGNALS), strict=True):
-            # Neither what stands for "ignored" and "default", nor what was not set from Python.
+            # Not the constants for "ignore" and "default", nor handlers that were not set from Python.
             if type(handler) is not int and handler is not None and type(handler) is not _Front and _acts(handler):
                 _set(number, _Front(handler))
-    except BaseException:  # a handler that none of ours stands in front of yet
+    except BaseException:  # from a handler without a front so far
         disarm()
         raise
     return True
 
 
 def disarm(*, leaves: bool = True) -> None:
-    """Give the program its handlers back, once `disarm` was called as often as `arm`. Nothing off the main thread.
+    """Give the program its handlers back after as many calls as of `arm`. Does nothing off the main thread.
 
-    If the caller `leaves` protected code with it, what is pending strikes at once.
+    If the caller `leaves` protected code, pending signals strike at once.
     """
     global _armed
     if not on_main_thread() or not _armed:
@@ -190,18 +187,18 @@ def disarm(*, leaves: bool = True) -> None:
 
 
 def reset() -> None:
-    """Give the program its handlers back, however often `arm` was called: some `disarm` was torn off."""
+    """Give the program its handlers back, however often `arm` was called: a `disarm` was interrupted."""
     while _armed and on_main_thread():
         disarm(leaves=False)
 
 
 def overdue(known: int) -> bool:
-    """Whether a `disarm` was torn off: but for `known` calls `arm` has its own, and nothing that arms is under way."""
+    """Whether a `disarm` was interrupted: more than `known` calls of `arm` are open, and nothing that arms runs."""
     return _armed > known and on_main_thread() and not in_midst()
 
 
 def in_midst() -> bool:
-    """Whether the code of the program's or of PyTorch's that has called protected code was called by some itself."""
+    """Whether the code that called protected code was itself called by protected code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith((*_protected, *_wrappers())):
         frame = frame.f_back
@@ -209,9 +206,9 @@ def in_midst() -> bool:
 
 
 def look() -> None:
-    """In a wait that lasts: call the program's handlers for pending signals. Does nothing off the main thread.
+    """In a long wait: call the program's handlers for pending signals. Does nothing off the main thread.
 
-    What they raise is `kept`: ask `waiting` whether to wait on.
+    Their errors go into `kept`; `waiting` says whether to wait on.
     """
     while pending and on_main_thread():
         number = pending.popleft()
@@ -228,12 +225,12 @@ def look() -> None:
 
 
 def waiting() -> bool:
-    """Whether a handler has raised on this thread, so that no wait goes on and protected code is to be left."""
+    """Whether a handler has raised on this thread, so that waits end and protected code returns."""
     return bool(kept) and on_main_thread()
 
 
 def throw() -> None:
-    """Raise what a handler has raised in a wait. For whoever leaves protected code."""
+    """Raise what a handler raised in a wait. For whoever leaves protected code."""
     if not waiting():
         return
     error = kept.pop(0)
@@ -241,28 +238,28 @@ def throw() -> None:
     try:
         raise error
     finally:
-        error.__context__ = context  # not the error by which the wait has ended, if that is being handled
+        error.__context__ = context  # not the error that ended the wait, if that is being handled
 
 
 def pass_on(error: BaseException, tracer: object) -> None:
-    """Raise an error again if a trace function has raised it, where one of PyTorch's or a store's is expected.
+    """Raise an error again if a trace function raised it where an error of PyTorch's or a store's is expected.
 
-    The interpreter takes a trace function off that raises, so it is not the `tracer` of before then.
+    The interpreter removes a trace function that raises, so the current one differs from `tracer`, that of before.
     """
     if sys.gettrace() is not tracer:
         raise error
 
 
 def pass_on_from_call(error: BaseException) -> None:
-    """The same where the error of one call of C is expected, so often that nobody asks for a tracer before."""
+    """As `pass_on`, around a single C call that is too frequent to look up the trace function before it."""
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         raise error
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether an error was raised by code that we do not call, such as a trace function, to tell it from our own.
+    """Whether code that we do not call, such as a trace function, raised an error.
 
-    Ours are raised in protected code, or in what that calls: PyTorch, Python's library.
+    Our errors come from protected code or from what that calls: PyTorch, the standard library.
     """
     at = error.__traceback__
     if at is None:
@@ -275,7 +272,6 @@ def is_foreign(error: BaseException) -> bool:
 
 @functools.cache
 def _known_files() -> tuple[str, ...]:
-    """The folders and files of what we call."""
     folders = (getattr(sys.modules.get(name), "__file__", None) for name in ("compact", "torch", "numpy"))
     files = (contextlib.__file__, threading.__file__, weakref.__file__, functools.__file__)
     return (*files, *(os.path.join(os.path.dirname(file), "") for file in folders if file))
@@ -283,7 +279,7 @@ def _known_files() -> tuple[str, ...]:
 
 @functools.cache
 def _wrappers() -> tuple[str, ...]:
-    """The file and the folder of what `torch.compile` puts around functions that it leaves alone."""
+    """File and folder of what `torch.compile` puts around functions that it leaves alone."""
     folder = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "")
     return (os.path.join(folder, "_compile.py"), os.path.join(folder, "_dynamo", "")) if folder else ()
 
@@ -293,8 +289,6 @@ def _acts(handler: Any) -> bool:
 
 
 class _Front:
-    """Stands in front of one handler of the program."""
-
     def __init__(self, program: Handler) -> None:
         self.program = program
 
@@ -311,20 +305,20 @@ class _Front:
 
 def _put_off(number: int) -> None:
     if number in pending:
-        return  # that it came is known, and it has not struck again yet
+        return
     pending.append(number)
-    with suppress(RuntimeError):  # no thread is to be had: whoever leaves protected code sees to it
+    with suppress(RuntimeError):  # no thread available: whoever leaves protected code does it
         _thread.start_new_thread(_strike_again, ())
 
 
 def _strike_again() -> None:
-    """On a thread of its own: have what is pending strike again in a moment. In protected code that comes to us."""
+    """On a thread of its own: make pending signals strike again in a moment. In protected code they come back here."""
     time.sleep(_STRIKE_AGAIN_S)
     _ = [*again]
 
 
 def _stands(frame: FrameType | None) -> tuple[bool, bool]:
-    """Whether code stands within protected code, and else whether it was called by some that lets it through."""
+    """Whether code is within protected code; if not, whether protected code that lets signals through called it."""
     innermost = frame
     if frame is not None and frame.f_code in _takes_errors and sys.exc_info()[0] is not None:
         return True, False

@@ -1,12 +1,12 @@
-"""Tools to test a store with. Public and pytest-free.
+"""Tools to test a store. Public and pytest-free.
 
-`check_store(make)` holds a store to the contract of `Store`:
+`check_store(make)` tests a store against the contract of `Store`:
 
     check_store(lambda: PosixStore(directory))
 
-`FaultyStore` is a store that is late, fails or corrupts on demand, wrapped around a real one:
+`FaultyStore` wraps a store and delays, fails or corrupts transfers on demand:
 
-    def plan(operation, number):            # "write" or "read", counted from 0 each
+    def plan(operation, number):            # "write" or "read", each counted from 0
         if operation == "read" and number == 3:
             return Fault(error=OSError(errno.EIO, "injected"))
 

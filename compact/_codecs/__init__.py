@@ -1,1 +1,1 @@
-"""Codecs: tensors made smaller and given back, exactly or with a stated error."""
+"""Codecs: tensors packed into fewer bytes and restored, exactly or with a stated error."""

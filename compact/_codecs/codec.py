@@ -1,19 +1,19 @@
-"""Codec: the protocol for packing a tensor into fewer bytes and unpacking it, and `Packed`, the packed form.
+"""Codec: the protocol for packing a tensor into fewer bytes and unpacking it; and `Packed`, the packed form.
 
 Guarantees of every codec (`compact.testing.check_codec` tests them):
 
 1. `decode(encode(x))` has x's shape, dtype and strides, on the device of the packed buffers; its values are within the
    errors that `properties` states.
-2. `packed_nbytes` tells the size before encoding. Exceptions are stated there.
-3. A tensor that the codec does not take is refused by `packed_nbytes` too, with an equal error, before any encoding.
+2. `packed_nbytes` gives the size before encoding, with the exceptions stated there.
+3. `packed_nbytes` also refuses any tensor that the codec does not take, with an equal error, before any encoding.
 4. NaN and infinity come back bit for bit in their places, and appear nowhere else.
-5. Equal input, key and device give equal bytes. Randomness comes from the key alone: torch's generators are not used.
-6. The input is not changed, and the packed buffers share no memory with it.
+5. Equal input, key and device give equal bytes. Randomness comes only from the key, never from torch's generators.
+6. The input does not change, and the packed buffers share no memory with it.
 
 An encode may depend on the values (are all finite? do they fit 16 bits?), and reading a value from a device stalls the
 host. So an encode has two steps. `begin` queues the work and a flag, and returns. The caller queues a copy of the flag
-to the host and, once that has arrived, passes it to `finish`, which decides; in the engine a later pack or unpack hook
-does so. On a CPU nothing waits, and `encode` does both.
+to the host and, once that has arrived, passes it to `finish`, which decides; in the engine a later hook does this. On a
+CPU nothing waits, and `encode` does both.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from .strided import Spec
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:
-    """Properties that a codec states about itself. Errors below 2**-100 are not counted anywhere.
+    """What a codec states about itself. Errors below 2**-100 never count.
 
     Attributes:
         exact: every bit comes back.
         unbiased: averaged over keys, decoded values are the input's, up to fp32 and output rounding.
         keyed: the packed bytes depend on the key.
-        bits_per_element: packed bits per stored element, scales included, for a tensor of many elements (at the end of
-            a small one, part of a group counts as a whole). None where values, dtype or width decide; it is then at
-            most the input's own.
-        error_of_largest: bound on the error of each element as a share of the largest magnitude in its group, output
-            rounding aside; None where there is no such bound below that of `relative_error`.
-        relative_error: bound of |decoded - x| / |x| (Frobenius) for every draw and every x, output rounding aside;
-            typical errors are far lower. Infinite where no draw is bounded.
+        bits_per_element: packed bits per stored element, scales included, for a tensor of many elements (a partial last
+            group counts as a whole one). None if values, dtype or width decide; then it is at most the input's own.
+        error_of_largest: bound on each element's error as a share of the largest magnitude in its group, before output
+            rounding; None if no bound is tighter than `relative_error`.
+        relative_error: bound on |decoded - x| / |x| (Frobenius) for every draw and every x, before output rounding;
+            typical errors are far lower. Infinite if no draw is bounded.
     """
 
     exact: bool
@@ -56,7 +55,7 @@ class Properties:
 
     @property
     def kept_bits(self) -> float:
-        """Bits an element keeps, infinite for exact codecs: the more, the more savers of a tensor it serves."""
+        """Bits an element keeps, infinite for exact codecs: a tensor with several savers gets the codec with most."""
         return math.inf if self.exact else self.bits_per_element or 0.0
 
 
@@ -66,8 +65,8 @@ class Packed:
 
     Attributes:
         spec: of the tensor that was packed.
-        form: one of the codec's forms ("verbatim" where the values allow no smaller one).
-        buffers: uint8 [nbytes], contiguous, with memory of their own.
+        form: one of the codec's forms ("verbatim" if the values allow no smaller one).
+        buffers: uint8 [nbytes], contiguous, with their own memory.
         numbers: small integers that the form needs.
     """
 
@@ -83,12 +82,11 @@ class Packed:
 
 
 class Pending:
-    """An encode under way. It holds the tensor until `finish`; the tensor must not change before that.
+    """An encode in progress. It holds the tensor, which must not change, until `finish`.
 
     Attributes:
         flag: small tensor on the tensor's device that `finish` decides by; None if there is nothing to decide.
-        verbatim: already known to become a copy of the stored bytes, which `finish` would make. A caller that only
-            wants fewer bytes need not call it.
+        verbatim: `finish` would only copy the stored bytes. A caller that wants fewer bytes need not call it.
     """
 
     __slots__ = ("_decide", "_packed", "flag", "verbatim")
@@ -100,9 +98,9 @@ class Pending:
         self._packed: Packed | None = None
 
     def finish(self, flag: Tensor | None = None) -> Packed:
-        """Return the packed form. `flag` is `self.flag` copied to the host; without it this call waits for the device.
+        """Return the packed form. `flag` is `self.flag` on the host; without it this call waits for the device.
 
-        May queue further work on the device's current stream. Later calls return that object again.
+        May queue work on the device's current stream. Later calls return the same object.
         """
         if self._packed is None:
             assert self._decide is not None
@@ -113,7 +111,7 @@ class Pending:
 
 
 class Codec(Protocol):
-    """Protocol of a codec. Immutable, so that threads may share one. Subclasses inherit `encode`."""
+    """Protocol of a codec. Immutable, so threads may share one. Subclasses inherit `encode`."""
 
     @property
     def name(self) -> str:
@@ -121,16 +119,16 @@ class Codec(Protocol):
 
     @property
     def properties(self) -> Properties:
-        """The codec's statements about itself."""
+        """What the codec states about itself."""
 
     def packed_nbytes(self, spec: Spec) -> int:
-        """Bytes of the packed form; an upper bound where `bits_per_element` is None.
+        """Bytes of the packed form; an upper bound if `bits_per_element` is None.
 
-        There is one exception: a lossy codec keeps a tensor verbatim (`spec.stored_bytes`) if it holds NaN, infinity
-        or magnitudes too near the end of its dtype's range to be scaled.
+        One exception: a lossy codec keeps a tensor verbatim (`spec.stored_bytes`) if it holds NaN, infinity, or
+        magnitudes too close to the end of its dtype's range to be scaled.
 
         Raises:
-            UnsupportedTensor: a dtype the codec does not take.
+            UnsupportedTensor: a dtype that the codec does not take.
             GroupError: a group that does not divide.
         """
 
@@ -139,11 +137,11 @@ class Codec(Protocol):
 
         Args:
             tensor: strided, any shape.
-            key: 64 bits that seed stochastic rounding (see `compact.key`); used by keyed codecs only.
+            key: 64 bits that seed stochastic rounding (see `compact.key`); only keyed codecs use it.
         """
 
     def encode(self, tensor: Tensor, key: int = 0) -> Packed:
-        """Call `begin` and `finish`. Waits for a device where values decide."""
+        """Call `begin` and `finish`. Waits for a device if values decide."""
         return self.begin(tensor, key).finish()
 
     def decode(self, packed: Packed) -> Tensor:
@@ -158,7 +156,7 @@ def view_as(buffer: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
-    """Return the one buffer of a packed tensor. `nbytes`: its size for each form that is known. Raises PackedError."""
+    """Return the only buffer of a packed tensor. `nbytes`: its size in each known form. Raises PackedError."""
     if packed.form not in nbytes:
         raise PackedError(
             f"{codec} was asked to decode a tensor packed as {packed.form!r}; it knows {sorted(nbytes)}: "
@@ -174,5 +172,5 @@ def check_packed(packed: Packed, codec: str, nbytes: dict[str, int]) -> Tensor:
 
 
 def verbatim(stored: Tensor, spec: Spec) -> Packed:
-    """Pack the stored elements as they are, into memory of their own."""
+    """Copy the stored elements unchanged."""
     return Packed(spec, "verbatim", (stored.clone().view(torch.uint8),))

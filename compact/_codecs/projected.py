@@ -1,11 +1,11 @@
-"""Projected: the input x of a linear layer kept as z = x P, with rank r instead of width n. CompAct, arXiv 2410.15352.
+"""Projected: the input x of a linear layer kept as z = x P, of rank r instead of width n. CompAct, arXiv 2410.15352.
 
 Shapes: x [..., n], P [n, r], z [..., r].
 
-Where the engine replaces a linear layer, `compact_linear` makes the weight gradient from z alone. The input of an
-operator that it cannot replace (a convolution) is decoded: x P P^T, whose mean is x. The relative squared error of
-either is about n / r (see `Projection`), far more than quantising to as many bytes costs. It is here to reproduce
-CompAct, and for ranks below what quantising reaches.
+If the engine replaces a linear layer, `compact_linear` computes the weight gradient from z. The input of an operator
+that it cannot replace (a convolution) is decoded as x P P^T, whose mean is x. The relative squared error of either is
+about n / r (see `Projection`), far more than quantization to as many bytes costs. It is here to reproduce CompAct, and
+for ranks that quantization cannot reach.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Projected(Codec):
-    """A `Codec` of the inputs of linear layers: bf16, fp16, fp32, fp64, not scalars.
+    """A `Codec` for inputs of linear layers: bf16, fp16, fp32, fp64, not scalars.
 
     Strides come back exactly, except that a tensor whose elements share memory comes back contiguous.
 
     Args:
         rank: r as a number of columns (8), or as a share of the width (0.25), rounded down but at least 1.
-        kind: "gaussian" (the paper's), "rademacher", "orthonormal" (the least error) or "sparse".
+        kind: "gaussian" (the paper's), "rademacher", "orthonormal" (the smallest error) or "sparse".
 
     Raises:
-        CodecError: a rank that is neither, or an unknown kind.
+        CodecError: an invalid rank or an unknown kind.
     """
 
     rank: int | float = 0.25
@@ -54,12 +54,12 @@ class Projected(Codec):
 
     @property
     def name(self) -> str:
-        """Such as "gaussian n*0.25" or "orthonormal 8"."""
+        """For example "gaussian n*0.25" or "orthonormal 8"."""
         return f"{self.kind} {self.rank}" if isinstance(self.rank, int) else f"{self.kind} n*{self.rank:g}"
 
     @property
     def properties(self) -> Properties:
-        """The codec's statements about itself: unbiased, but no draw of P has a bounded error."""
+        """Unbiased, but no draw of P has a bounded error."""
         return Properties(
             exact=False,
             unbiased=True,
@@ -82,14 +82,14 @@ class Projected(Codec):
         return spec.numel // width * self.rank_of(width, f"a {self.kind} projection") * spec.dtype.itemsize
 
     def rank_of(self, width: int, what: str) -> int:
-        """Return r for a width. Raises RankError for a rank above it; `what` says whose rank it is."""
+        """The rank for a width. Raises RankError for a rank above it, naming its owner, `what`."""
         if isinstance(self.rank, float):
             return max(1, int(width * self.rank))
         check_rank(self.rank, width, what)
         return self.rank
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the projection. The flag is False where the tensor must be kept verbatim."""
+        """Queue the projection. The flag is False if the tensor must be kept verbatim."""
         spec = Spec.of(tensor)
         if not self.packed_nbytes(spec):
             empty = Packed(spec, "projected", (torch.empty(0, dtype=torch.uint8, device=tensor.device),), (key,))
@@ -98,7 +98,7 @@ class Projected(Codec):
         z = projection.project(flat(tensor, logical=True).view(-1, spec.shape[-1]))
         packed = Packed(spec, "projected", (z.view(-1).view(torch.uint8),), (key,))
         # By Cauchy-Schwarz no element of z P^T exceeds |z| times the norm of a row of P, which is at most 6 (a bell
-        # ends at 5.98) or sqrt(n / r). A norm that is NaN or infinite is not below the bound either.
+        # ends at 5.98) or sqrt(n / r). A NaN or infinite norm is not below the bound either.
         row = max(6.0, math.sqrt(projection.width / projection.rank))
         largest = torch.linalg.vector_norm(z, dim=-1, dtype=torch.promote_types(z.dtype, torch.float32)).amax()
         flag = largest < torch.finfo(spec.dtype).max / (2 * row)
@@ -120,5 +120,5 @@ class Projected(Codec):
     def _projection(self, spec: Spec, key: int) -> Projection:
         width = spec.shape[-1]
         rank = self.rank_of(width, f"a {self.kind} projection")
-        # Derived from the key, which itself seeds other draws for this tensor.
+        # The key itself seeds other draws for this tensor.
         return Projection(self.kind, width, rank, derive(key, "projection"))

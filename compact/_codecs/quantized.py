@@ -1,10 +1,10 @@
 """Quantized: int8, int4, int2 and fp8 codes with one fp32 scale per group.
 
-Error of one element, in units of its group's largest magnitude (`top` is 127, 7, 1.5; fp32 rounding aside):
+Error of one element, in units of its group's largest magnitude (`top` is 127, 7, 1.5), before fp32 rounding:
 
-nearest      at most 1 / (2 top), deterministic; for tensors that a backward is nonlinear in (norms, gates, attention)
-stochastic   below 1 / top, unbiased with variance at most 1 / (4 top**2); for tensors that a backward is linear in
-             (inputs of linear layers), whose gradient is then unbiased: ActNN (arXiv 2104.14129), section 3
+nearest      at most 1 / (2 top), deterministic; for tensors that backward is nonlinear in (norms, gates, attention)
+stochastic   below 1 / top, unbiased, variance at most 1 / (4 top**2); for tensors that backward is linear in (inputs
+             of linear layers), whose gradient is then unbiased: ActNN (arXiv 2104.14129), section 3
 fp8          e4m3: 2**-4 of the element, e5m2: 2**-3, nearest
 
 A group of `group` numbers shares a scale of 32 bits: with 64, int8 takes 8.5 bits per element, int4 4.5, int2 2.5.
@@ -39,13 +39,12 @@ _LEVELS: dict[str, Levels] = {"int8": INT8, "int4": INT4, "int2": INT2, "e4m3": 
 # fp8 -> half a unit in the last place, relative; half of the smallest step; half of the step below `top`.
 _FP8_ERROR = {"e4m3": (2.0**-4, 2.0**-10, 16.0), "e5m2": (2.0**-3, 2.0**-17, 4096.0)}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# For the four fp32 roundings of an encode and a decode.
-_SLACK = 1 + 2.0**-20
+_SLACK = 1 + 2.0**-20  # for the four fp32 roundings of an encode and a decode
 
 
 @dataclass(frozen=True)
 class Quantized(Codec):
-    """A `Codec` of floating-point tensors (bf16, fp16, fp32; fp64 through fp32).
+    """A `Codec` for floating-point tensors (bf16, fp16, fp32; fp64 through fp32).
 
     Strides come back exactly, except that with groups along tokens a tensor whose elements share memory comes back
     contiguous.
@@ -54,13 +53,13 @@ class Quantized(Codec):
         kind: "int8", "int4", "int2", or the 8-bit floats "e4m3" and "e5m2".
         group: how many numbers share a scale, a multiple of 8.
         rounding: "nearest" or "stochastic" (keyed, unbiased; integers only).
-        along: "elements": neighbours in memory; the last group of a tensor may be short. "tokens": one channel of
-            consecutive tokens (all but the last dimension, flattened); GroupError where the group does not divide them.
+        along: "elements": neighbors in memory; a tensor's last group may be short. "tokens": one channel of consecutive
+            tokens (all but the last dimension, flattened); GroupError if the group does not divide them.
         rotate: apply a Hadamard rotation to each group first, against outliers; needs a group of 16, 64 or 256, not
             along tokens.
 
     Raises:
-        CodecError: settings that do not go together.
+        CodecError: settings that conflict.
     """
 
     kind: QuantizedKind
@@ -84,18 +83,18 @@ class Quantized(Codec):
         if self.rotate and not is_rotatable(self.group):
             raise CodecError(f"a group of {self.group} has no exact rotation: choose 16, 64 or 256")
         if self.rotate and self.along == "tokens":
-            raise CodecError("rotation mixes neighbouring channels, and groups run along tokens: choose one of them")
+            raise CodecError("rotation mixes neighboring channels, but groups run along tokens: choose one of them")
 
     @property
     def name(self) -> str:
-        """Such as "int4/64 stochastic rotated" or "int8/64 tokens"; defaults are left out."""
+        """For example "int4/64 stochastic rotated" or "int8/64 tokens"; defaults are left out."""
         parts = [f"{self.kind}/{self.group}"]
         parts += ["stochastic"] * (self.rounding == "stochastic") + ["rotated"] * self.rotate
         return " ".join([*parts, *["tokens"] * self._by_tokens])
 
     @functools.cached_property
     def properties(self) -> Properties:
-        """The codec's statements about itself; the table at the head of this module explains the numbers."""
+        """What the codec states about itself; the table at the top of this module explains the numbers."""
         levels, stochastic, root = _LEVELS[self.kind], self.rounding == "stochastic", math.sqrt(self.group)
         if levels.floating is None:
             largest = (1.0 if stochastic else 0.5) / levels.top
@@ -119,7 +118,7 @@ class Quantized(Codec):
         return 4 * scheme.groups(count) + scheme.code_bytes(count)
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
-        """Queue the encoding. The flag is False where the tensor must be kept verbatim."""
+        """Queue the encoding. The flag is False if the tensor must be kept verbatim."""
         spec = Spec.of(tensor)
         scheme, count = self._scheme(spec), self._count(spec)
         values = flat(tensor, logical=self._by_tokens)
@@ -130,12 +129,11 @@ class Quantized(Codec):
         scales, codes = buffer[: 4 * scheme.groups(count)].view(torch.float32), buffer[4 * scheme.groups(count) :]
         noise = Noise(key, scheme.groups(count) * self.group, values.device) if self.rounding == "stochastic" else None
         _kernels(values, scheme).encode(values, scheme, noise, scales, codes)
-        # NaN and infinity make their group's scale NaN or infinite, so one comparison per group finds them all.
+        # NaN and infinity make their group's scale NaN or infinite, so one comparison finds them all.
         flag = scales.amax() < self._limit(spec.dtype)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
 
     def decode(self, packed: Packed) -> Tensor:
-        """Unpack the tensor on the buffers' device."""
         spec = packed.spec
         buffer = check_packed(packed, self.name, {"codes": self.packed_nbytes(spec), "verbatim": spec.stored_bytes})
         if packed.form == "verbatim":
@@ -148,7 +146,7 @@ class Quantized(Codec):
         return target.tensor()
 
     def _limit(self, dtype: torch.dtype) -> float:
-        """Return the smallest scale that is too large: decoded numbers could leave the range of fp32 or the dtype."""
+        """The smallest scale that is too large: decoded numbers could leave the range of fp32 or of the dtype."""
         limit = 2.0**127
         if self.rotate:  # rotating back adds up a group's numbers before the factor 1 / sqrt(g)
             limit = min(limit / self.group, torch.finfo(dtype).max / (2 * math.sqrt(self.group)))
@@ -156,7 +154,6 @@ class Quantized(Codec):
 
     @property
     def _by_tokens(self) -> bool:
-        """Whether groups follow the tensor's shape rather than its memory."""
         return self.along == "tokens"
 
     def _count(self, spec: Spec) -> int:
@@ -183,17 +180,17 @@ class Quantized(Codec):
 
 @functools.cache
 def _fused(library: str) -> ModuleType | None:
-    """Import our kernels for triton or numba; None if that library is missing or does not work with the others."""
+    """Import our kernels for triton or numba; None if that library is missing or does not work here."""
     try:
         importlib.import_module(library)
     except ImportError:
         return None
-    # Outside the `try`, so that an error in our own module is not hidden.
+    # Outside the `try`, so that errors in our own module show.
     return importlib.import_module(f".._kernels.{library}_kernels", __package__)
 
 
 def _kernels(values: Tensor, scheme: Scheme) -> ModuleType:
-    """Choose the module whose `encode` and `decode` to use."""
+    """The module whose `encode` and `decode` apply."""
     library = {"cuda": "triton", "cpu": "numba"}.get(values.device.type)
     fused = _fused(library) if library else None
     return fused if fused is not None and fused.supports(scheme, values.dtype) else grouped

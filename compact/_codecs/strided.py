@@ -1,10 +1,10 @@
 """Strided tensors: which elements to store, in which order, and how to restore the tensor from them.
 
-A tensor comes back with its exact strides: other strides would select other kernels and change the last bit of what is
-computed from it. Shape and stride alone distinguish three cases:
+A tensor comes back with its exact strides: other strides would select other kernels and change the last bit of results.
+Shape and stride distinguish three cases:
 
 dense      a permutation of a contiguous tensor: its memory in order, without a copy on either side
-gapped     elements apart from each other (`x[:, ::2]`): each once, in memory order; the gaps come back unset
+gapped     elements with gaps between them (`x[:, ::2]`): each once, in memory order; the gaps come back unset
 expanded   dimensions of stride 0: their one element; overlapping windows (`unfold`): the memory under them
 
 The offset into a storage is not kept: a decoded tensor begins its own storage. Conjugate and negative bits are
@@ -47,7 +47,7 @@ class Spec(NamedTuple):
 
     @property
     def stored_numel(self) -> int:
-        """Number of elements to store: fewer than the logical ones where they share memory (expanded tensors)."""
+        """Number of elements to store: fewer than the logical ones if they share memory (expanded tensors)."""
         return math.prod(stored(self.shape, self.stride)[0])
 
     @property
@@ -67,7 +67,7 @@ def _walk(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[tuple[i
 
 
 def stored(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return sizes and strides of the view, at the tensor's own offset, that holds each stored element once."""
+    """Sizes and strides of the view, at the tensor's own offset, that holds each stored element once."""
     if 0 in shape:
         return (0,), (1,)
     dims, last, windows = _walk(shape, stride)
@@ -84,12 +84,11 @@ def shares_memory(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def flat(tensor: Tensor, *, logical: bool = False) -> Tensor:
-    """Flatten the elements: a view where they are in memory order, else a copy.
+    """Flatten the elements: a view if they are in memory order, else a copy.
 
     Args:
         tensor: strided.
-        logical: take every logical element in row-major order [numel]; else the stored ones in memory order
-            [stored_numel].
+        logical: every logical element in row-major order [numel]; else the stored ones in memory order [stored_numel].
     """
     plain = tensor.detach().resolve_conj().resolve_neg()
     if logical:
@@ -98,16 +97,16 @@ def flat(tensor: Tensor, *, logical: bool = False) -> Tensor:
 
 
 class Target:
-    """A tensor that is being restored: write all of `flat`, then call `tensor()`.
+    """A tensor being restored: write all of `flat`, then call `tensor()`.
 
     Args:
         spec: of the tensor.
         device: where to make it.
-        logical: the elements come in the order of `flat(logical=True)`. Elements that shared memory are separate then:
-            such tensors come back contiguous.
+        logical: elements come in the order of `flat(logical=True)`. A tensor whose elements shared memory then comes
+            back contiguous.
 
     Attributes:
-        flat: [stored_numel], or [numel] if logical, of the tensor's dtype; the new tensor's own memory where possible.
+        flat: [stored_numel], or [numel] if logical, of the tensor's dtype; the new tensor's own memory if possible.
     """
 
     def __init__(self, spec: Spec, device: torch.device, *, logical: bool = False) -> None:

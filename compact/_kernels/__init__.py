@@ -1,1 +1,1 @@
-"""Kernels: groups of numbers to few-bit codes and back, the same bits in torch, numba and Triton."""
+"""Kernels: groups of numbers to few-bit codes and back, with the same bits in torch, numba and Triton."""

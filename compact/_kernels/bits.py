@@ -1,8 +1,8 @@
-"""Bits: codes of 1, 2 or 4 bits packed side by side into bytes.
+"""Bits: codes of 1, 2 or 4 bits, packed into bytes.
 
-Packing goes by shifts of whole words, since torch's strided loops are many times slower. Code j of a byte lies at bit
-j * bits, lowest first. Words must be little-endian, as on every host of an accelerator that torch supports; this is
-checked at import.
+Packing shifts whole words, because torch's strided loops are many times slower. Code j of a byte is at bit j * bits,
+lowest first. Words must be little-endian, as on every host of an accelerator that torch supports; the import checks
+this.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 if sys.byteorder != "little":
     raise ImportError("compact packs bits by little-endian words; this machine is big-endian")
 
-# Bits per code -> the integer type that holds the codes of one packed byte, one code in each of its bytes.
+# Bits per code -> the integer type whose bytes hold the codes of one packed byte.
 _WORD = {4: torch.int16, 2: torch.int32, 1: torch.int64}
-# Multiplying by this moves the lowest bit of byte i to bit 56 + i; no two products meet, so nothing carries.
+# Multiplying by this moves the lowest bit of byte i to bit 56 + i. No two products overlap, so nothing carries.
 _GATHER_BITS = 0x0102040810204080
-# Copies a byte into all eight; then a mask leaves bit i of byte i.
+# Copies a byte into all eight; the mask, as a signed integer, then leaves bit i of byte i.
 _SPREAD_BITS = 0x0101010101010101
-_EACH_BIT = 0x8040201008040201 - (1 << 64)  # as a signed 64-bit integer
+_EACH_BIT = 0x8040201008040201 - (1 << 64)
 
 
 def packed_count(count: int, bits: int) -> int:
-    """Return how many bytes `count` codes of `bits` bits take."""
+    """Bytes of `count` packed codes."""
     return -(-count * bits // 8)
 
 
@@ -41,7 +41,7 @@ def pack(codes: Tensor, bits: int, out: Tensor) -> None:
     if bits == 1:
         out.copy_((words * _GATHER_BITS) >> 56)
         return
-    shift = 8 - bits  # each code moves down by this much more than the one below it
+    shift = 8 - bits  # each code moves down by this more than the one below it
     moved = words
     for _ in range(8 // bits - 1):
         moved = moved >> shift

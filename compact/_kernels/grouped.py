@@ -1,7 +1,7 @@
 """Groups: numbers to few-bit codes with one fp32 scale per group, and back, in blocks that stay in the cache.
 
-Shapes: a block is [k, g, c], one contiguous range of the flat tensor, with k units, g numbers per group and c columns
-side by side (1 for groups of neighbours); its scales are [k, 1, c].
+Shapes: a block is [k, g, c], one contiguous range of the flat tensor: k units, g numbers per group, c columns side by
+side (1 for groups of neighbors). Its scales are [k, 1, c].
 
     largest = max over g of |x|, at least TINY          scale = largest / top
     code    = round(x * (top / largest) + noise)        decoded = code * scale
@@ -9,8 +9,8 @@ side by side (1 for groups of neighbours); its scales are [k, 1, c].
 Every step is one IEEE fp32 operation with one rounding, in this order, so device, thread count and block size change no
 bit. `triton_kernels` and `numba_kernels` compute the same bits in one pass.
 
-A chain of torch operations over a whole tensor would read and write main memory once per operation. Here each block of
-values passes through all operations while it is in the cache.
+A chain of torch operations over a whole tensor would read and write main memory once per operation. Here each block
+passes through all operations while it is in the cache.
 """
 
 from __future__ import annotations
@@ -25,52 +25,52 @@ from .bits import pack, unpack
 from .hadamard import Rotation
 from .noise import UNIT, Noise
 
-# Values per block: 512 KiB of fp32, in the second- and third-level caches. Half as many cost 15 % more time (for the
-# calls), a quarter 33 %. On an accelerator blocks are large, and only bound scratch memory.
+# Values per block: 512 KiB of fp32, in the L2 and L3 caches. Half as many take 15% longer (for the calls), a quarter
+# 33%. On an accelerator large blocks only limit scratch memory.
 CPU_BLOCK = 1 << 17
 DEVICE_BLOCK = 1 << 24
-# Least magnitude that a group is scaled by: 1 / TINY is finite, and so is its product with any code. The numbers of a
-# group below it are off by at most TINY / top.
+# Smallest magnitude to scale a group by: 1 / TINY is finite, and so is its product with any code. The numbers of a
+# smaller group are off by at most TINY / top.
 TINY = 2.0**-100
 TINY_BITS = int(torch.tensor(TINY, dtype=torch.float32).view(torch.int32))  # kernels compare magnitudes as integers
 
 
 class Levels(NamedTuple):
-    """Values that a code may have, in units of the scale.
+    """The values of a code, in units of the scale.
 
     Attributes:
         bits: per code.
         top: the largest value; the smallest is its negative.
-        centred: True: integers, 0 among them. False: odd halves (-1.5, -0.5, 0.5, 1.5), which use every code where a
+        centered: True: integers, including 0. False: odd halves (-1.5, -0.5, 0.5, 1.5), which use every code, while a
             symmetric range around 0 would waste one of few.
-        floating: the fp8 dtype whose values they are; None for integers and halves.
+        floating: the fp8 dtype with these values; None for integers and halves.
     """
 
     bits: int
     top: float
-    centred: bool = True
+    centered: bool = True
     floating: torch.dtype | None = None
 
     @property
     def lowest(self) -> int:
         """Smallest code as a signed integer."""
-        return -int(self.top) if self.centred else -int(self.top + 0.5)
+        return -int(self.top) if self.centered else -int(self.top + 0.5)
 
     @property
     def highest(self) -> int:
         """Largest code as a signed integer."""
-        return int(self.top) if self.centred else int(self.top - 0.5)
+        return int(self.top) if self.centered else int(self.top - 0.5)
 
 
 INT8 = Levels(8, 127.0)
 INT4 = Levels(4, 7.0)
-INT2 = Levels(2, 1.5, centred=False)
+INT2 = Levels(2, 1.5, centered=False)
 E4M3 = Levels(8, 448.0, floating=torch.float8_e4m3fn)
 E5M2 = Levels(8, 57344.0, floating=torch.float8_e5m2)
 
 
 class Scheme(NamedTuple):
-    """Settings to quantise a flat tensor by: levels, numbers per group, columns side by side, whether to rotate."""
+    """How to quantize a flat tensor: levels, numbers per group, columns side by side, whether to rotate."""
 
     levels: Levels
     group: int
@@ -83,11 +83,11 @@ class Scheme(NamedTuple):
         return self.group * self.columns
 
     def groups(self, count: int) -> int:
-        """Return the number of scales for `count` numbers; a short group at the end counts as one."""
+        """Number of scales for `count` numbers; a short last group counts as one."""
         return -(-count // self.unit) * self.columns
 
     def code_bytes(self, count: int) -> int:
-        """Return the bytes of codes for `count` numbers; a short group at the end is padded to a whole one."""
+        """Bytes of codes for `count` numbers; a short last group is padded."""
         return self.groups(count) * self.group * self.levels.bits // 8
 
 
@@ -102,7 +102,7 @@ class _Scratch:
         self.codes = torch.empty(shape if scheme.levels.bits < 8 else 0, dtype=torch.int8, device=device)
         self.code_bytes = self.codes.view(-1).view(torch.uint8)
         self.rotation = Rotation(scheme.group, units, device) if scheme.rotated else None
-        # Filled on the device: `torch.tensor` would wait for a copy from the host.
+        # `torch.full` fills on the device; `torch.tensor` would wait for a copy from the host.
         self.top, self.smallest = (
             torch.full((), value, dtype=torch.float32, device=device) for value in (scheme.levels.top, TINY)
         )
@@ -111,7 +111,7 @@ class _Scratch:
 def _blocks(
     values: Tensor, scales: Tensor, codes: Tensor, scheme: Scheme
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, _Scratch]]:
-    """Iterate over blocks: values [k, g, c], scales [k, 1, c], codes flat or, of 8 bits, [k, g, c], and scratch."""
+    """Yield values [k, g, c], scales [k, 1, c], codes (flat, or [k, g, c] for 8 bits) and scratch of each block."""
     block = CPU_BLOCK if values.device.type == "cpu" else DEVICE_BLOCK
     units, shape = max(1, min(block, values.numel()) // scheme.unit), (-1, scheme.group, scheme.columns)
     if scheme.levels.bits == 8:
@@ -127,7 +127,7 @@ def _blocks(
 
 
 def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor, start: int = 0) -> None:
-    """Quantise.
+    """Quantize.
 
     Args:
         values: float [n]; n a multiple of `scheme.unit` unless `columns` is 1.
@@ -138,7 +138,7 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
         start: index of the first value's noise.
     """
     whole, groups, nbytes = _whole(values, scheme)
-    if whole < values.numel():  # a short group at the end, padded with zeros
+    if whole < values.numel():  # a short last group, padded with zeros
         last = values.new_zeros(scheme.group)
         last[: values.numel() - whole].copy_(values[whole:])
         encode(last, scheme, noise, scales[groups:], codes[nbytes:], start + whole)
@@ -146,7 +146,7 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
         for value, scale, code, scratch in _blocks(values[:whole], scales[:groups], codes[:nbytes], scheme):
             _encode_block(value, scale, code, scheme, scratch, noise, start)
             start += value.numel()
-        scales[:groups].div_(scratch.top)  # they were the largest magnitudes; one division for all blocks
+        scales[:groups].div_(scratch.top)  # from largest magnitudes to scales, at once for all blocks
 
 
 def _whole(values: Tensor, scheme: Scheme) -> tuple[int, int, int]:
@@ -179,8 +179,8 @@ def _encode_block(
         return
     if noise is not None:
         noise.fill(scratch.flat_work, start)  # `work` is no longer needed
-        scratch.flat_result.add_(scratch.flat_work, alpha=UNIT)  # a power of two: exact, fused with the sum or not
-    if levels.centred:
+        scratch.flat_result.add_(scratch.flat_work, alpha=UNIT)  # exact, fused or not, as UNIT is a power of two
+    if levels.centered:
         result.round_()
     else:
         result.floor_()
@@ -210,10 +210,10 @@ def _decode_block(codes: Tensor, scales: Tensor, scheme: Scheme, scratch: _Scrat
     direct = out.dtype is torch.float32 and scratch.rotation is None
     work = out if direct else scratch.work
     if levels.floating is not None:
-        # By way of fp16, whose bits lie further left: torch's cast from fp8 is ten times slower.
+        # Through fp16 by shifting bits: torch's cast from fp8 is ten times slower.
         halves = codes.view(torch.int8).to(torch.int16)
         if levels.floating is torch.float8_e4m3fn:
-            halves = (halves << 7) & ~0x4000  # clears the sign's copy in fp16's extra exponent bit; 2**8 is owed
+            halves = (halves << 7) & ~0x4000  # clears the sign's copy in fp16's extra exponent bit; 2**8 is missing
             scales = scales * 256.0
         else:
             halves = halves << 8
@@ -222,7 +222,7 @@ def _decode_block(codes: Tensor, scales: Tensor, scheme: Scheme, scratch: _Scrat
         work.copy_(codes)
     else:
         work.view(-1).copy_(unpack(codes, levels.bits))
-        work.add_(levels.lowest if levels.centred else levels.lowest + 0.5)
+        work.add_(levels.lowest if levels.centered else levels.lowest + 0.5)
     work.mul_(scales)
     if scratch.rotation is not None:
         rows = work.view(-1, scheme.group)

@@ -1,10 +1,10 @@
-"""Rotation: groups of numbers multiplied by a randomised Hadamard matrix, H diag(s) / sqrt(g), against outliers.
+"""Rotation: groups of numbers times a randomized Hadamard matrix, H diag(s) / sqrt(g), against outliers.
 
-It spreads an outlier over its group; codes of few bits need this because the largest magnitude sets their step. Only
-additions and subtractions in a fixed order are used and a factor that is a power of two, so every device gives the same
-bits. The signs s are one fixed draw; without them a group's mean would gather in one coefficient.
+It spreads an outlier over its group. Codes of few bits need this because the largest magnitude sets their step. It uses
+only additions and subtractions in a fixed order and a factor that is a power of two, so every device gives the same
+bits. The signs s are one fixed draw; without them a group's mean would concentrate in one coefficient.
 
-The matrix is orthogonal, so the inverse is diag(s) H / sqrt(g), and errors keep their Frobenius norm.
+The matrix is orthogonal: the inverse is diag(s) H / sqrt(g), and errors keep their Frobenius norm.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._seeds import key, signs
 
-_SIGN_KEY = 0x5E1F  # an arbitrary constant; changing it changes the meaning of packed bytes
+_SIGN_KEY = 0x5E1F  # arbitrary; changing it changes the meaning of packed bytes
 
 
 def is_rotatable(group: int) -> bool:
@@ -27,23 +27,24 @@ def is_rotatable(group: int) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def weights(group: int, device: torch.device) -> Tensor:
-    """diag(s) / sqrt(g) as a vector, fp32 [group], read-only. Only the first call for a device waits for the device."""
+    """diag(s) / sqrt(g) as fp32 [group], read-only. Only the first call for a device waits for the device."""
     scaled = [float(sign) / math.sqrt(group) for sign in signs(key(_SIGN_KEY, group), group, "cpu").tolist()]
-    with torch.inference_mode(False):  # cached beyond the caller's mode
+    with torch.inference_mode(False):  # the cache outlives the caller's mode
         return torch.tensor(scaled, dtype=torch.float32, device=device)
 
 
 class Rotation:
     """Rotates blocks of `count` groups. Owns its scratch memory, so it serves one thread at a time.
 
-    It works on the transposed block, [group, count]: torch's loops are fast on long rows, as is the transposing copy.
+    It works on the transposed block, [group, count]: torch's loops are fast on long rows, and so is the transposing
+    copy.
     """
 
     def __init__(self, group: int, count: int, device: torch.device) -> None:
         self._weights = weights(group, device).unsqueeze(1)
         here, there = torch.empty(2, group, count, dtype=torch.float32, device=device).unbind(0)
         self._first = here
-        # (upper, lower, their sums, their differences) of each round: views made once, as in `grouped`.
+        # (upper, lower, their sums, their differences) of each round: views made once, as in `grouped._Scratch`.
         self._rounds: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         step = 1
         while step < group:
@@ -56,9 +57,9 @@ class Rotation:
         self._last = here
 
     def forward(self, values: Tensor, out: Tensor) -> None:
-        """out = H diag(s) values / sqrt(g), per row. Both are [count, group] fp32 and may be one tensor."""
+        """out = H diag(s) values / sqrt(g), per row. Both are [count, group] fp32 and may be the same tensor."""
         self._first.copy_(values.t())
-        # Scaled before the additions, so that magnitudes near the end of fp32 add up without overflow.
+        # Scaled first, so that magnitudes near the end of fp32 add up without overflow.
         self._first.mul_(self._weights)
         self._butterflies()
         out.copy_(self._last.t())

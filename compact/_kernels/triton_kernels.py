@@ -1,12 +1,12 @@
-"""Triton kernels of `grouped`: a tensor is read once, quantised in registers and written once; and back. CUDA only.
+"""Triton kernels of `grouped`: a tensor is read once, quantized in registers and written once; and back. CUDA only.
 
-Equal to `grouped` to the last bit, stochastic rounding and rotation included, because each step is the same IEEE
-operation: divisions are correctly rounded (`div_rn`), multiply and add are not fused (`enable_fp_fusion=False`), and
-rounding to nearest is an addition that leaves no room for a fraction. Magnitudes are compared as integers, so that NaN,
-whose bit pattern is above that of infinity, is not lost.
+Equal to `grouped` to the last bit, with stochastic rounding and rotation, because each step is the same IEEE operation:
+divisions are correctly rounded (`div_rn`), multiply and add are not fused (`enable_fp_fusion=False`), and rounding to
+nearest is an addition that leaves no room for a fraction. Magnitudes are compared as integers, so that NaN, whose bit
+pattern is above that of infinity, is not lost.
 
-`Quantized` imports this when it gets a CUDA tensor; triton comes with torch's CUDA builds. The kernels also run on CPU
-tensors under Triton's interpreter (`TRITON_INTERPRET=1`), for tests on machines without a device.
+`Quantized` imports this when it gets a CUDA tensor; triton comes with torch's CUDA builds. Under Triton's interpreter
+(`TRITON_INTERPRET=1`) the kernels also run on CPU tensors, for tests on machines without a device.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ROUND = 1.5 * 2.0**23
 
 
 def supports(scheme: Scheme, dtype: torch.dtype) -> bool:
-    """Whether these kernels apply: integers, groups of neighbours, a power of two that fits one program; any dtype."""
+    """Whether these kernels apply: integers, groups of neighbors, a power of two that fits one program; any dtype."""
     group = scheme.group
     return scheme.levels.floating is None and scheme.columns == 1 and group & (group - 1) == 0 and group <= _TILE
 
 
 def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, codes: Tensor) -> None:
-    """Quantise as `grouped.encode` does."""
+    """Quantize as `grouped.encode` does."""
     groups, rows = scales.numel(), max(1, _TILE // scheme.group)
     levels = scheme.levels
     none = values  # placeholder for unused pointers
@@ -52,7 +52,7 @@ def encode(values: Tensor, scheme: Scheme, noise: Noise | None, scales: Tensor, 
             TOP=levels.top,
             LOWEST=levels.lowest,
             HIGHEST=levels.highest,
-            CENTRED=levels.centred,
+            CENTERED=levels.centered,
             BITS=levels.bits,
             GROUP=scheme.group,
             ROWS=rows,
@@ -78,7 +78,7 @@ def decode(codes: Tensor, scales: Tensor, scheme: Scheme, out: Tensor) -> None:
             _weights(scheme, out) if scheme.rotated else out,
             out.numel(),
             groups,
-            OFFSET=levels.lowest if levels.centred else levels.lowest + 0.5,
+            OFFSET=levels.lowest if levels.centered else levels.lowest + 0.5,
             BITS=levels.bits,
             GROUP=scheme.group,
             ROWS=rows,
@@ -99,7 +99,7 @@ def _device(tensor: Tensor) -> AbstractContextManager[object]:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _butterflies(x, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """H x per row of [ROWS, GROUP], by rounds of sums and differences in the order of `Rotation`."""
+    """H x per row of [ROWS, GROUP], in rounds of sums and differences in the order of `Rotation`."""
     for stage in tl.static_range(16):
         if (1 << stage) < GROUP:
             pairs = tl.reshape(x, (ROWS, GROUP // (2 << stage), 2, 1 << stage))
@@ -109,6 +109,7 @@ def _butterflies(x, ROWS: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no
     return x
 
 
+# Half of its lines are parameters: a Triton kernel gets each setting as one.
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _encode(  # type: ignore[no-untyped-def]
     values,
@@ -122,7 +123,7 @@ def _encode(  # type: ignore[no-untyped-def]
     TOP: tl.constexpr,
     LOWEST: tl.constexpr,
     HIGHEST: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -148,7 +149,7 @@ def _encode(  # type: ignore[no-untyped-def]
         inside = (row < groups)[:, None] & (column < GROUP)[None, :]
         dither = tl.load(base + index % PERIOD) ^ tl.load(shift + index // PERIOD, mask=inside, other=0)
         y = y + dither.to(tl.float32) * UNIT
-    if CENTRED:
+    if CENTERED:
         code = ((y + ROUND) - ROUND).to(tl.int32)
     else:  # floor; `tl.floor` takes denormal numbers for zero
         code = y.to(tl.int32)
@@ -195,7 +196,7 @@ def _decode(  # type: ignore[no-untyped-def]
     if ROTATED:
         x = _butterflies(x, ROWS, GROUP) * tl.load(weights + column)[None, :]
     index = row[:, None] * GROUP + column[None, :]
-    if BF16:  # to nearest, halves to even, by hand: Triton's interpreter cuts the lower bits off
+    if BF16:  # to nearest, halves to even, by hand: Triton's interpreter truncates
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         tl.store(out + index, bits.to(tl.int16), mask=index < count)

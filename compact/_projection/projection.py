@@ -7,11 +7,11 @@ orthonormal   r rows of a mixed Hadamard matrix (SRHT), columns  n / r - 1      
               orthogonal with square n / r: see `walsh`
 sparse        one -1 or 1 a row, n / r or one more a column      n / r - 1, r dividing n      P, and what is projected
 
-`gaussian` is CompAct's N(0, 1 / r) (arXiv 2410.15352, section 3); its entries have an excess kurtosis of -0.1, hence
-n + 0.9 and not n + 1. Their bits are equal everywhere because they are made from integers; products with them are not,
-since devices sum in different orders. `orthonormal` is the subsampled randomised Hadamard transform (Tropp, arXiv
-1011.1595), `sparse` a CountSketch with buckets of equal size: both are applied by sums in a fixed order, in fp32 or the
-input's wider type.
+`gaussian` is CompAct's N(0, 1 / r) (arXiv 2410.15352, section 3); its entries have an excess kurtosis of -0.1, hence n
++ 0.9 and not n + 1. Matrices made from integers have equal bits everywhere; products with them do not, because devices
+sum in different orders. `orthonormal` is the subsampled randomized Hadamard transform (Tropp, arXiv 1011.1595),
+`sparse` a CountSketch with buckets of equal size: both are applied by sums in a fixed order, in fp32 or the input's
+wider type.
 
 Shapes: n width, r rank, c columns (tokens).
 """
@@ -32,13 +32,13 @@ from .walsh import Buckets, Walsh
 ProjectionKind = Literal["gaussian", "rademacher", "orthonormal", "sparse"]
 KINDS: tuple[ProjectionKind, ...] = get_args(ProjectionKind)
 
-# Elements per block of columns. On a CPU a block and its copy fit the caches; elsewhere it only bounds scratch memory.
+# Elements per block of columns. On a CPU a block and its copy fit the caches; elsewhere it only limits scratch memory.
 _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 26
 
 
 def check_rank(rank: int, width: int, what: str) -> None:
-    """Raise RankError unless 1 <= rank <= width. `what` names the owner of the rank."""
+    """Raise RankError unless 1 <= rank <= width. `what` names the rank's owner."""
     if not 1 <= rank <= width:
         raise RankError(f"{what} was given rank {rank}, but its width is {width}: choose a rank from 1 to {width}")
 
@@ -51,10 +51,10 @@ class Projection:
         kind: "gaussian", "rademacher", "orthonormal" or "sparse".
         width: n, the number of features.
         rank: r, 1 to n.
-        key: 64 bits (`compact.key`). Equal keys, kinds and sizes give equal matrices, on every device.
+        key: 64 bits (`compact.key`). Equal keys, kinds and sizes give equal matrices on every device.
 
     Raises:
-        RankError: a rank that is not 1 to n.
+        RankError: a rank outside 1 to n.
         CodecError: an unknown kind.
     """
 
@@ -69,7 +69,7 @@ class Projection:
         check_rank(self.rank, self.width, f"a {self.kind} projection")
 
     def matrix(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
-        """Make P itself, [n, r], in fp32 (fp64 for fp64), rounded to `dtype`."""
+        """Make P, [n, r], in fp32 (fp64 for fp64), rounded to `dtype`."""
         wide = _wide(dtype)
         if self._is_dense():
             unit, rest = self._unit(wide, device)
@@ -81,7 +81,7 @@ class Projection:
         """Compute x P: floating-point [..., n] to contiguous [..., r] of x's dtype and device.
 
         Raises:
-            ValueError: a last dimension of another size, or another dtype.
+            ValueError: another size of the last dimension, or an integer dtype.
         """
         return self._apply(x, down=True)
 
@@ -108,7 +108,7 @@ class Projection:
         return self.kind in ("gaussian", "rademacher")
 
     def _multiply(self, rows: Tensor, new_rows: Tensor, down: bool) -> None:
-        # On a CPU the rows are widened block by block: see `product`.
+        # On a CPU rows are widened block by block: see `product`.
         dtype = _wide(rows.dtype) if rows.device.type == "cpu" else rows.dtype
         unit, rest = self._unit(dtype, rows.device)
         factor = unit if down else unit.t()
@@ -119,8 +119,8 @@ class Projection:
     def _unit(self, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, float]:
         """Make P as a matrix of exact entries and a factor in (0.5, 1] to apply to the product.
 
-        A factor rounded into bf16 entries would bias every product by up to 0.4%. Integers times a power of two are not
-        rounded (except for bells in bf16: to nearest, which adds less than 1e-5 to their variance).
+        A factor rounded into bf16 entries would bias every product by up to 0.4%. Integers times a power of two are
+        exact (except bells in bf16: rounded to nearest, which adds less than 1e-5 to their variance).
         """
         count, wide = self.width * self.rank, _wide(dtype)
         if self.kind == "gaussian":
@@ -154,7 +154,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Compute a @ b for two matrices of one dtype: contiguous, unaffected by autocast, not differentiable.
 
     A CPU without 16-bit instructions multiplies bf16 matrices a hundred times slower than fp32 ones (measured: 3 s
-    against 30 ms), so 16-bit matrices on a CPU go through fp32.
+    versus 30 ms), so 16-bit matrices on a CPU go through fp32.
     """
     wide = torch.float32 if a.device.type == "cpu" and a.dtype.itemsize == 2 else a.dtype
     # Autocast ignores the variants with `out`.
@@ -163,5 +163,5 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype to sum in."""
+    """The dtype to sum in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -2,10 +2,10 @@
 
 Guarantees:
 
-1. z is reused only for the tensor object it was made from, unchanged since by its version counter, and only by a layer
-   that would make an equal one: with an equal projection (kind, size and key) and dtype.
+1. z is reused only for the tensor object it was made from, unchanged by its version counter, and only by a layer that
+   would make an equal one: equal projection (kind, size, key) and dtype.
 2. At most one z is held, and none once the tensor is dead.
-3. Any thread may call. Two threads that call at a time may each make z, equal to the last bit; the later one is held.
+3. Any thread may call. Two threads at once may each make z, equal to the last bit; the later one is held.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class SharedInput:
         self._last = WeakIdKeyDictionary()  # input -> (its version, projection, dtype, z)
 
     def projected(self, x: Tensor, projection: Projection, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return z = x P for x cast to `dtype`: the one that is held, or a new one from `make`."""
+        """Return z = x P for x cast to `dtype`: the held one, or a new one from `make`."""
         if x.is_inference():  # has no version counter
             return make()
         version, *which, z = self._last.get(x, (None, None))
         if version == x._version and which == [projection, dtype]:
             return z  # type: ignore[no-any-return]
         z = make()
-        # Replaced as a whole: a dictionary has one entry, and other threads see the old or the new one.
+        # Replace the whole dictionary: other threads see the old or the new one, each with one entry.
         last = WeakIdKeyDictionary()
         last[x] = x._version, projection, dtype, z
         self._last = last

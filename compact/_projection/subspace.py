@@ -1,4 +1,4 @@
-"""Subspace: the small space of one weight, that is its current projection and the gradient accumulated in it.
+"""Subspace: the small space of one weight, with its current projection and the gradient accumulated in it.
 
 A compact layer owns its Subspace, and its weight carries it as `weight.subspace`, where `CompActAdamW` finds it. The
 layer's backward adds d^T z to `grad`; `weight.grad` stays None.
@@ -21,7 +21,7 @@ from .projection import Projection, ProjectionKind
 
 @dataclass(eq=False)
 class Subspace:
-    """Small space of a weight of `out` x `width` (or its transpose, `transposed`).
+    """Small space of a weight of `out` x `width` (or, if `transposed`, `width` x `out`).
 
     Attributes:
         name: of the layer, for messages.
@@ -48,20 +48,20 @@ class Subspace:
     grad: Tensor | None = field(default=None, repr=False)
 
     def projection(self) -> Projection:
-        """Return the current P, [n, r]."""
+        """The current P, [n, r]."""
         return Projection(self.kind, self.width, self.rank, _seeds.key(self.base_key, self.refreshes))
 
     @torch.no_grad()
     def add(self, projection: Projection, grad: Tensor) -> None:
-        """Add a gradient [out, r], given the projection of its forward.
+        """Add a gradient [out, r] that belongs to `projection`.
 
         Raises:
             RuntimeError: the projection has been refreshed since that forward.
         """
         if projection != self.projection():
             raise RuntimeError(
-                f"layer {self.name!r} got a gradient of a forward made before its projection was refreshed (it is at "
-                f"refresh {self.refreshes} now): run backward before the optimizer step that follows the forward"
+                f"layer {self.name!r} got a gradient of a forward that ran before its projection was refreshed (it is "
+                f"at refresh {self.refreshes} now): run backward before the optimizer step that follows the forward"
             )
         if self.grad is None:
             self.grad = grad
@@ -69,17 +69,17 @@ class Subspace:
             self.grad += grad
 
     def refresh(self) -> None:
-        """Change to the next projection, dropping the gradient of the old one."""
+        """Change to the next projection; drop the gradient of the old one."""
         self.refreshes += 1
         self.grad = None
 
 
 def subspace_of(parameter: Tensor) -> Subspace | None:
-    """Return the subspace of a compact layer's weight; None for any other tensor."""
+    """The subspace of a compact layer's weight; None for any other tensor."""
     found = getattr(parameter, "subspace", None)
     return found if isinstance(found, Subspace) else None
 
 
 def subspaces_of(parameters: Iterable[Tensor]) -> Iterator[Subspace]:
-    """Iterate over the subspaces of these parameters, in their order."""
+    """The subspaces of these parameters, in their order."""
     return filter(None, map(subspace_of, parameters))

@@ -1,18 +1,18 @@
-"""Walsh and Buckets: transforms of columns by sums and differences in one fixed order.
+"""Walsh and Buckets: transforms of columns by sums and differences in a fixed order.
 
-Shapes: a block is [width n, columns c], so that every loop runs along contiguous columns.
+Shapes: a block is [width n, columns c], so every loop runs along contiguous columns.
 
-Mixing multiplies by Q * sqrt(L), where n = m * L, L the largest power of two that divides n, and Q the orthogonal
+Mixing multiplies by Q * sqrt(L), where n = m * L, L is the largest power of two that divides n, and Q is the orthogonal
 
     Q = (R kron H / sqrt(L)) diag(s),    R = I - (2 / m) J  (identity for m = 1),    H Sylvester's Hadamard matrix
 
-with signs s. A width that is not a power of two is thus split into m blocks that a Householder reflection combines: Q
-stays exactly n x n and orthogonal, where padding to the next power of two would raise the variance of a sample of its
-rows. (An odd width has L = 1, and Q is close to a diagonal matrix: a sample of its rows is still unbiased with the same
-mean error, but for a vector with one large element that error varies more.)
+with signs s. So a width that is not a power of two is split into m blocks that a Householder reflection combines, and Q
+stays exactly n x n and orthogonal; padding to the next power of two would raise the variance of a sample of its rows.
+(An odd width has L = 1, and Q is close to diagonal: a sample of its rows is still unbiased with the same mean error,
+but for a vector with one large element that error varies more.)
 
-The sums, differences and products behind each element, and their order, depend neither on the number of columns or
-threads nor on the device; a product and a difference are two kernels, so that nothing is fused.
+The operations behind each element, and their order, do not depend on the number of columns or threads, or on the
+device. A product and a difference are two kernels, so nothing is fused.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Buckets:
 
 
 def fold(slices: Tensor) -> Tensor:
-    """Sum over the first dimension, into new memory: halves are added to each other, an odd slice at the end last."""
+    """Sum over the first dimension into new memory: halves are added to each other; an odd last slice comes last."""
     total = slices
     while len(total) > 1:
         half = len(total) // 2

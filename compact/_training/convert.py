@@ -1,12 +1,12 @@
 """Convert: change linear layers of a model into compact ones in place, and back.
 
 A converted layer stays the same module object with its parameters, buffers, hooks and state-dict names; its class and a
-few attributes (`subspace` among them) change. So a model may be converted before or after its weights are loaded, and
+few attributes (including `subspace`) change. So a model may be converted before or after its weights are loaded, and
 state dicts fit both forms.
 
-Eligible are modules that are exactly `torch.nn.Linear`, or named Conv1D with a two-dimensional weight [in, out] and
-`nf` outputs (transformers), whose weight needs a gradient and belongs to no other module. Subclasses are left alone,
-since their forward may differ or never be called.
+Eligible modules are exactly `torch.nn.Linear`, or named Conv1D with a two-dimensional weight [in, out] and `nf` outputs
+(transformers). Their weight needs a gradient and belongs to no other module. Subclasses are left alone, because their
+forward may differ or never be called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .._projection.subspace import Subspace
 from .linear import linear_into
 
 # Layers that CompAct leaves alone (sections 3 and 4.1), by their names in common models: the attention output, whose
-# input attention keeps anyway, and everything outside the blocks.
+# input attention saves anyway, and everything outside the blocks.
 PAPER_SKIP = (
     *("*.o_proj", "*.out_proj", "*.attention.output.dense", "*.attn.c_proj", "*.attention.dense"),
     *("*.self_attention.dense", "*.SelfAttention.o", "*.EncDecAttention.o", "*.out_lin"),
@@ -38,7 +38,7 @@ Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
 
 class _Compact:
-    """Base of converted layers. They are never constructed: `convert` changes the class of a module."""
+    """Base of converted layers. Never constructed: `convert` changes the class of a module."""
 
     weight: Any
     bias: Any
@@ -55,7 +55,7 @@ class _Compact:
             self.weight.subspace = self.subspace
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out], as the layer it was, bit for bit; its weight gradient goes to the subspace."""
+        """[..., in] -> [..., out], bit for bit as the original layer; its weight gradient goes to the subspace."""
         self._link()  # loading weights by assignment replaces the parameter
         weight = self.weight.t() if self.subspace.transposed else self.weight
         return linear_into(x, weight, self.bias, self.subspace, self.shared)
@@ -87,12 +87,12 @@ def convert(
 ) -> list[str]:
     """Make linear layers compact, in place. Train with `CompActAdamW`: no other optimizer sees their gradients.
 
-    The defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it has rank 4
-    or 8, refresh 500 and alpha 4 or 2. It also scales the step of the attention output, which stays plain, by
+    The defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it uses rank
+    4 or 8, refresh 500 and alpha 4 or 2. It also scales the step of the attention output, which stays plain, by
     alpha / 2: to do so, give those weights a parameter group with that share of the learning rate.
 
-    Under DistributedDataParallel, convert before wrapping, on every rank, from equal weights: converted weights are not
-    in its buckets nor in its initial broadcast. Then call `CompActAdamW.reduce_gradients` before each step.
+    Under DistributedDataParallel, convert before wrapping, on every rank, from equal weights: converted weights are in
+    neither its buckets nor its initial broadcast. Then call `CompActAdamW.reduce_gradients` before each step.
 
     Args:
         model: any module; if it is itself a linear layer, its own class changes.
@@ -100,9 +100,9 @@ def convert(
         kind: kind of projection: "gaussian" (the paper), "rademacher", "orthonormal", "sparse".
         refresh: T, steps between refreshes of the projection; None for never.
         alpha: factor of the update.
-        skip: names of layers to leave alone, with wildcards as in `fnmatch`, or a function of name and module.
-        share: use one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and
-            up). The paper draws one for each.
+        skip: names of layers to leave alone, with wildcards as in `fnmatch`; or a function of name and module.
+        share: one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and up).
+            The paper draws one for each.
         seed: seed of the run. Equal seeds and names give equal projections.
 
     Returns:
@@ -115,31 +115,25 @@ def convert(
     """
     _check(kind, refresh, alpha, rank)
     layers = _eligible(model, skip)
-    ranks = [_rank_of(rank, name, _width(module)) for name, module in layers]  # checked before a layer is changed
+    ranks = [_rank_of(rank, name, _width(module)) for name, module in layers]  # all checked before any layer changes
     groups: dict[str, SharedInput] = {}
     for (name, module), number in zip(layers, ranks, strict=True):
         parent = name.rpartition(".")[0]
-        subspace = Subspace(
-            name=name,
-            kind=kind,
-            width=_width(module),
-            rank=number,
-            alpha=alpha,
-            period=refresh,
-            base_key=_seeds.key(seed, parent if share else name, "parent" if share else "layer"),
-            transposed=_is_conv1d(module),
-        )
-        state: Any = module
-        state.original, state.subspace = type(module), subspace
-        state.shared = groups.setdefault(parent, SharedInput()) if share else None
-        state.__class__ = CompactConv1D if subspace.transposed else CompactLinear
-        state.weight.subspace = subspace
+        key = _seeds.key(seed, parent if share else name, "parent" if share else "layer")
+        subspace = Subspace(name, kind, _width(module), number, alpha, refresh, key, _is_conv1d(module))
+        _change(module, subspace, groups.setdefault(parent, SharedInput()) if share else None)
     _ignored_by_ddp(model).extend(f"{name}.weight" if name else "weight" for name, _ in layers)
     return [name for name, _ in layers]
 
 
+def _change(module: Any, subspace: Subspace, shared: SharedInput | None) -> None:
+    module.original, module.subspace, module.shared = type(module), subspace, shared
+    module.__class__ = CompactConv1D if subspace.transposed else CompactLinear
+    module.weight.subspace = subspace
+
+
 def revert(model: nn.Module) -> list[str]:
-    """Undo `convert`, keeping the trained weights. Gradients in the small space are dropped.
+    """Undo `convert`, keeping the trained weights. Drops gradients in the small space.
 
     Returns:
         The names of the reverted layers.
@@ -244,7 +238,7 @@ def _check(kind: str, refresh: int | None, alpha: float, rank: int | float) -> N
 
 
 def _ignored_by_ddp(model: nn.Module) -> list[str]:
-    """Return the list of names that DistributedDataParallel leaves out."""
+    """The list of names that DistributedDataParallel leaves out."""
     holder: Any = model
     if not hasattr(holder, "_ddp_params_and_buffers_to_ignore"):
         holder._ddp_params_and_buffers_to_ignore = []

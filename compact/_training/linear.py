@@ -2,12 +2,12 @@
 
 Guarantees, with x [..., n], weight [out, n], output gradient d [..., out], projection P [n, r], z = x P [..., r]:
 
-1. The output, the input gradient d W and the bias gradient are those of `torch.nn.functional.linear`, bit for bit,
-   from the same calls on the same shapes and strides. So no error travels through the layers.
-2. The weight gradient is (d^T z) P^T and has the exact one, G = d^T x, as its mean. Its error is (P P^T - I) applied
-   to G for any number of tokens: larger batches do not average it out.
-3. Saved for backward: the weight (if x needs a gradient) and z (if the weight does), both as saved tensors, so that
-   hooks see them. Never x.
+1. The output, the input gradient d W and the bias gradient are bit for bit those of `torch.nn.functional.linear`, from
+   the same calls on the same shapes and strides. So no error propagates through the layers.
+2. The weight gradient is (d^T z) P^T; its mean is the exact one, G = d^T x. Its error is (P P^T - I) applied to G for
+   any number of tokens: larger batches do not average it out.
+3. Saved for backward: the weight (if x needs a gradient) and z (if the weight does), both as saved tensors, so hooks
+   see them. Never x.
 4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
 
 CompAct: arXiv 2410.15352, section 3.
@@ -26,7 +26,7 @@ from .._projection.projection import Projection, ProjectionKind, product
 from .._projection.shared_input import SharedInput
 from .._projection.subspace import Subspace
 
-# Bound at import, so that code which replaces `torch.nn.functional.linear` can call this module without recursion.
+# Bound at import, so that a replacement of `torch.nn.functional.linear` can call this module without recursion.
 _linear = torch.nn.functional.linear
 
 
@@ -42,15 +42,15 @@ def compact_linear(
 ) -> Tensor:
     """`linear(x, weight, bias)` that saves z = x P: an exact input gradient, an unbiased weight gradient.
 
-    The weight gradient is full-size, for any optimizer. Give every layer and every step a key of its own
-    (`compact.key(seed, name, step)`), and use it again when checkpointing repeats a forward.
+    The weight gradient is full-size, for any optimizer. Give every layer and step its own key (`compact.key(seed, name,
+    step)`), and reuse it when checkpointing repeats a forward.
 
     Args:
         x: [..., n].
         weight: [out, n].
         bias: [out] or None.
         rank: r, 1 to n.
-        key: 64 bits that P is made from.
+        key: 64 bits that determine P.
         kind: kind of projection: "gaussian" (CompAct), "rademacher", "orthonormal", "sparse".
         shared: keeps z for the next layer that reads this x with this key, kind and rank.
 
@@ -68,7 +68,7 @@ def compact_linear(
 def linear_into(
     x: Tensor, weight: Tensor, bias: Tensor | None, subspace: Subspace, shared: SharedInput | None
 ) -> Tensor:
-    """Compute `compact_linear` with the projection of `subspace`, which gets d^T z; the weight gets no gradient."""
+    """`compact_linear` with the projection of `subspace`, which gets d^T z; the weight gets no gradient."""
     return _apply(x, weight, bias, subspace.projection(), subspace, shared)
 
 
@@ -82,16 +82,16 @@ def _apply(
 ) -> Tensor:
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return _linear(x, weight, bias)  # saves no input anyway
-    # Autograd records the casts of x and bias; the weight's cast is made again in backward rather than kept.
+    # Autograd records the casts of x and bias; backward casts the weight again instead of keeping the cast.
     cast = _autocast(x)
     flat = cast.reshape(-1, cast.shape[-1])
 
     def project() -> Tensor:
         return projection.project(flat.detach())
 
-    # Looked up by the original x: under autocast each layer has a cast copy of its own.
+    # Looked up by the original x, because under autocast each layer has its own cast copy.
     z = project() if shared is None else shared.projected(x, projection, cast.dtype, project)
-    # For these layouts `linear` adds the bias within the product, for others after it; the last bit differs.
+    # For these layouts `linear` adds the bias within the product, for others after it, which changes the last bit.
     inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
     out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
         flat,
@@ -107,7 +107,7 @@ def _apply(
 
 
 class _CompactLinear(Function):
-    """The layer for matrices: the output must not be a view, which users could not change in place."""
+    """The layer for matrices. Its output must not be a view, which users could not change in place."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _CompactLinear(Function):
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
                 w = weight.to(ctx.dtype)
-                # Like the derivative of `mm`: by columns where x was stored by columns.
+                # Like the derivative of `mm`: by columns if x was stored by columns.
                 grad_x = w.t().mm(grad.t()).t() if ctx.by_columns else grad.mm(w)
             if ctx.needs_input_grad[1]:
                 # d^T z, [out, r]: CompAct's compressed gradient, transposed as torch's weights are.
@@ -152,7 +152,7 @@ class _CompactLinear(Function):
 
 
 class _FirstDerivativeOnly(Function):
-    """Passes on the gradients of a backward with `create_graph`, and raises with the reason when they are derived."""
+    """Passes on the gradients of a backward with `create_graph`; raises when they are differentiated."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, grad: Tensor, *results: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -161,13 +161,13 @@ class _FirstDerivativeOnly(Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> None:
         raise RuntimeError(
-            "compact_linear was asked for a second derivative: it keeps a projection of its input, from which only "
-            "first ones can be made; use a plain linear layer where create_graph=True is needed"
+            "compact_linear was asked for a second derivative: it keeps a projection of its input, which gives only "
+            "first derivatives; use a plain linear layer with create_graph=True"
         )
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that autocast would cast an argument of `linear` to."""
+    """The dtype to which autocast would cast an argument of `linear`."""
     kind = tensor.device.type
     if torch.is_autocast_enabled(kind) and tensor.is_floating_point() and tensor.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)

@@ -1,4 +1,4 @@
-"""Moments: Adam's two running means of a gradient in a small space, their update and their change of basis.
+"""Moments: Adam's two running means of a gradient in a small space: their update and their change of basis.
 
 Shapes: gradient, moments and update [out, r].
 """
@@ -16,11 +16,10 @@ from .._projection.projection import Projection, product
 def advance(
     first: Tensor, second: Tensor, gradient: Tensor, steps: int, betas: tuple[float, float], eps: float
 ) -> Tensor:
-    """Update the moments with one gradient and return Adam's direction N (Kingma and Ba 2015, algorithm 1).
+    """Update the moments with one gradient; return Adam's direction N (Kingma and Ba 2015, algorithm 1).
 
     Args:
-        first: M, changed in place.
-        second: V, changed in place.
+        first, second: M and V, changed in place.
         gradient: G.
         steps: t, counted from 1, including this step.
         betas: decay of M and V.
@@ -34,7 +33,7 @@ def advance(
 
 
 def carry(first: Tensor, second: Tensor, old: Projection, new: Projection) -> None:
-    """Change the basis of the moments, in place, to an estimate of what they would be if `new` had been used all along.
+    """Change the basis of the moments, in place, to an estimate of their values had `new` been used all along.
 
     With C = P_old^T P_new, [r, r], and W = (r / n)^2 C * C:
 

@@ -7,18 +7,18 @@ are):
     M = beta1 M + (1 - beta1) G              V = beta2 V + (1 - beta2) G * G
     N = (M / (1 - beta1^t)) / (sqrt(V / (1 - beta2^t)) + eps)
     W = W - lr * weight_decay * W - lr * alpha * N P^T
-    every T steps P is drawn anew
+    every T steps P is redrawn
 
 All other parameters get AdamW by torch's own function, equal to the last bit.
 
-In the paper M and V stay as they are at a refresh, although they belong to another basis. `at_refresh` chooses:
+In the paper M and V stay unchanged at a refresh, although they belong to another basis. `at_refresh` chooses:
 
 "keep"    as in the paper
 "carry"   change them to the new basis by least squares: `moments.carry`
-"reset"   start both at zero again, bias correction included
+"reset"   restart both at zero, bias correction included
 
-Gradients in the small space are not in `weight.grad`: clip with `compact.clip_grad_norm_` instead of torch's, clear
-with the optimizer's `zero_grad` (a step clears them too, so `model.zero_grad()` after it is enough), and under
+Gradients in the small space are not in `weight.grad`. Clip with `compact.clip_grad_norm_` instead of torch's. Clear
+with the optimizer's `zero_grad` (a step clears them too, so `model.zero_grad()` after it suffices). Under
 DistributedDataParallel, which `convert` tells to leave those weights alone, call `reduce_gradients` before `step`.
 """
 
@@ -44,9 +44,9 @@ AtRefresh = Literal["keep", "carry", "reset"]
 class CompActAdamW(Optimizer):
     """Adam in the small space for compact weights, AdamW for all others.
 
-    `convert` sets the rank, alpha and period T of a layer. State of a compact weight: `exp_avg` and `exp_avg_sq`,
-    [out, r], in the weight's dtype, `step`, and the projection they belong to, so that a run resumes to the last bit
-    even if `convert` is called with another seed.
+    `convert` sets a layer's rank, alpha and period T. State of a compact weight: `exp_avg` and `exp_avg_sq`, [out, r],
+    in the weight's dtype; `step`; and their projection, so a run resumes to the last bit even if `convert` is called
+    with another seed.
 
     Args:
         params: parameters or groups of them, as for any optimizer.
@@ -54,13 +54,13 @@ class CompActAdamW(Optimizer):
         betas: decay of the two moments.
         eps: added to the root of the second moment.
         weight_decay: decoupled (the paper: none).
-        at_refresh: "keep", "carry" or "reset"; see the head of this module.
+        at_refresh: "keep", "carry" or "reset"; see the top of this module.
 
     Raises:
         ValueError: a number out of range, or an unknown `at_refresh`.
     """
 
-    # Has GradScaler pass its scale, for `step` to refuse: `unscale_` sees `.grad` only.
+    # Makes GradScaler pass its scale, for `step` to refuse: `unscale_` sees only `.grad`.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -97,7 +97,7 @@ class CompActAdamW(Optimizer):
         """Take one step, which also clears gradients in the small space.
 
         Raises:
-            RuntimeError: a compact weight that has a full gradient too (it is used outside its layer); a GradScaler.
+            RuntimeError: a compact weight also has a full gradient (it is used outside its layer); or a GradScaler.
         """
         if getattr(self, "found_inf", None) is not None:
             raise RuntimeError(
@@ -131,7 +131,7 @@ class CompActAdamW(Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            # Plain numbers, which `load_state_dict` does not cast.
+            # `load_state_dict` does not cast plain numbers.
             state["base_key"], state["refreshes"] = subspace.base_key, subspace.refreshes
             state["kind"] = KINDS.index(subspace.kind)
         state["step"] += 1
@@ -181,7 +181,7 @@ class CompActAdamW(Optimizer):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those in the small space (which are dropped, never filled with zeros)."""
+        """Clear all gradients. Those in the small space are dropped, never filled with zeros."""
         super().zero_grad(set_to_none)
         for subspace in subspaces_of(self._parameters()):
             subspace.grad = None
@@ -191,8 +191,8 @@ class CompActAdamW(Optimizer):
         """Average the small gradients over ranks: out x r numbers per layer, one all-reduce per dtype and device.
 
         Call it on every rank, after backward and before `step`. Ranks must have converted alike (same rank, kind and
-        seed, hence the same projections). A layer that only some ranks used counts as zero on the others; one that no
-        rank used stays without a gradient. Gradients of other parameters are left to DistributedDataParallel.
+        seed, hence the same projections). A layer that only some ranks used counts as zero on the others; a layer that
+        no rank used stays without a gradient. DistributedDataParallel reduces the gradients of other parameters.
         """
         buckets: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Subspace]]] = {}
         for parameter in self._parameters():
@@ -201,7 +201,7 @@ class CompActAdamW(Optimizer):
                 buckets.setdefault((parameter.dtype, parameter.device), []).append((parameter, subspace))
         world = dist.get_world_size(process_group)
         for members in buckets.values():
-            # All gradients, then one number per layer: whether this rank has its gradient.
+            # All gradients, then one number per layer: whether this rank has a gradient.
             shapes = [(w.shape[s.transposed], s.rank) for w, s in members]
             parts = [
                 w.new_zeros(shape) if s.grad is None else s.grad for (w, s), shape in zip(members, shapes, strict=True)
@@ -215,7 +215,7 @@ class CompActAdamW(Optimizer):
                 subspace.grad = total.view(shape) if ranks else None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, including the projections of compact layers. Their gradients are dropped.
+        """Load a state, including the projections of compact layers. Drops their gradients.
 
         Raises:
             CheckpointError: a layer of another rank, size or kind, or compact on one side only.

@@ -1,15 +1,14 @@
-"""BatchWriter: several queued writes moved by one system call.
+"""BatchWriter: moves several queued writes by one system call.
 
-A worker that falls asleep in a transfer and wakes again costs a core that computes more than the transfer of a MiB or
-two does: what it runs on has left the caches by then, and it has to wait for the interpreter.
+A worker that sleeps in a transfer and wakes again costs a busy core more than a transfer of 1 or 2 MiB does: it finds
+the caches cold and waits for the GIL.
 
 Guarantees:
 
-1. Each write has an extent of its own, as if it had gone alone; they happen to lie side by side. Its `moved_bytes`
-   are as if it had: what fills the rest of an extent's last page is not counted.
-2. All of them move, or `write` raises and nothing is changed: each is then to be done by itself, and fails, if it
-   does, with an error of its own.
-3. At most `MOST_BYTES` and `MOST_TICKETS` go together, so that none waits long for its neighbours.
+1. Each write has its own extent, as if it had gone alone; the extents happen to be adjacent. Its `moved_bytes` do not
+   count what fills the rest of an extent's last page.
+2. All of them move, or `write` raises and nothing has changed. Each is then written alone and fails with its own error.
+3. At most `MOST_BYTES` and `MOST_TICKETS` go together, so none waits long for the others.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ MOST_TICKETS = 64  # four pieces each at most, and the system takes 1024
 
 
 class BatchWriter:
-    """The writes of a store on a scratch file.
+    """Batched writes to a store's scratch file.
 
     Args:
-        open_file: gives that file.
-        space: of it.
+        open_file: returns that file.
+        space: of the file.
         syscalls: to write with.
-        memory: gives the address of so many bytes of the calling worker's own, aligned to a page.
-        digest: of what is written.
+        memory: returns the address of that many bytes of the calling worker's own, page-aligned.
+        digest: checksum of what is written.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class BatchWriter:
         self._digest = digest
 
     def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
-        if not another.nbytes or another.waits:  # nothing to move, or not yet
+        if not another.nbytes or another.waits:
             return False
         nbytes = another.nbytes + sum(ticket.nbytes for ticket in tickets)
         return nbytes <= MOST_BYTES and len(tickets) < MOST_TICKETS
@@ -65,7 +64,7 @@ class BatchWriter:
     def write(self, tickets: Sequence[Ticket]) -> None:
         file, space = self._open_file(), self._space
         locations = [extent_of(ticket, file.alignment) for ticket in tickets]
-        buffers = [ticket.buffer for ticket in tickets if ticket.buffer is not None]  # of all: none has been written
+        buffers = [ticket.buffer for ticket in tickets if ticket.buffer is not None]  # all have one until written
         checksums = [None if each.shared else self._digest(each.address, each.nbytes) for each in buffers]
         length = sum(location.length for location in locations)
         offset = space.take(length)
@@ -83,7 +82,6 @@ class BatchWriter:
             offset += location.length
 
     def _pieces(self, buffers: Sequence[Buffer], locations: Sequence[Location], block: int) -> list[layout.Piece]:
-        """All extents, one behind another, in file order."""
         filler = self._memory(EXTENT_ALIGNMENT + 2 * block * MOST_TICKETS)
         bounce = filler + EXTENT_ALIGNMENT
         pieces: list[layout.Piece] = []
@@ -93,7 +91,7 @@ class BatchWriter:
             for inside, outside, nbytes in edges:
                 ctypes.memmove(inside, outside, nbytes)
             pieces += vector
-            if length < location.length:  # an extent ends with a page, what is written alone with a block
+            if length < location.length:  # an extent ends at a page, a lone write at a block
                 pieces.append((filler, location.length - length))
             bounce += 2 * block
         return pieces

@@ -1,18 +1,17 @@
-"""Checksums over memory by its address: of every byte, or of a sample that has a line of every page.
+"""Checksums of memory by address: of every byte, or of a sample with a line from every page.
 
-`every_byte` is XXH3 (64 bits). It is no defence against an enemy; against memory, cables and disks that flip bits it
-errs once in 2**64. It runs at several bytes a cycle, far above any disk, and still takes as long as reading the memory.
+`every_byte` is XXH3 (64 bits). It does not stop an attacker; it misses an accidental change once in 2**64. It handles
+several bytes a cycle, far faster than any disk, but takes as long as reading the memory.
 
-`sampled` is the CRC-32 of 32 of every 4064 bytes, and of the last 32: at least one whole line of each page. It finds
-writes that were lost, torn between pages or put elsewhere, and reads of something else, for about a tenth of the time;
-not single bits, against which a disk has codes of its own. From page to page the lines move by 32 bytes, so that they
-are not all of one channel, which may be zero. What fills no page is hashed whole. It makes few calls: between the
-kernels of a step each takes many times what it does in a loop.
+`sampled` is the CRC-32 of 32 of every 4064 bytes and of the last 32: at least one whole line of each page. For about a
+tenth of the time it detects writes that were lost, torn between pages or misplaced, and reads of other data. It misses
+single bits, for which a disk has its own codes. Lines move by 32 bytes from page to page, so they do not all fall into
+one channel, which may be zero. At most one page is hashed whole. It makes few calls, because a call between the kernels
+of a step takes many times what it takes in a loop.
 
-Both release the GIL over pieces of the size that stores move.
+Both release the GIL for pieces of the size that stores move.
 
-Source: Y. Collet, xxHash, https://github.com/Cyan4973/xxHash; PyPI package `xxhash`, an optional import: only stores
-made with `checksum=True` need it.
+Source: Y. Collet, xxHash, https://github.com/Cyan4973/xxHash. Only `checksum=True` imports the package `xxhash`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _line = np.dtype((np.void, _LINE))
 
 
 def every_byte() -> Digest:
-    """The function from (address, nbytes) to a checksum. Raises ImportError naming the package where it is missing."""
+    """Return XXH3 as a function of (address, nbytes). Raises ImportError if xxhash is missing."""
     try:
         from xxhash import xxh3_64_intdigest
     except ImportError as error:
@@ -41,7 +40,7 @@ def every_byte() -> Digest:
 
 
 def sampled(address: int, nbytes: int) -> int:
-    """A checksum of a sample: 32 of every 4064 bytes, and the last ones."""
+    """Checksum of a sample: 32 of every 4064 bytes, and the last 32."""
     memory = memory_at(address, nbytes)
     if nbytes <= _PAGE:
         return zlib.crc32(memory)

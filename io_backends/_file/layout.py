@@ -1,8 +1,8 @@
-"""Layout: how an extent and a buffer lie against each other. Pure arithmetic.
+"""Layout: how an extent lines up with a buffer. Pure arithmetic.
 
-An extent holds a buffer's bytes at the place within an aligned block that they have in memory (`skew`), so direct I/O
-can move every whole block straight between the two. What is left, the head and the tail (each less than a block), goes
-through two blocks of the worker's own, in one system call with the rest:
+In an extent a buffer's bytes keep their offset within an aligned block of memory (`skew`), so direct I/O moves whole
+blocks without a copy. The head and the tail, each less than a block, go through two blocks of the worker's own, in the
+same system call:
 
     memory                 |..hhhh|mmmmmm|mmmmmm|ttt...|     h head, m middle, t tail
     extent          0      |--hhhh|mmmmmm|mmmmmm|ttt---|     length, in whole blocks
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 Piece = tuple[int, int]  # address, nbytes
 Edge = tuple[int, int, int]  # address in the bounce blocks, address in the buffer, nbytes
-Vector = tuple[list[Piece], list[Edge]]  # what to hand to the system, and what is to be copied besides
+Vector = tuple[list[Piece], list[Edge]]  # what the system moves, and what to copy by hand
 
 
 def vector(address: int, skew: int, nbytes: int, block: int, bounce: int) -> Vector:
-    """Lay out a transfer between memory and an extent that have one `skew`.
+    """Lay out a transfer between memory and an extent with the same `skew`.
 
-    `bounce` is the address of two blocks, used only where the buffer begins or ends inside of one.
+    `bounce` is the address of two blocks, used if the buffer begins or ends inside a block.
     """
     if not skew and not nbytes % block:
         return [(address, nbytes)], []
@@ -39,13 +39,13 @@ def vector(address: int, skew: int, nbytes: int, block: int, bounce: int) -> Vec
 
 
 def payload(begin: int, end: int, skew: int, nbytes: int) -> tuple[int, int]:
-    """The bytes of the buffer, as a range within it, that lie in [begin, end) of the extent; maybe empty."""
+    """The range of the buffer's bytes within [begin, end) of the extent; may be empty."""
     first = min(max(0, begin - skew), nbytes)
     return first, max(first, min(end - skew, nbytes))
 
 
 def first(pieces: list[Piece], most_bytes: int) -> list[Piece]:
-    """The beginning of a vector, up to `most_bytes`, a multiple of any block."""
+    """The first `most_bytes` of a vector, a multiple of any block."""
     batch: list[Piece] = []
     for address, length in pieces:
         if length >= most_bytes:
@@ -56,7 +56,7 @@ def first(pieces: list[Piece], most_bytes: int) -> list[Piece]:
 
 
 def rest(pieces: list[Piece], moved: int) -> list[Piece]:
-    """The end of a vector, after its first `moved` bytes."""
+    """What remains of a vector after its first `moved` bytes."""
     for index, (address, length) in enumerate(pieces):
         if moved < length:
             return [(address + moved, length - moved), *pieces[index + 1 :]]

@@ -1,10 +1,10 @@
-"""Scratch file: created without a name, so that nothing is left behind however the process ends.
+"""Scratch file: a file without a name, so nothing is left behind however the process ends.
 
-`O_TMPFILE` where the file system has it, else created and unlinked at once; mode 0600. Direct I/O where it works,
-found by trying (512, then 4096 bytes of alignment), else buffered.
+Opened with `O_TMPFILE` if the file system has it, else created and unlinked at once; mode 0600. Direct I/O if a trial
+succeeds (with 512, then 4096 bytes of alignment), else buffered.
 
-A process may run out of descriptors because of stores that nobody uses any more: dropped in a reference cycle, as
-models and trainers are, each keeps its file until the next garbage collection.
+Stores that nobody uses any more may exhaust the process's descriptors: in a reference cycle, as models and trainers
+are, a dropped store keeps its file until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -25,18 +25,16 @@ from .syscalls import Syscalls
 
 _O_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-# What open(2) answers where a file system has no O_TMPFILE (EISDIR: kernels that do not know the flag).
+# Errors of open(2) on file systems without O_TMPFILE (EISDIR: kernels that do not know the flag).
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
-
-
-# A dropped store's last worker closes the file, some moments after the collection. Seconds to wait before each look.
+# A dropped store's last worker closes the file shortly after the collection: seconds to wait before each retry.
 _WAITS_S = (0.0, 0.001, 0.004, 0.016, 0.064, 0.256)
-_COLLECT_EVERY_S = 60.0  # where it was of no use
-_useless_s = float("-inf")  # when it last was
+_COLLECT_EVERY_S = 60.0  # after a collection that freed no descriptor
+_useless_s = float("-inf")  # when that last happened
 
 
 class ScratchFile(NamedTuple):
-    """An open, nameless file. `alignment` is 1 where direct I/O is not to be had."""
+    """An open, nameless file. `alignment` is 1 without direct I/O."""
 
     fd: int
     alignment: int
@@ -49,12 +47,12 @@ class ScratchFile(NamedTuple):
 def open_scratch(directory: str, syscalls: Syscalls, device: int | None = None) -> ScratchFile:
     """Open a scratch file in `directory`. Raises StoreBroken naming the directory.
 
-    `device`: the number of the file system (`st_dev`) the directory was on when it was chosen; None for any.
+    `device`: `st_dev` of the file system that the directory was on when it was chosen; None for any.
     """
     scratch = _open(directory, syscalls)
     try:
         found = os.fstat(scratch.fd).st_dev
-        # Where layers are laid over one another (overlayfs) a file may have another number than its directory.
+        # On overlayfs a file's number may differ from its directory's.
         if device is not None and device not in (found, os.stat(directory).st_dev):
             raise StoreBroken(
                 f"{directory!r} was on device {_name(device)} when it was chosen and is on device {_name(found)} now: "
@@ -69,22 +67,21 @@ def open_scratch(directory: str, syscalls: Syscalls, device: int | None = None) 
 
 
 def lacks_descriptors(error: BaseException) -> bool:
-    """Whether a file could not be opened because this process, or the system, has too many open."""
+    """Whether a file could not be opened because the process or the system has too many open."""
     cause = error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def after_collection() -> Iterator[None]:
-    """Collect garbage, and go on a few times, while what that has dropped is being closed.
+    """Collect garbage and yield a few times, while what the collection dropped is being closed.
 
-    Finalisers run in it: hold no lock that they may want. It goes on not even once where a collection was of no use a
-    short while ago.
+    Finalizers run here, so hold no lock that they may need. Yields nothing if a recent collection did not help.
     """
     global _useless_s
     if time.monotonic() - _useless_s < _COLLECT_EVERY_S:
         return
     for wait_s in _WAITS_S:
-        gc.collect()  # each time: what has a finaliser lets go of what it holds in the next one
+        gc.collect()  # each time: what a finalizer held goes in the next collection
         time.sleep(wait_s)
         yield
     _useless_s = time.monotonic()
@@ -107,7 +104,7 @@ def _open(directory: str, syscalls: Syscalls) -> ScratchFile:
                     for alignment in (512, 4096):
                         if _accepts(fd, alignment, syscalls):
                             return ScratchFile(fd, alignment)
-                except BaseException:  # a full disk, Ctrl-C: many may try again, and each would leave a descriptor
+                except BaseException:  # a full disk, Ctrl-C: each retry would leak a descriptor
                     syscalls.close(fd)
                     raise
                 syscalls.close(fd)
@@ -128,7 +125,7 @@ def _open_nameless(directory: str, extra: int, syscalls: Syscalls) -> int:
     try:
         fd = syscalls.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
-        with suppress(OSError):  # direct I/O is refused only after the file has been made
+        with suppress(OSError):  # O_DIRECT may be refused after the file was created
             os.unlink(path)
         raise
     try:
@@ -140,7 +137,7 @@ def _open_nameless(directory: str, extra: int, syscalls: Syscalls) -> int:
 
 
 def _accepts(fd: int, alignment: int, syscalls: Syscalls) -> bool:
-    # The pieces start `alignment` bytes into a page, so a stricter requirement shows itself.
+    # The pieces start `alignment` bytes into a page, which fails if the file system requires more.
     page = mmap.mmap(-1, 4 * mmap.PAGESIZE)
     try:
         anchor = c_char.from_buffer(page)

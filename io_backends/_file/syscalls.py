@@ -1,4 +1,4 @@
-"""The system calls beneath the stores, in one table that tests replace to make any of them fail.
+"""The system calls beneath the stores, in a table that tests replace to make any of them fail.
 
 Transfers go by address, through views that own nothing, so memory of any origin works. None of these calls holds the
 GIL while the system works.
@@ -18,7 +18,7 @@ if sys.platform != "linux":
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
-# fallocate(2): give the blocks of a range back, and leave the file's size as it is.
+# fallocate(2): free the blocks of a range and keep the file's size.
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -30,7 +30,7 @@ Pieces = Sequence[tuple[int, int]]  # (address, nbytes), in file order
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """A view of plain memory, which the caller keeps alive. It needs no ctypes type of its size, kept for ever."""
+    """A view of plain memory, which the caller keeps alive. Unlike a ctypes array it needs no type per size."""
     view: memoryview = _view(address, nbytes, _PyBUF_WRITE)
     return view
 
@@ -63,7 +63,7 @@ def _allocated(fd: int) -> int:
 class Syscalls:
     """The system calls of a file store. Each raises OSError.
 
-    `pwritev` and `preadv` return the bytes moved, `allocated` those that the blocks of a file take.
+    `pwritev` and `preadv` return bytes moved; `allocated` returns the bytes of a file's blocks.
     """
 
     open: Callable[[str, int, int], int] = os.open

@@ -1,18 +1,18 @@
-"""HostArena: host memory that a device copies to and from at full speed, of exact sizes and within a budget.
+"""HostArena: pinned host memory, which a device copies to and from at full speed, in exact sizes and within a budget.
 
-A framework's own pinned allocator rounds sizes up to powers of two, which costs up to twice the memory, keeps what it
-has for good, and pins each block for itself, at milliseconds a time. Here whole segments are mapped and pinned, leases
-are cut from them to the block, and what no step has used for some time goes back to the system.
+A framework's pinned allocator rounds sizes up to powers of two (up to twice the memory), never frees, and pins each
+block separately, at milliseconds each. Here whole segments are mapped and pinned, leases are cut from them in blocks,
+and segments unused for some time go back to the system.
 
 Guarantees, beyond those of `BufferPool`:
 
-1. A segment is pinned before the first lease in it and stays so until the last one has ended; then it is unpinned and
-   unmapped, in this order, also after `close` and in a finaliser.
-2. A segment that cannot be pinned is used as it is. The first time there is one warning; every later segment is tried
-   anew, as a limit may have been a matter of the moment.
+1. A segment is pinned before its first lease and until its last lease has ended; then it is unpinned, then unmapped,
+   also after `close` and in a finalizer.
+2. A segment that cannot be pinned is used unpinned. The first time there is a warning. Every later segment is tried
+   anew, because a limit may be temporary.
 3. A forked child neither unpins nor touches the device.
 
-This module knows no device: the two functions that pin and unpin are arguments.
+This module knows no device: the functions that pin and unpin are arguments.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from contextlib import suppress
 from functools import partial
 
 from . import numa
-from .pool import SEGMENT_BYTES, BufferPool, Held, Mapping, address_of
+from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of
 
 
 class HostArena(BufferPool):
     """Leases of pinned memory. Thread-safe.
 
     Args:
-        budget_bytes: what may be mapped and pinned together, rounded down to whole pages.
-        alignment: bytes; a page or a multiple of it where leases are read into from a file.
-        segment_bytes: how much is mapped and pinned at once, where a lease does not need more.
-        register: pins `nbytes` at `address` (CUDA: cudaHostRegister); raises where it cannot.
+        budget_bytes: most that may be mapped and pinned, rounded down to whole pages.
+        alignment: bytes; a page or a multiple of it for leases that files are read into.
+        segment_bytes: how much to map and pin at once, unless a lease needs more.
+        register: pins `nbytes` at `address` (CUDA: cudaHostRegister); raises if it cannot.
         unregister: undoes it for what began at `address`.
-        node: the memory node to take pages from (see `device_node`), or None for where the program runs.
-        allocate: gives pinned memory from a page boundary on, in place of all that; it goes with the last view of it.
+        node: memory node for the pages (see `device_node`), or None for the program's.
+        allocate: returns page-aligned pinned memory instead of all that; it is freed with its last view.
     """
 
     _gives_back = False  # pinned pages are in memory from the start
-    _kept_trims = 32  # pinning 64 MiB took 39 ms on an H100's host, and steps of one training differ in what they need
+    _kept_trims = 32  # pinning 64 MiB took 39 ms on an H100's host, and steps of a training need different amounts
 
     def __init__(
         self,
@@ -65,17 +65,17 @@ class HostArena(BufferPool):
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the segments that are pinned."""
-        return sum(segment.memory.nbytes for segment in self._segments if segment.mapping.before_unmap is not None)
+        return sum(segment.memory.nbytes for segment in self._segments if segment.is_pinned)
 
-    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
+    def _map(self, nbytes: int) -> tuple[Mapping | None, memoryview]:
         if self._allocate is not None:
             try:
-                return Held(), self._allocate(nbytes)
+                return None, self._allocate(nbytes)
             except Exception as error:
                 self._warn(nbytes, error)
                 return super()._map(nbytes)
         mapping, memory = super()._map(nbytes)
-        if self._register is None or self._unregister is None:
+        if mapping is None or self._register is None or self._unregister is None:
             return mapping, memory
         address = address_of(memory)
         if self._node is not None:
@@ -101,5 +101,5 @@ class HostArena(BufferPool):
 
 def _unpin(unregister: Callable[[int], None], address: int, pid: int) -> None:
     if pid == os.getpid():
-        with suppress(Exception):  # the device may have ended before this, and its pinned memory with it
+        with suppress(Exception):  # the device's context, and with it its pinned memory, may be gone
             unregister(address)

@@ -1,4 +1,4 @@
-"""Pages: which pages of a range of memory have been touched, and which of them can go again. Pure: no system call."""
+"""Pages: which pages of a memory range have been touched, and which may be freed. Pure: no system calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import chain
 
 
 class Pages:
-    """The touched pages of a range of `nbytes`, by number; it may end within the last. Not thread-safe."""
+    """The touched pages of a range of `nbytes`, by number. The range may end within a page. Not thread-safe."""
 
     def __init__(self, page_bytes: int, nbytes: int) -> None:
         self.page_bytes = page_bytes
@@ -15,7 +15,7 @@ class Pages:
         self.touched: set[int] = set()
 
     def touch(self, offset: int, length: int) -> int:
-        """These bytes are about to be used. How many pages that touches for the first time."""
+        """Mark bytes as used; return how many pages that touches for the first time."""
         pages = range(offset // self.page_bytes, -(-(offset + length) // self.page_bytes))
         if self.touched.issuperset(pages):
             return 0
@@ -24,17 +24,14 @@ class Pages:
         return len(self.touched) - before
 
     def idle(self, free: Iterable[tuple[int, int]], most: int) -> list[int]:
-        """The offsets of touched pages that lie wholly in free ranges, the highest `most`.
-
-        Not the lowest: those are used again first.
-        """
+        """Offsets of the highest `most` touched pages within free ranges, as the lowest are reused first."""
         whole = chain.from_iterable(range(-(-offset // self.page_bytes), self._until(offset + n)) for offset, n in free)
         return [page * self.page_bytes for page in sorted(self.touched.intersection(whole), reverse=True)[:most]]
 
     def gone(self, offset: int) -> None:
-        """The page there has been given back: it counts no more."""
+        """Mark a page as freed."""
         self.touched.discard(offset // self.page_bytes)
 
     def _until(self, end: int) -> int:
-        """The page after the last that is over by then."""
+        """The number after the last page that ends by then."""
         return -(-end // self.page_bytes) if end == self.nbytes else end // self.page_bytes

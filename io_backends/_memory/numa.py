@@ -1,8 +1,8 @@
-"""NUMA: which memory node is next to a device, and how to put memory there.
+"""NUMA: which memory node is next to a device, and how to place memory there.
 
-Pinned memory on the far node costs a device most of its copy bandwidth where the link is faster than the one between
-the sockets. `device_node` reads what the kernel says in sysfs (Documentation/ABI/testing/sysfs-bus-pci); `bind` asks
-mbind(2), which refuses a node without memory. Where nothing is known nothing is done.
+Pinned memory on the far node costs most of a device's copy bandwidth if its link is faster than the one between the
+sockets. `device_node` reads sysfs (Documentation/ABI/testing/sysfs-bus-pci). `bind` calls mbind(2), which refuses a
+node without memory. If nothing is known, nothing is done.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from pathlib import Path
 
 # mbind(2) has no function in libc; its number, from the kernel's tables.
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_PREFERRED = 1  # not MPOL_BIND: a node that is full must slow a copy down, not end the process
-_MOST_NODES = 1024  # what the kernel is built for at most (CONFIG_NODES_SHIFT = 10)
-_MASK_BITS = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel takes one off (get_nodes in mm/mempolicy.c)
+_MPOL_PREFERRED = 1  # not MPOL_BIND: a full node must slow a copy down, not end the process
+_MOST_NODES = 1024  # the kernel's maximum (CONFIG_NODES_SHIFT = 10)
+_MASK_BITS = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel subtracts one (get_nodes in mm/mempolicy.c)
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """A device's name in sysfs, from the numbers CUDA gives (`pci_domain_id`, `pci_bus_id`, `pci_device_id`)."""
+    """A device's name in sysfs, from CUDA's `pci_domain_id`, `pci_bus_id` and `pci_device_id`."""
     return f"{domain:04x}:{bus:02x}:{device:02x}.0"
 
 
 def device_node(address: str, sysfs: Path = Path("/sys")) -> int | None:
-    """The memory node next to the PCI device `address` (`0000:17:00.0`), or None where that cannot be known."""
+    """The memory node next to the PCI device `address` (`0000:17:00.0`), or None if unknown."""
     try:
         node = int((sysfs / "bus/pci/devices" / address.lower() / "numa_node").read_text())
     except (OSError, ValueError):
@@ -36,9 +36,9 @@ def device_node(address: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def bind(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of `[address, address + nbytes)` come from `node` while it has any. Before they are touched.
+    """Take untouched pages of `[address, address + nbytes)` from `node` while it has any; False if that is refused.
 
-    `address` is a multiple of the page size. False where the system does not do it.
+    `address` is a multiple of the page size.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MOST_NODES:

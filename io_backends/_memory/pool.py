@@ -1,41 +1,42 @@
-"""BufferPool: leases of block-aligned memory for direct reads, recycled so that hardly a page is faulted in twice.
+"""BufferPool: leases of block-aligned memory for direct reads, recycled so that few pages are faulted in twice.
 
 Guarantees:
 
-1. A lease ends when its `view` dies, wherever it was held last (a tensor's storage, a ticket). The finaliser only
-   appends to a deque, so it may run on any thread at any bytecode; the space is reused by the next `lease`. It is this
-   very object that counts: `torch.frombuffer` holds it, but slices of it and numpy arrays over it do not.
-2. Leases never overlap. Each owns the whole aligned blocks around its bytes.
-3. The memory is private: a forked child has a copy of its own. Transfers into leases are held back around a fork
-   (`_workers.workers`), as direct I/O into private memory wants (open(2), NOTES).
-4. With a budget, the segments together never exceed it. A lease that finds no room though all others have ended gets
-   it nevertheless: segments without leases make way.
-5. A lease outlives the pool and its `close`: a segment is unmapped when the last of its leases has ended.
-6. A device may still copy to or from a lease after its last user has let go. `retain` keeps it until the copy is over.
-7. Leases that lie badly cost no memory: one that needs pages that are not in memory gives back as many that are free,
-   so there are never more in memory than leases have covered at one time. In huge pages; not where memory is locked,
-   nor in an arena, whose memory is meant to be pinned.
-8. With `idle_bytes`, no more than that stays in memory for leases to come, as of the last `lease` or `trim`. A larger
-   lease has memory of its own, which goes back to the system the moment the lease ends: it would be more than that.
-9. An interrupt (Ctrl-C) at any bytecode costs at most one range, which `trim` finds again.
+1. A lease ends when its `view` dies, whoever held it last (a tensor's storage, a ticket). The finalizer only appends to
+   a deque, so it may run on any thread at any bytecode; the next `lease` reuses the space. Only this object counts:
+   `torch.frombuffer` holds it, but slices of it and NumPy arrays over it do not.
+2. Leases never overlap. Each owns the aligned blocks around its bytes.
+3. The memory is private: a forked child has its own copy. Transfers into leases wait around a fork
+   (`_workers.workers`), as direct I/O into private memory requires (open(2), NOTES).
+4. With a budget, the segments together never exceed it. If a lease finds no room although all others have ended,
+   segments without leases are dropped to make room.
+5. A lease outlives the pool and its `close`: a segment is unmapped when its last lease ends.
+6. A device may still copy to or from a lease after its last user has dropped it. `retain` keeps it until the copy is
+   over.
+7. Fragmentation costs no memory. A lease that touches new pages frees as many untouched by leases, so no more pages are
+   in memory than leases have covered at one time. In units of huge pages; not if memory is locked, nor in an arena,
+   whose memory is pinned.
+8. With `idle_bytes`, at most that much stays in memory for future leases, as of the last `lease` or `trim`. A larger
+   lease has its own memory, which is unmapped as soon as the lease ends.
+9. An interrupt (Ctrl-C) at any bytecode costs at most one range, which `trim` recovers.
 
 Where threads meet:
 
-- The end of a lease against `lease`. The finaliser appends the weak reference itself, which knows the range; `lease`
-  frees, under the lock, what was appended by then, and the rest is left to the next call. A range is thus never free
-  before its view is dead. `_live` keeps each reference until its range is free, so no other can have its `id`.
-- `retain` against `_let_go`. The first only appends; the second removes the very item that it found ready. Two threads
-  may find one item ready: the second finds nothing to remove.
-- `close` against leases. It drops the pool's references to segments and lets the lock go; each view still holds its
-  mapping, and the appended ends of later leases are never looked at.
+- The end of a lease and `lease`. The finalizer appends the weak reference, which knows the range; `lease` frees, under
+  the lock, what was appended so far. So a range is never free before its view is dead. `_live` keeps each reference
+  until its range is free, so no other has its `id`.
+- `retain` and `_let_go`. The first only appends; the second removes the item that it found ready. If two threads find
+  the same item, the second finds nothing to remove.
+- `close` and leases. `close` drops the pool's references to segments; each view still holds its mapping, and nobody
+  looks at the ends of later leases.
 
-Huge pages, where the system gives them: pinning a transfer's memory page by page is most of what direct I/O costs the
-CPU (measured: 0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory, which would
-need no care at a fork, gets none as Linux comes (`shmem_enabled` is `never`).
+Huge pages are used if available: pinning a transfer's memory page by page is most of direct I/O's CPU cost (measured:
+0.08 CPU seconds per GiB read with 4 KiB pages, 0.025 with 2 MiB). Shared anonymous memory would need no care at a fork,
+but gets no huge pages under Linux's default (`shmem_enabled` is `never`).
 
-First fit over a few segments keeps sizes from having pools of their own: a step's restored tensors, of whatever
-sizes, reuse one compact range. It may differ from step to step: one whose first tensors come in another order, as
-after a pause of the disk, may leave gaps that are too small for the largest until its end (measured: 24 MiB for 16).
+First fit over a few segments needs no pools per size: a step's restored tensors reuse one compact range. If a step's
+first tensors come in another order, as after a pause of the disk, gaps may be too small for the largest until the step
+ends (measured: 24 MiB for 16).
 """
 
 from __future__ import annotations
@@ -54,14 +55,13 @@ from .._errors import StoreClosed, StoreFull
 from .._extents import Extents, align_up
 from .huge_pages import Pages
 
-# Large enough that a step needs few segments, small enough that a small model's pool stays small. Pages are touched
-# only when used, so an empty part of a segment costs address space, not memory.
+# A step needs few segments of this size, and a small model's pool stays small. Unused pages cost address space only.
 SEGMENT_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Mapping(mmap.mmap):
-    """Private anonymous memory, unmapped when the last view of it dies, after a call of `before_unmap`."""
+    """Private anonymous memory, unmapped when its last view dies, after a call of `before_unmap`."""
 
     before_unmap: Callable[[], None] | None = None
 
@@ -70,15 +70,9 @@ class Mapping(mmap.mmap):
             self.before_unmap()
 
 
-class Held:
-    """Stands for the mapping of memory that somebody else has allocated, and pinned: it lives as long as its views."""
-
-    before_unmap: Callable[[], None] | None = None
-
-
 def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
-    """A mapping, and the `nbytes` of it that begin with a huge page. Raises OSError when the system has no room."""
-    # NORESERVE: address space only; what is never touched is never charged.
+    """Map memory; also return the `nbytes` of it that begin at a huge page. Raises OSError if the system has none."""
+    # NORESERVE: untouched memory is never charged.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     mapping = Mapping(-1, nbytes + _HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -90,22 +84,25 @@ def map_memory(nbytes: int) -> tuple[Mapping, memoryview]:
 
 
 def address_of(memory: memoryview) -> int:
-    """Where writable memory begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class _Segment:
-    def __init__(self, mapping: Mapping | Held, memory: memoryview, alignment: int) -> None:
-        self.mapping = mapping
+    def __init__(self, mapping: Mapping | None, memory: memoryview, alignment: int) -> None:
+        self.mapping = mapping  # None: somebody else allocated the memory, which lives as long as its views
         self.memory = memory
         self.address = address_of(memory)
         self.extents = Extents(alignment, memory.nbytes)
         self.pages = Pages(_HUGE_PAGE_BYTES, memory.nbytes)
-        self.idle_trims = 0  # so many calls of `trim` since a lease has used it
-        self.least_refused = memory.nbytes + 1  # no lease of so many bytes finds room, nor any larger one
+        self.idle_trims = 0  # calls of `trim` since a lease last used it
+        self.least_refused = memory.nbytes + 1  # leases of this size or larger find no room
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.mapping is not None and self.mapping.before_unmap is not None
 
     def allocate(self, length: int) -> int | None:
-        """Offset of a free range, or None. A segment without room, of hundreds, costs a comparison."""
+        """Offset of a free range, or None. Asking a full segment, of hundreds, costs one comparison."""
         if length >= self.least_refused:
             return None
         offset = self.extents.allocate(length)
@@ -114,13 +111,12 @@ class _Segment:
         return offset
 
     def free(self, offset: int, length: int) -> None:
-        """Give a range back."""
-        self.least_refused = self.memory.nbytes + 1  # first: an interrupt after it costs a question
+        self.least_refused = self.memory.nbytes + 1  # first: an interrupt in between costs one needless search
         self.extents.free(offset, length)
 
     def let_go(self, most: int) -> int:
-        """Give up to `most` pages back to the system that no lease covers; how many it were."""
-        if isinstance(self.mapping, Held):
+        """Give up to `most` pages that no lease covers back to the system; return how many."""
+        if self.mapping is None:
             return 0
         begin = self.address - address_of(memoryview(self.mapping))
         pages = self.pages.idle(self.extents.free_ranges(0, self.memory.nbytes), most)
@@ -131,7 +127,7 @@ class _Segment:
         return len(pages)
 
     def mend(self, leases: Iterable[_End]) -> None:
-        """Find again what is free: all but what these leases have."""
+        """Recompute what is free: all but what these leases have."""
         self.least_refused = self.memory.nbytes + 1
         extents = Extents(self.extents.alignment, self.memory.nbytes)
         for end in leases:
@@ -141,7 +137,7 @@ class _Segment:
 
 
 class _Retained:
-    """What holds a lease, and how to ask whether its copy is over. Equal to itself alone."""
+    """What holds a lease, and whether its copy is over. Compared by identity."""
 
     __slots__ = ("owner", "ready")
 
@@ -151,12 +147,11 @@ class _Retained:
 
 
 def _drop_first(queue: deque[_Retained]) -> bool:
-    """Drop what was retained first, if its copy is over."""
     try:
         first = queue[0]
         if not first.ready():
             return False
-        queue.remove(first)  # and not whatever is first by now
+        queue.remove(first)  # not `popleft`: another item may be first by now
     except (IndexError, ValueError):  # another thread was faster
         return False
     return True
@@ -164,7 +159,7 @@ def _drop_first(queue: deque[_Retained]) -> bool:
 
 class _End(weakref.ref):  # type: ignore[type-arg]  # weakref.ref's type argument adds nothing to a private slot class
     __slots__ = ("length", "offset", "segment")
-    segment: _Segment | None  # None: memory of its own, which goes with the lease
+    segment: _Segment | None  # None: the lease has memory of its own
     offset: int
     length: int
 
@@ -174,13 +169,13 @@ class BufferPool:
 
     Args:
         alignment: bytes.
-        segment_bytes: how much is mapped at once, where a lease does not need more; rounded up to whole pages.
-        budget_bytes: what the segments may take together, rounded down to whole pages; None for no limit.
-        idle_bytes: what may stay in memory for leases to come; None for no limit.
+        segment_bytes: how much to map at once, unless a lease needs more; rounded up to whole pages.
+        budget_bytes: most that segments may take together, rounded down to whole pages; None for no limit.
+        idle_bytes: most that may stay in memory for future leases; None for no limit.
     """
 
     _gives_back = hasattr(mmap, "MADV_DONTNEED")
-    _kept_trims = 1  # a segment stays so many calls of `trim` after its last use
+    _kept_trims = 1  # calls of `trim` that an unused segment survives
 
     def __init__(
         self,
@@ -191,9 +186,9 @@ class BufferPool:
         idle_bytes: int | None = None,
     ) -> None:
         if alignment < 1 or _HUGE_PAGE_BYTES % alignment:
-            raise ValueError(f"an alignment divides a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
+            raise ValueError(f"an alignment must divide a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
         if budget_bytes is not None and budget_bytes < mmap.PAGESIZE:
-            raise ValueError(f"a budget holds at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
+            raise ValueError(f"a budget must hold at least one page of {mmap.PAGESIZE} bytes, got {budget_bytes}")
         self.alignment = alignment
         self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._idle_bytes = None if idle_bytes is None else max(idle_bytes, _HUGE_PAGE_BYTES)
@@ -201,19 +196,19 @@ class BufferPool:
         self._segments: list[_Segment] = []
         self._ended: deque[_End] = deque()
         self._live: dict[int, _End] = {}  # keeps the weak references themselves alive
-        self._retained: dict[object, deque[_Retained]] = {}  # by the queue that uses them, first in first out
+        self._retained: dict[object, deque[_Retained]] = {}  # by the queue whose copies use them
         self._lock = threading.Lock()
         self._closed = False
 
     def lease(self, nbytes: int, skew: int = 0) -> tuple[memoryview, Buffer]:
-        """A writable view of `nbytes` bytes with `address % alignment == skew`, and the padded buffer over it.
+        """Lease `nbytes` with `address % alignment == skew`: a writable view, and the padded buffer over it.
 
         Raises:
             StoreFull: the budget has no room for it.
             StoreClosed: after `close`.
         """
         if not 0 <= skew < self.alignment:
-            raise ValueError(f"a skew lies within the alignment of {self.alignment} bytes, got {skew}")
+            raise ValueError(f"a skew must lie within the alignment of {self.alignment} bytes, got {skew}")
         length = align_up(max(1, skew + nbytes), self.alignment)
         if self._retained:
             self._let_go()
@@ -223,7 +218,8 @@ class BufferPool:
             ended = bool(self._ended)
             if ended:
                 self._reclaim()
-            segment, offset = (None, 0) if self._goes_alone(length) else self._place(length)
+            alone = self._idle_bytes is not None and length > self._idle_bytes
+            segment, offset = (None, 0) if alone else self._place(length)
             if segment is None:
                 _, memory = self._map(align_up(length, mmap.PAGESIZE))
                 address = address_of(memory)
@@ -237,23 +233,23 @@ class BufferPool:
             self._live[id(end)] = end
             if ended:
                 self._limit_idle()
-        # Not by Buffer(...), which is a Python function: there is a lease for every read.
+        # `Buffer(...)` is a Python function, and every read makes one.
         return view, tuple.__new__(Buffer, (address + start, nbytes, view, True, False, False))
 
     def retain(self, owner: object, ready: Callable[[], bool], queue: object = None) -> None:
         """Keep what holds a lease until `ready()`, a device's answer that its copy is over.
 
-        It is asked at the next lease or `trim`, on that thread, once all before it on the same `queue` (a stream, which
-        runs its copies in order) are over. May be called on any thread at any bytecode.
+        The next `lease` or `trim` asks, on its thread, after all earlier items of the same `queue` (a stream, whose
+        copies run in order) are over. May be called on any thread at any bytecode.
         """
         self._retained.setdefault(queue, deque()).append(_Retained(owner, ready))
 
     def trim(self, *, all_idle: bool = False) -> None:
-        """Give back segments that no lease has used for some calls (call it once a step), or `all_idle` ones now."""
+        """Once per step: give back segments that no lease has used for some calls, or all unused ones if `all_idle`."""
         self._let_go()
         with self._lock:
             self._reclaim()
-            # An interrupt may have lost the end of a lease, or a range that no lease got: see what there really is.
+            # An interrupt may have lost the end of a lease, or a range that no lease got: rebuild from live leases.
             self._live = {key: end for key, end in self._live.items() if end() is not None}
             for segment in self._segments:
                 segment.mend(self._live.values())
@@ -264,34 +260,34 @@ class BufferPool:
                 segment.idle_trims += 1
 
     def close(self) -> None:
-        """Give back every segment, those still on lease when their last lease ends. Idempotent; `lease` fails then."""
+        """Unmap every segment, leased ones when their last lease ends. Idempotent; `lease` fails afterwards."""
         with self._lock:
             self._closed = True
             self._segments = []
-            self._live.clear()  # the ends of leases are of no interest any more, and they hold the segments
+            self._live.clear()  # the ends of leases no longer matter, and they hold the segments
             self._ended.clear()
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes out on lease, padding included; none once closed."""
+        """Leased bytes, padding included; 0 once closed."""
         with self._lock:
             self._reclaim()
             return sum(end.length for end in self._live.values())
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the segments, used or not, and of leases with memory of their own."""
+        """Bytes of all segments and of leases with memory of their own."""
         alone = sum(end.length for end in self._live.copy().values() if end.segment is None and end() is not None)
         return alone + sum(segment.memory.nbytes for segment in self._segments)
 
     def _let_go(self) -> None:
-        """Drop retained leases whose copy is over. Call without the lock: `ready` and finalisers are foreign code."""
+        """Drop retained leases whose copy is over. Call without the lock: `ready` and finalizers are foreign code."""
         for queue in list(self._retained.values()):
             while queue and _drop_first(queue):
                 pass
 
-    def _map(self, nbytes: int) -> tuple[Mapping | Held, memoryview]:
-        """Memory for a segment of `nbytes`, a whole number of pages."""
+    def _map(self, nbytes: int) -> tuple[Mapping | None, memoryview]:
+        """Map a segment of `nbytes`, a whole number of pages."""
         return map_memory(nbytes)
 
     def _reclaim(self) -> None:
@@ -300,11 +296,8 @@ class BufferPool:
             if self._live.pop(id(end), None) is not None and end.segment is not None:
                 end.segment.free(end.offset, end.length)
 
-    def _goes_alone(self, length: int) -> bool:
-        return self._idle_bytes is not None and length > self._idle_bytes
-
     def _place(self, length: int) -> tuple[_Segment, int]:
-        # A segment made for a larger lease than usual is for such ones only, or it would never be out of use ...
+        # A segment made for an unusually large lease serves only such leases, or it would never become unused ...
         usual = length <= self._segment_bytes
         found = self._find(length, self._segment_bytes if usual else None)
         if found is not None:
@@ -314,7 +307,7 @@ class BufferPool:
             room = self._room_for(least)
             try:
                 mapping, memory = self._map(room)
-            except OSError as error:  # the system has no room for as much, but perhaps for what is asked for
+            except OSError as error:  # no room for a whole segment, but perhaps for the lease
                 if error.errno != errno.ENOMEM or room == least:
                     raise
                 mapping, memory = self._map(least)
@@ -330,7 +323,7 @@ class BufferPool:
         return segment, offset
 
     def _find(self, length: int, most_bytes: int | None = None) -> tuple[_Segment, int] | None:
-        """Find room in a segment, of at most so many bytes."""
+        """Find room in a segment of at most `most_bytes`."""
         for segment in self._segments:
             if length < segment.least_refused and (most_bytes is None or segment.memory.nbytes <= most_bytes):
                 offset = segment.allocate(length)
@@ -339,7 +332,7 @@ class BufferPool:
         return None
 
     def _touch(self, segment: _Segment, offset: int, length: int) -> None:
-        """Note that a lease is about to use a range; give back as many free pages as that takes for the first time."""
+        """Note that a lease will use a range; free as many unused pages as that touches for the first time."""
         segment.idle_trims = 0
         new_pages = segment.pages.touch(offset, length)
         if new_pages and self._gives_back:
@@ -353,23 +346,23 @@ class BufferPool:
                 self._give_back(-(-(touched - leased - self._idle_bytes) // _HUGE_PAGE_BYTES))
 
     def _give_back(self, pages: int) -> None:
-        """Give so many pages back to the system, as far as they are free."""
-        for segment in reversed(self._segments):  # the first ones are used again first
+        """Give up to `pages` free pages back to the system."""
+        for segment in reversed(self._segments):  # the first ones are reused first
             pages -= segment.let_go(pages)
             if not pages:
                 return
 
     def _room_for(self, nbytes: int) -> int:
-        """The size of a new segment for a lease of `nbytes`. Raises StoreFull."""
+        """Size of a new segment for a lease of `nbytes`. Raises StoreFull."""
         wanted = max(self._segment_bytes, nbytes)
         if self.budget_bytes is None:
             return wanted
         used = sum(segment.memory.nbytes for segment in self._segments if segment.extents.used_bytes)
         if self.budget_bytes - used < nbytes:
             raise StoreFull(
-                f"a lease of {nbytes} bytes was asked of a pool whose budget is {self.budget_bytes} bytes, with {used} "
-                "in segments on lease; raise the budget or let go of leases"
+                f"a lease of {nbytes} bytes does not fit: the pool's budget is {self.budget_bytes} bytes, {used} of "
+                "them in segments on lease; raise the budget or drop leases"
             )
-        if self.budget_bytes - self.mapped_bytes < nbytes:  # those without leases are all too small: make way
+        if self.budget_bytes - self.mapped_bytes < nbytes:  # all unused segments are too small: drop them
             self._segments = [segment for segment in self._segments if segment.extents.used_bytes]
         return min(wanted, self.budget_bytes - self.mapped_bytes)

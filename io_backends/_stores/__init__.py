@@ -1,1 +1,1 @@
-"""Stores: one file each, and what those over a file share."""
+"""Stores: one file each, and what stores over a file share."""

@@ -2,14 +2,14 @@
 
 Guarantees:
 
-1. The file is made by the first transfer, once, and closed once: by the last worker, by `close`, or in a forked child.
-2. Once closed, or once all workers have died, no file is made again.
-3. After a fork the child owns nothing of it; every call raises StoreClosed.
+1. The first transfer makes the file, once. It is closed once: by the last worker, by `close`, or in a forked child.
+2. Once the store is closed or all workers have died, no file is made again.
+3. After a fork the child owns none of it; every call raises StoreClosed.
 
-Where threads meet: `open` against `abandon`, which takes no lock. `open` (1) makes the file, (2) appends it to
-`_files`, (3) looks at `_closed`. `abandon` (a) sets `_closed`, and the last worker then (b) pops the file and closes
-it. If (a) is before (3), `open` closes the file itself; else (2) was before (b), and the worker finds it. Where both
-try, `pop` gives it to one of them.
+Where threads meet: `open` and `abandon`, which takes no lock. `open` (1) makes the file, (2) appends it to `_files`,
+(3) checks `_closed`. `abandon` (a) sets `_closed`; the last worker then (b) pops the file and closes it. If (a) is
+before (3), `open` closes the file itself; else (2) was before (b), and the worker finds it. If both try, `pop` gives it
+to one of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .._store import Store
 from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
 
-# One system call moves no more, so that a very big tensor on a slow disk is seen to move while it is waited for.
+# The most that one system call moves, so that waiters see a huge tensor on a slow disk making progress.
 _CALL_BYTES = 64 << 20
 
 
@@ -50,7 +50,7 @@ File = TypeVar("File", bound=_Open)
 
 
 class FileStore(Store, Generic[File]):
-    """All of a `Store` but how bytes move (`_write`, `_read`) and what the file is (`_make`, `_release`)."""
+    """A `Store` except for how bytes move (`_write`, `_read`) and what the file is (`_make`, `_release`)."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class FileStore(Store, Generic[File]):
         self._device = device
         self._syscalls = syscalls or Syscalls()
         self._file: File | None = None
-        self._files: list[File] = []  # that one; taken out by `pop`, which is atomic, so closed once
+        self._files: list[File] = []  # the same one, until an atomic `pop` hands it to whoever closes it
         self._closed = False
         self._lock = threading.Lock()  # while the file is made
         self._space = Space(str(self.directory), self._syscalls, capacity_bytes)
@@ -79,22 +79,22 @@ class FileStore(Store, Generic[File]):
 
     @abc.abstractmethod
     def _release(self, file: File) -> None:
-        """Close it."""
+        """Close the file."""
 
     @abc.abstractmethod
     def _write(self, ticket: Ticket) -> None:
-        """Set the ticket's location and move its bytes. Runs on a worker."""
+        """On a worker: set the ticket's location and move its bytes."""
 
     @abc.abstractmethod
     def _read(self, ticket: Ticket) -> None:
-        """Move the bytes of the ticket's location. Runs on a worker."""
+        """On a worker: move the bytes of the ticket's location."""
 
     def open(self) -> File:
         """The scratch file, made on the first call. Raises StoreBroken, StoreClosed."""
         file = self._file
         if file is None:
             if not self._closed:
-                self._workers.refuse()  # where all have died they have closed the file, for good
+                self._workers.refuse()  # if all workers have died, they have closed the file for good
             try:
                 file = self._open()
             except StoreBroken as error:
@@ -106,19 +106,19 @@ class FileStore(Store, Generic[File]):
         return file
 
     def _open(self) -> File | None:
-        """Make the file, unless another thread has. None once closed."""
+        """Make the file unless another thread has. None once closed."""
         with self._lock:
             file = self._file
             if file is None and not self._closed:
                 file = self._file = self._make()
                 self._files.append(file)
-                if self._closed:  # meanwhile, when there was nothing to close yet
+                if self._closed:  # by `abandon`, before there was a file to close
                     self._close_file()
                     file = None
         return file
 
     def _open_after_collection(self, failure: StoreBroken) -> File | None:
-        """Make the file as soon as a descriptor is free. Finalisers run here: without the lock. Raises `failure`."""
+        """Retry while collections free descriptors. Raises `failure`. Not under the lock: finalizers run here."""
         for _ in after_collection():
             try:
                 return self._open()
@@ -138,10 +138,9 @@ class FileStore(Store, Generic[File]):
         self._space.discard(ticket)
 
     def trim(self) -> None:
-        """Once a step: give disk blocks back that the last ones did not need. Returns at once; a worker does it."""
         allocated_bytes = self.allocated_bytes()
         if allocated_bytes and self._space.begin_trim(allocated_bytes):
-            with suppress(StoreClosed, StoreBroken):  # then all is given back anyway
+            with suppress(StoreClosed, StoreBroken):  # then everything is given back anyway
                 self._workers.submit(Ticket(Buffer(0, 0, None), None, self._punch), urgent=False)
 
     def allocated_bytes(self) -> int:
@@ -151,10 +150,10 @@ class FileStore(Store, Generic[File]):
         tracer = interrupts.tracer()
         try:
             nbytes = self._syscalls.allocated(file.fd)
-        except OSError as error:  # the last worker has died, and closed it, since
+        except OSError as error:  # the last worker has closed it since
             interrupts.pass_on(error, tracer)
             return 0
-        return nbytes if file is self._file else 0  # the number may be another file's by now
+        return nbytes if file is self._file else 0  # else the descriptor may be another file's by now
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -167,17 +166,17 @@ class FileStore(Store, Generic[File]):
     def close(self) -> None:
         """End the workers and close the file. Idempotent.
 
-        Running transfers end first, queued ones fail with `StoreClosed`. Where a transfer hangs in the system this
-        gives up after `timeout_s`; the file is closed when it ends.
+        Running transfers end first; queued ones fail with `StoreClosed`. If a transfer hangs in the system, this
+        returns after `timeout_s`, and the file is closed when the transfer ends.
         """
         self._closed = True
         self._workers.stop()
         self._workers.join()
         if self._workers.ended:
-            self._close_file()  # made while the last worker died
+            self._close_file()  # one made while the last worker ended
 
     def abandon(self) -> None:
-        """`close` without waiting; safe in a finaliser, on any thread. The last worker closes the file."""
+        """`close` without waiting; safe in a finalizer, on any thread. The last worker closes the file."""
         self._closed = True
         self._workers.stop()
 
@@ -185,7 +184,7 @@ class FileStore(Store, Generic[File]):
         return open_scratch(str(self.directory), self._syscalls, self._device)
 
     def _place(self, ticket: Ticket, fd: int, block: int, checksum: int | None = None) -> Location:
-        """Take and lay out an extent for a write. Once it is the ticket's, `discard` frees it. Runs on a worker."""
+        """On a worker: take and lay out an extent for a write. As soon as the ticket has it, `discard` frees it."""
         location = extent_of(ticket, block)
         if location.length:
             location = location._replace(offset=self._space.take(location.length), checksum=checksum)
@@ -203,9 +202,9 @@ class FileStore(Store, Generic[File]):
         begin: int = 0,
         limit: RateLimit | None = None,
     ) -> None:
-        """Move every byte of `pieces` to or from an extent, from `begin` on, however the system cuts the transfer.
+        """Move all bytes of `pieces` to or from an extent, starting at `begin`, in as many system calls as needed.
 
-        Direct I/O cannot go on within a `block`.
+        Direct I/O cannot resume within a `block`.
         """
         offset, left = location.offset + begin, sum([length for _, length in pieces])
         most = _CALL_BYTES if limit is None else limit.piece_bytes
@@ -233,7 +232,6 @@ class FileStore(Store, Generic[File]):
         self._space.punch(self.open().fd)
 
     def _forget(self) -> None:
-        """Close what the child has inherited."""
         self._closed = True
         self._lock = threading.Lock()  # another thread may have held it
         self._space.forget()

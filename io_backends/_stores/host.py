@@ -1,10 +1,10 @@
-"""HostStore: bytes stay in host memory, where they are.
+"""HostStore: bytes stay where they are in host memory.
 
-`write` keeps the buffer's owner instead of copying. This is for what a device has copied out already, into memory with
-no other user (`Buffer.given`). Such a write with nothing to wait for ends at once, on the thread that asked for it.
+`write` keeps the buffer's owner instead of copying. It is for bytes that a device has already copied into memory with
+no other user (`Buffer.given`); such a write ends at once on the submitting thread if it has nothing to wait for.
 
-The location of a finished write *is* a `Buffer`: its memory may be used in place for as long as its owner is held, also
-after the write has been discarded.
+The location of a finished write is a `Buffer`: its memory may be used in place while its owner is held, even after the
+write is discarded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._workers.workers import Workers
 
 
 class _Write(Ticket):
-    """A write, and the bytes of the budget that it holds until it is discarded: taken from its dict with `pop`."""
+    """A write with the budget bytes that it holds until discarded: whoever pops them from its dict frees them."""
 
     held_bytes: int
 
@@ -30,16 +30,16 @@ class HostStore(Store):
     """A `Store` whose locations are buffers.
 
     Args:
-        threads: workers; they wait for devices, and copy what is read.
-        budget_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None for no limit.
-        timeout_s: a wait fails when nothing has ended for so long; None for never.
+        threads: workers, which wait for devices and copy what is read.
+        budget_bytes: most that may be stored at once; a write beyond it fails with `StoreFull`. None for no limit.
+        timeout_s: a wait fails if nothing has ended for this long; None for never.
     """
 
     def __init__(self, *, threads: int = 1, budget_bytes: int | None = None, timeout_s: float | None = 60.0) -> None:
         self.budget_bytes = budget_bytes
         self._lock = threading.Lock()
         self._bytes = 0
-        self._given_back: deque[int] = deque()  # bytes of discarded writes, still to be taken off `_bytes`
+        self._given_back: deque[int] = deque()  # bytes of discarded writes, to be subtracted from `_bytes`
         self._workers = Workers(threads, "tba-host", lambda: None, on_forked=self._forget, timeout_s=timeout_s)
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
@@ -60,7 +60,7 @@ class HostStore(Store):
         return self._workers.submit(Ticket(buffer, location, _fetch, on_done, before), urgent=True)
 
     def discard(self, ticket: Ticket) -> None:
-        # No lock: a finaliser may call this while its own thread holds it.
+        # No lock: a finalizer may call this while its own thread holds the lock.
         ticket.cancel()
         if not isinstance(ticket, _Write):
             return
@@ -68,14 +68,13 @@ class HostStore(Store):
         if held_bytes:
             self._given_back.append(held_bytes)
         vars(ticket)["discarded"] = True
-        ticket.location = None  # and `_store`, which sets it, looks at `discarded` afterwards
+        ticket.location = None  # `_store` sets it, then checks `discarded`
 
     @property
     def capacity_bytes(self) -> int | None:
         return self.budget_bytes
 
     def allocated_bytes(self) -> int:
-        """Bytes of the memory that is kept."""
         with self._lock:
             return self._stored_bytes()
 

@@ -1,26 +1,25 @@
-"""KvikioStore: GPUDirect Storage through kvikio, between device memory and a scratch file with no copy in the host.
+"""KvikioStore: GPUDirect Storage through kvikio, between device memory and a scratch file with no copy in host memory.
 
-Where GPUDirect Storage (GDS) is not to be had, kvikio moves device memory through host memory, and host memory it moves
-with POSIX calls in any case. Which of the two is live is asked of kvikio for the very file, and told by `mode`.
+Without GPUDirect Storage (GDS), kvikio moves device memory through host memory. It always moves host memory with POSIX
+calls. kvikio says for the opened file which path is in use; `mode` returns it.
 
 Guarantees beyond those of `Store`:
 
-1. Device memory is recognised by the buffer's owner: a CUDA tensor, or anything with `__cuda_array_interface__`, such
+1. A buffer's owner tells whether it is device memory: a CUDA tensor, or anything with `__cuda_array_interface__`, such
    as a CuPy array. The submitter waits, in `before`, for the kernels and copies that use it (with CuPy
-   `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits for the default stream alone.
-2. A transfer is over when every piece of it is, also when one of them failed: the memory is not touched afterwards.
-   Device memory is one piece: for each piece kvikio waits for the default stream, where PyTorch computes.
-3. Nothing is left on disk when the process ends (`_file.scratch`): kvikio opens files by name, so it is given the name
+   `before=cupy.cuda.get_current_stream().synchronize`); kvikio waits only for the default stream.
+2. A transfer ends when all its pieces have, even if one failed: nothing touches the memory afterwards. Device memory is
+   one piece: for each piece kvikio waits for the default stream, where PyTorch computes.
+3. Nothing is left on disk when the process ends (`_file.scratch`). kvikio opens files by name, so it gets the name
    /proc/self/fd/N of a file that has no other.
 
-Host path. A transfer below the threshold does not go through kvikio's threads: bytes in host memory go by one plain
-write or read through the page cache, bytes on a device (by kvikio) through its pinned bounce buffer. Without GDS device
-memory of any size is better copied to host memory first, so `threshold_bytes` says: its bounce buffers hold up the
-default stream both ways.
+Host path. A transfer below the threshold bypasses kvikio's threads: host memory goes by one plain write or read through
+the page cache, device memory (by kvikio) through its pinned bounce buffer. Without GDS, copy device memory of any size
+to host memory first (`threshold_bytes` says so): kvikio's bounce buffers hold up the default stream both ways.
 
-Settings of kvikio hold for the whole process. Those that the environment does not set (KVIKIO_*) are set here: as many
-threads as this store has workers, the threshold, and direct I/O for reads and writes in host memory. What lies in a
-scratch file is read once, so the page cache is of no use to it.
+kvikio's settings are process-wide. Those that the environment does not set (KVIKIO_*) are set here: as many threads as
+this store has workers, the threshold, and direct I/O for host memory, because scratch data is read only once and gains
+nothing from the page cache.
 """
 
 from __future__ import annotations
@@ -42,19 +41,17 @@ from .._file.syscalls import Pieces, Syscalls, memory_at
 from .._ticket import Ticket
 from .file_store import FileStore
 
-# Measured with kvikio 26.10 on 2 cores: a request through its threads takes 0.24 ms more than a system call, however
-# small. A write of 1 MiB takes 0.49 ms that way, 0.18 ms into the page cache; of 2 MiB 0.9 and, as the cache begins to
-# hold writers back, 5.8 ms.
+# Measured with kvikio 26.10 on 2 cores: a request through its threads takes 0.24 ms more than a system call. A write of
+# 1 MiB takes 0.49 ms that way and 0.18 ms into the page cache; 2 MiB take 0.9 ms, and 5.8 ms as the cache throttles.
 THRESHOLD_BYTES = 1 << 20
-# kvikio's own default for the pieces that its threads move.
-TASK_BYTES = 4 << 20
-_PAGE_BYTES = mmap.PAGESIZE  # kvikio's direct I/O goes by pages
+TASK_BYTES = 4 << 20  # kvikio's default for the pieces that its threads move
+_PAGE_BYTES = mmap.PAGESIZE  # the unit of kvikio's direct I/O
 
 Mode = Literal["gds", "compat"]
 
 
 class _DeviceMemory:
-    """`nbytes` of a CUDA device at `address`, as kvikio takes them. It owns nothing."""
+    """`nbytes` at `address` on a CUDA device, in the form kvikio takes. Owns nothing."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -76,16 +73,17 @@ class KvikioStore(FileStore[_File]):
     """A `Store` on a file system, through kvikio.
 
     Args:
-        directory: an existing, writable directory. For GDS on a file system that supports it (ext4, xfs, Lustre ...).
+        directory: an existing, writable directory; for GDS on a file system that supports it (ext4, xfs, Lustre ...).
         threads: workers, and at least as many threads of kvikio.
         threshold_bytes: smaller transfers take the host path.
-        capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
-        timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
+        capacity_bytes: most that may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk
+            has.
+        timeout_s: a wait fails with `StoreStalled` if no byte has moved for this long; None for never.
         syscalls: replaced in tests.
-        device: number of the file system (`st_dev`) the directory was found on; the file is made on no other.
+        device: `st_dev` of the file system that the directory was on when it was checked; no other is used.
 
     Raises:
-        ImportError: kvikio is not installed, or a library it needs is missing.
+        ImportError: kvikio is not installed, or a library that it needs is missing.
     """
 
     alignment = _PAGE_BYTES
@@ -117,7 +115,7 @@ class KvikioStore(FileStore[_File]):
 
     @property
     def mode(self) -> Mode:
-        """`gds`: device memory goes straight to the disk. `compat`: through host memory. Makes the file."""
+        """`gds`: device memory goes straight to the disk; `compat`: through host memory. Makes the file."""
         return self.open().mode
 
     @property
@@ -133,8 +131,7 @@ class KvikioStore(FileStore[_File]):
     def _write(self, ticket: Ticket) -> None:
         file, buffer = self.open(), ticket.buffer
         assert buffer is not None
-        # Host memory keeps its place within a page, so that direct I/O needs no copy. A device's driver wants the
-        # file's pages whole.
+        # Host memory keeps its offset within a page, so direct I/O needs no copy. A device's driver needs whole pages.
         location = self._place(ticket, file.fd, 1 if on_device(buffer.owner) else _PAGE_BYTES)
         if location.length:
             self._transfer(file, buffer, location, self._syscalls.pwritev, file.handle.pwrite)
@@ -163,13 +160,13 @@ class KvikioStore(FileStore[_File]):
                 self._by_kvikio(submit, buffer, location, cuda)
         except StoreError:
             raise
-        except Exception as error:  # kvikio's are RuntimeErrors with the system's text in them
+        except Exception as error:  # kvikio raises RuntimeErrors that quote the system
             raise self._as_store_error(error, f"transfer of {buffer.nbytes} bytes") from error
 
     def _by_kvikio(
         self, submit: Callable[[Any, int, int, int], Any], buffer: Buffer, location: Location, cuda: bool
     ) -> None:
-        # Cut here and not by kvikio, so that every piece is waited for, and a short one is seen.
+        # Cut here instead of by kvikio, to wait for every piece and to notice a short one.
         offset = location.offset + location.skew
         cuts = () if cuda else range(TASK_BYTES - offset % _PAGE_BYTES, buffer.nbytes, TASK_BYTES)
         bounds = [0, *cuts, buffer.nbytes]
@@ -215,7 +212,7 @@ class KvikioStore(FileStore[_File]):
     def _open_by_name(self, path: str) -> tuple[Any, Mode]:
         if not self._defaults.is_compat_mode_preferred() and self._driver.get("is_gds_available"):
             with suppress(Exception), self._defaults.set("compat_mode", self._kvikio.CompatMode.OFF):
-                return self._kvikio.CuFile(path, "r+"), "gds"  # it fails where by itself it would fall back unsaid
+                return self._kvikio.CuFile(path, "r+"), "gds"  # fails instead of falling back silently
         return self._kvikio.CuFile(path, "r+"), "compat"
 
     def _try(self, handle: Any) -> None:
@@ -234,7 +231,7 @@ class KvikioStore(FileStore[_File]):
     # -- ending --------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
-        # In a forked child the driver must not be called; in compat mode it does not know of the descriptors.
+        # A forked child must not call the driver, which in compat mode does not know the descriptors.
         if self._files and self._files[-1].mode == "gds":
             self._files.clear()
         super()._forget()
@@ -244,10 +241,10 @@ class KvikioStore(FileStore[_File]):
 
 
 def _import_kvikio() -> tuple[Any, Any, Any]:
-    """kvikio, its settings and its driver's properties. Raises ImportError naming the extra."""
+    """Return kvikio, its settings and its driver's properties. Raises ImportError naming the extra."""
     try:
         return import_module("kvikio"), import_module("kvikio.defaults"), import_module("kvikio.cufile_driver")
-    except Exception as error:  # also what its libraries raise when they are not found
+    except Exception as error:  # a missing library raises others
         raise ImportError(
             f"the kvikio store needs kvikio, which cannot be imported ({error}): pip install 'tba-offload[gds]'"
         ) from error

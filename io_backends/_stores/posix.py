@@ -1,23 +1,23 @@
-"""PosixStore: one nameless scratch file, direct I/O where it works, several workers.
+"""PosixStore: one nameless scratch file, direct I/O if available, several workers.
 
 Guarantees beyond those of `Store`:
 
-1. No bounce copy for the bulk of a buffer: the aligned middle goes straight between its memory and the file, head and
-   tail (below one block each) through blocks of the worker's own in the same system call (`_file.layout`).
-2. Where all workers are busy queued writes go together (`_file.batch_writer`), as every further system call costs CPU
-   time that training would use. One transfer is never cut among workers: measured on two, for 16 to 256 MiB, that made
-   neither writes nor reads faster (0.97 to 1.05 of the time) and took as much CPU.
-3. Space is reused: the file grows to the high-water mark of what is stored at once, not of what was ever written, and
-   `trim` lets it shrink again.
+1. Most of a buffer is not copied: its aligned middle goes straight between memory and file; head and tail (less than a
+   block each) go through the worker's own blocks in the same system call (`_file.layout`).
+2. If all workers are busy, queued writes go together (`_file.batch_writer`), as each system call costs CPU time that
+   training needs. One transfer is never split among workers: for 16 to 256 MiB and two workers, splitting made neither
+   writes nor reads faster (0.97 to 1.05 of the time) and took as much CPU.
+3. Space is reused: the file grows to the most that is stored at once, not to all that was ever written, and `trim`
+   shrinks it.
 4. Nothing is left on disk when the process ends, however it ends (`_file.scratch`).
-5. After a fork the child owns nothing of it: its descriptor is closed, every call raises StoreClosed.
-6. A read that ends well brought back what was written: with `checksum` to one chance in 2**64; without, a page of 4 KiB
-   that was lost, torn from the others or put elsewhere is found, but not a change within one (`_file.checksum`).
+5. After a fork the child owns none of it: its descriptor is closed, and every call raises StoreClosed.
+6. A successful read returns what was written. With `checksum` it errs once in 2**64; without, it detects 4 KiB pages
+   that were lost, torn or misplaced, but not a change within a page (`_file.checksum`).
 
-Assumption: the submitter checks that its memory was not written to during the transfer (the engine does), as the copy
-may be torn then.
+Assumption: the submitter checks that memory was not edited during the transfer (the engine does), because the copy may
+be torn then.
 
-The submitting thread only makes a ticket and queues it. Where the bytes go is decided on the worker.
+The submitting thread only makes and queues a ticket. The worker decides where the bytes go.
 """
 
 from __future__ import annotations
@@ -40,18 +40,17 @@ from .._file.syscalls import Syscalls
 from .._ticket import Before, OnDone, Ticket
 from .file_store import FileStore
 
-# For reads into memory that lies otherwise within a block than what was written: copied through in such pieces.
-_BOUNCE_BYTES = 1 << 20
+_BOUNCE_BYTES = 1 << 20  # pieces of reads into memory of another skew, which are copied
 
 
 class _Memory(threading.local):
-    """Aligned memory, of each worker its own."""
+    """Each worker's own aligned memory."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[mmap.mmap, int]] = {}
 
     def of(self, nbytes: int) -> int:
-        """Return the address of `nbytes` bytes, page-aligned: one piece of memory for each size."""
+        """Address of `nbytes` bytes, page-aligned: one piece of memory per size."""
         if nbytes not in self._kept:
             memory = mmap.mmap(-1, align_up(nbytes, mmap.PAGESIZE))
             self._kept[nbytes] = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -64,15 +63,16 @@ class PosixStore(FileStore[ScratchFile]):
     Args:
         directory: an existing, writable directory.
         threads: workers.
-        checksum: hash every byte written, not a sample, and verify it when it is read; a difference is `Corrupted`.
-        capacity_bytes: what may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk has.
-        write_rate_bytes_per_s, read_rate_bytes_per_s: limits, for experiments on slow links.
-        timeout_s: a wait fails with `StoreStalled` when no byte has moved for so long; None for never.
+        checksum: hash every byte written instead of a sample, and verify reads; a difference raises `Corrupted`.
+        capacity_bytes: most that may be stored at once; a write beyond it fails with `StoreFull`. None: what the disk
+            has.
+        write_rate_bytes_per_s, read_rate_bytes_per_s: limits, for experiments with slow links.
+        timeout_s: a wait fails with `StoreStalled` if no byte has moved for this long; None for never.
         syscalls: replaced in tests.
-        device: number of the file system (`st_dev`) the directory was found on; the file is made on no other.
+        device: `st_dev` of the file system that the directory was on when it was checked; no other is used.
 
     Raises:
-        StoreBroken: no scratch file can be made there. The file is made by the first transfer; `open()` makes it now.
+        StoreBroken: no scratch file can be made there. The first transfer makes the file; `open()` makes it now.
         ImportError: `checksum` without the package xxhash.
     """
 

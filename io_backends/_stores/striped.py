@@ -2,12 +2,12 @@
 
 Guarantees beyond those of `Store`:
 
-1. Each write goes whole to the store that will probably end it first (`_stores.lanes`); its read goes there too.
-2. A write that fails there has failed: no other store is tried. The one that failed is left alone for a while, so that
-   a disk that is full or broken does not take the writes that the others could have.
+1. Each write goes whole to the store that will probably finish it first (`_stores.lanes`); its read goes there too.
+2. A write that fails there has failed: no other store is tried. The failed store rests for a while, so a full or broken
+   disk does not take writes that other disks could.
 
-A write is one ticket to its user (the outer one) and, beneath it, one of a store (the inner one). The inner one decides
-whether it can be cancelled, and may be discarded at any time; the outer one tells of it.
+A write has an outer ticket for its user and an inner one of the chosen store. The inner one decides whether the write
+can be cancelled, and may be discarded at any time; the outer one reports its outcome.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .lanes import Ended, Lane, choose
 
 
 class StripedLocation(NamedTuple):
-    """Where a write went: in which of the stores, and where in that one. `skew` is its address modulo `alignment`."""
+    """Where a write went: the store's index and the location in it. `skew` is the address modulo `alignment`."""
 
     store_index: int
     location: Any
@@ -36,7 +36,7 @@ class StripedLocation(NamedTuple):
 
 
 class _Write(Ticket):
-    """The outer ticket of a write that the store `index` has."""
+    """The outer ticket of a write in the store `index`."""
 
     inner: Ticket
     index: int
@@ -54,10 +54,10 @@ class StripedStore(Store, ForkAware):
     """Several stores as one `Store`.
 
     Args:
-        stores: at least one. They belong to this store from now on: it closes them.
+        stores: at least one. This store owns them from now on and closes them.
     """
 
-    alignment = 4096  # the largest of a file store's; which of them can be opened at all, their first writes show
+    alignment = 4096  # the largest of a file store's; asking the stores would open all files
 
     def __init__(self, stores: Sequence[Store]) -> None:
         if not stores:
@@ -68,7 +68,7 @@ class StripedStore(Store, ForkAware):
         self.heed_forks()
 
     def submit_write(self, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
-        ticket = _Write(buffer, None, _nothing, on_done)
+        ticket = _Write(buffer, None, lambda _: None, on_done)  # the inner ticket does the work
         now_s = time.perf_counter()
         with self._lock:
             index = choose(self._lanes, buffer.nbytes, now_s)
@@ -85,7 +85,7 @@ class StripedStore(Store, ForkAware):
 
     def submit_read(self, location: StripedLocation, buffer: Buffer, on_done: OnDone, before: Before) -> Ticket:
         store = self.stores[location.store_index]
-        if buffer.padded and store.alignment > self.alignment:  # the padding promised may be too small
+        if buffer.padded and store.alignment > self.alignment:  # the padding may be too small
             buffer = buffer._replace(padded=False)
         return store.read(location.location, buffer, on_done=on_done, before=before)
 
@@ -93,7 +93,7 @@ class StripedStore(Store, ForkAware):
         ticket.cancel()
         if isinstance(ticket, _Write):
             ticket.discarded = True
-            ticket.location = None  # and `_ended`, which sets it, looks at `discarded` afterwards
+            ticket.location = None  # `_ended` sets it, then checks `discarded`
             self.stores[ticket.index].discard(ticket.inner)
 
     def trim(self) -> None:
@@ -119,27 +119,26 @@ class StripedStore(Store, ForkAware):
         with ExitStack() as stack:
             for store in self.stores:
                 stack.callback(store.close)
-                store.abandon()  # all end at the same time
+                store.abandon()  # so that all end concurrently
 
     def abandon(self) -> None:
         for store in self.stores:
             store.abandon()
 
     def forget(self) -> None:
-        """In a forked child: another thread may have held the lock."""
+        """In a forked child: replace the lock, which another thread may hold."""
         self._lock = threading.Lock()
 
 
 def _begin(ticket: _Write, before: Callable[[], None]) -> None:
-    """On a worker: the write begins, with what is to be waited for."""
+    """On a worker: start the outer ticket, then wait as `before` does."""
     ticket.start()
     before()
 
 
 def _ended(ticket: _Write, inner: Ticket) -> None:
-    """On a worker: the write is over."""
-    ticket.inner = inner  # what is called now may discard it, and the submitter may not have come so far
-    ticket.start()  # if nothing was to be waited for, or it ended before it began
+    ticket.inner = inner  # `on_done` may discard it before the submitter has set this
+    ticket.start()  # unless `_begin` did
     failed = inner.error is not None
     ticket.lane.ended.append(
         Ended(inner.ended_s or time.perf_counter(), ticket.nbytes, moved=not failed, failed=failed)
@@ -149,13 +148,9 @@ def _ended(ticket: _Write, inner: Ticket) -> None:
         assert buffer is not None
         skew = buffer.address % StripedStore.alignment
         ticket.location = StripedLocation(ticket.index, inner.location, ticket.nbytes, skew)
-        if ticket.discarded:  # its place is given back, and in a host store the location is the memory itself
+        if ticket.discarded:  # its space is free; in a host store the location is the memory itself
             ticket.location = None
     ticket.error, ticket.moved_bytes = inner.error, inner.moved_bytes
     ticket.started_s, ticket.ended_s, ticket.cpu_s = inner.started_s, inner.ended_s, inner.cpu_s
-    inner.buffer = None  # now, as a waiter of the outer ticket may look whether its memory has been released
+    inner.buffer = None  # before `finish`: waiters may expect the memory to be released
     ticket.finish()
-
-
-def _nothing(_: Ticket) -> None:
-    """Do no work: the inner ticket does it."""

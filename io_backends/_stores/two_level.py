@@ -1,36 +1,36 @@
-"""TwoLevelStore: host memory first, and what does not fit goes to a file store, coldest first.
+"""TwoLevelStore: host memory first; what does not fit goes to a file store, coldest first.
 
-A training step writes in the order of forward and reads in the reverse, so what was written first is needed last: the
-oldest write in host memory is the coldest, and it makes way.
+A training step writes in the order of forward and reads in reverse, so the oldest write in host memory is needed last.
+It is the coldest and makes way.
 
 Guarantees beyond those of `Store`:
 
-1. Host memory holds at most `budget_bytes`, and what reads under way still hold of it. A write waits, on a worker of
-   this store, until what makes way for it is in the file: a slow file store slows writes down, memory never grows.
-2. Bytes leave host memory only after their write to the file has ended well. If it fails they stay, and the write
-   that needed the room fails with `StoreFull`; the next one tries again, as the file may have room by then.
-3. A read takes the bytes from where they are when it is submitted. While they are being spilled that is host memory,
-   which a reader keeps alive whatever becomes of the spill.
-4. `discard` works in every state: a queued write or spill is cancelled, a running one ends first.
-5. Only memory that is `given` stays in host memory. What the caller may edit or use again goes to the file.
+1. Host memory holds at most `budget_bytes`, plus what reads in flight hold. A write waits, on a worker of this store,
+   until what makes way for it is in the file: a slow file store slows writes down, but memory does not grow.
+2. Bytes leave host memory only after their write to the file has succeeded. If that fails they stay, and the write that
+   needed the room fails with `StoreFull`; the next write tries again, as the file may have room by then.
+3. A read takes the bytes from where they are when it is submitted. During a spill that is host memory, which the reader
+   keeps alive whatever becomes of the spill.
+4. `discard` works in every state: it cancels a queued write or spill, and lets a running one end first.
+5. Only `given` memory stays in host memory. What the caller may edit or reuse goes to the file.
 
-Assumptions: the two stores have no other user and are closed with this one; the file store never waits for this
-one (a fork holds the file store's transfers, and this one's workers only wait for those, so they are not held).
+Assumptions: the two stores have no other user and are closed with this one. The file store never waits for this one: a
+fork holds the file store's transfers but not this store's workers, which only wait for those.
 
 Where threads meet:
 
-- All that is known of writes changes under one lock (`_changed`). No transfer is waited for with it.
-- `discard` may run in a finaliser of the thread that has the lock. It only appends to `_discarded`, and applies what is
-  there if the lock is free. If not, the holder does, which looks after it has released the lock: either the append
-  comes before that look, or the lock was free by the time of `discard`'s own attempt.
-- `discard` against a spill. The worker (1) marks the write SPILLING, (2) submits it to the file, (3) stores the file's
-  ticket and looks at `discarded`, (4) waits, (5) looks at `discarded` again. Until (3) the discard only sets the flag,
-  and (3) cancels. After (3) it cancels the file's ticket itself. Where that is too late, (5) gives both places back.
-- `discard` against a write that is being stored. The place is COMING until the bytes are somewhere: the worker that put
-  them there finds `discarded` set, under the lock, and takes them away again.
-- Two workers that need room. Each takes another write to spill, as the first marks its own under the lock. One that
-  finds none to spill waits for those under way; each end of a spill, and each discard, notifies it.
-- `resident` takes no lock: it reads one reference, and the buffer that it returns keeps its memory alive by itself.
+- One lock (`_changed`) guards all state of writes. Nobody waits for a transfer while holding it.
+- `discard` may run in a finalizer of the thread that holds the lock. It appends to `_discarded` and applies that if the
+  lock is free. If not, the holder does so after releasing the lock: the append comes before that, or the lock was free
+  when `discard` tried.
+- `discard` and a spill. The worker (1) marks the write SPILLING, (2) submits it to the file, (3) stores the file's
+  ticket and checks `discarded`, (4) waits, (5) checks `discarded` again. Before (3) a discard only sets the flag, and
+  (3) cancels. After (3) it cancels the file's ticket itself. If that is too late, (5) frees both places.
+- `discard` and a write being stored. The place is COMING until the bytes are somewhere: the worker that put them there
+  finds `discarded` set, under the lock, and removes them.
+- Two workers that need room. Each spills another write, because the first marks its own under the lock. A worker that
+  finds none to spill waits for those in progress; each end of a spill, and each discard, notifies it.
+- `resident` takes no lock: it reads one reference, and the returned buffer keeps its memory alive.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .._ticket import Before, OnDone, Ticket
 from .._workers.workers import Workers
 from .host import HostStore
 
-# How often a waiting thread looks up: `abandon` cannot notify it, as it may run in a finaliser and take no lock.
+# How often a waiting thread polls: `abandon` may run in a finalizer, so it cannot take the lock to notify.
 _PERIOD_S = 1.0
 
 
@@ -59,20 +59,20 @@ class Place(enum.Enum):
 
     ::
 
-        COMING -> HOST -> SPILLING -> FILE      SPILLING -> HOST where the file store failed,
-           `-----------------------> FILE       at once where a write alone is larger than the budget, or its memory is
-                                                not `given`; GONE from any
+        COMING -> HOST -> SPILLING -> FILE      SPILLING -> HOST if the file store failed,
+           `-----------------------> FILE       at once if the write alone exceeds the budget or its memory is not
+                                                `given`; GONE from any
     """
 
-    COMING = enum.auto()  # from submission until they are stored: in the submitter's memory
+    COMING = enum.auto()  # submitted and not stored yet: in the submitter's memory
     HOST = enum.auto()  # in host memory
-    SPILLING = enum.auto()  # in host memory, and on their way to the file
-    FILE = enum.auto()  # in the file alone
-    GONE = enum.auto()  # discarded, or never stored because something failed
+    SPILLING = enum.auto()  # in host memory, being written to the file
+    FILE = enum.auto()  # only in the file
+    GONE = enum.auto()  # discarded, or not stored because of a failure
 
 
 class Stored:
-    """The location of a write. `skew` is as in `Location`, of bytes in the file; those in memory are copied anyhow."""
+    """The location of a write. `skew` is as in `Location` for bytes in the file; bytes in memory are copied anyway."""
 
     __slots__ = ("discarded", "file", "host", "nbytes", "place", "reserved", "skew")
 
@@ -81,13 +81,13 @@ class Stored:
         self.skew = 0
         self.place = Place.COMING
         self.discarded = False
-        self.reserved = False  # room in host memory, which nothing has taken yet
+        self.reserved = False  # has room in host memory that it does not use yet
         self.host: Buffer | None = None  # in HOST and SPILLING
         self.file: Ticket | None = None  # of the file store, in SPILLING and FILE
 
 
 def coldest(stored: Iterable[Stored]) -> Stored | None:
-    """The write to spill next, given all in the order of their submission; None if there is none."""
+    """The write to spill next, given all in the order of submission; None if there is none."""
     return next((one for one in stored if one.place is Place.HOST), None)
 
 
@@ -97,9 +97,9 @@ class TwoLevelStore(Store):
     Args:
         host: its threads copy what is read from host memory; nothing is written to it.
         file: any store, the lower level.
-        budget_bytes: how much host memory this store keeps at most.
+        budget_bytes: most host memory that this store keeps.
         threads: workers; each spills, or waits for a device.
-        timeout_s: a wait fails when nothing has moved for so long; None for never.
+        timeout_s: a wait fails if nothing has moved for this long; None for never.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class TwoLevelStore(Store):
         self._host = host
         self._file = file
         self._changed = threading.Condition(threading.Lock())
-        self._upper: dict[Stored, None] = {}  # in COMING, HOST and SPILLING, in the order of submission
+        self._upper: dict[Stored, None] = {}  # COMING, HOST and SPILLING, in the order of submission
         self._host_bytes = 0
         self._discarded: deque[Ticket] = deque()
         self._closed = False
@@ -123,7 +123,7 @@ class TwoLevelStore(Store):
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in host memory, and on their way there."""
+        """Bytes in or reserved in host memory."""
         with self._locked():
             return self._host_bytes
 
@@ -152,7 +152,7 @@ class TwoLevelStore(Store):
             if self._closed:
                 raise StoreClosed("the store is closed; make a new one")
             if location.place in (Place.COMING, Place.GONE):
-                raise ValueError("asked to read what is not there: the write has not ended well, or was discarded")
+                raise ValueError("nothing to read there: the write failed, has not ended, or was discarded")
             if location.place is Place.FILE:
                 assert location.file is not None
                 return self._file.read(location.file.location, buffer, on_done=on_done, before=before)
@@ -177,7 +177,6 @@ class TwoLevelStore(Store):
         self._catch_up()
 
     def allocated_bytes(self) -> int:
-        """Bytes in host memory and blocks of the file."""
         return self.host_bytes + self._file.allocated_bytes()
 
     def trim(self) -> None:
@@ -228,7 +227,7 @@ class TwoLevelStore(Store):
         ticket.moved_bytes = stored.nbytes
 
     def _store_in_file(self, stored: Stored, buffer: Buffer) -> None:
-        """Write to the file; what has been discarded by then leaves it at once. Raises, with nothing left there."""
+        """Write to the file; if discarded meanwhile, free that at once. After an error nothing is left in the file."""
         try:
             ticket = self._file.write(buffer)
             with self._locked():
@@ -251,7 +250,7 @@ class TwoLevelStore(Store):
                 self._leave_file(stored)
 
     def _make_room(self, stored: Stored) -> None:
-        """Reserve host memory for `stored`; others make way first. Raises StoreFull, StoreClosed, TransferCancelled."""
+        """Reserve host memory, spilling others if needed. Raises StoreFull, StoreClosed, TransferCancelled."""
         while True:
             with self._locked():
                 while True:
@@ -264,12 +263,12 @@ class TwoLevelStore(Store):
                         return
                     if coldest(self._upper) is not None:
                         break
-                    self._changed.wait(_PERIOD_S)  # others are storing or spilling what will make way
+                    self._changed.wait(_PERIOD_S)  # others are storing or spilling, which will make room
                     self._settle()
             self._spill_coldest()
 
     def _spill_coldest(self) -> None:
-        """Move the coldest write, if any, to the file. Raises StoreFull when the file fails."""
+        """Move the coldest write, if any, to the file. Raises StoreFull if the file fails."""
         with self._locked():
             stored = coldest(self._upper)
             if stored is None:
@@ -291,9 +290,9 @@ class TwoLevelStore(Store):
                 ) from failure
 
     def _await(self, ticket: Ticket) -> None:
-        """Wait for a transfer of one of the two stores. Raises its error."""
+        """Wait for a transfer of the file store. Raises its error."""
         while not ticket.wait(_PERIOD_S):
-            # A store that stands still fails this wait; so its bytes move, and with them all that waits for them here.
+            # This wait fails if that store stalls. It has not, so our own waiters must not see a stall either.
             self._workers.moved_s = time.perf_counter()
 
     # -- with the lock -------------------------------------------------------------------------------------------
@@ -316,7 +315,6 @@ class TwoLevelStore(Store):
                 self._changed.release()
 
     def _settle(self) -> None:
-        """Apply pending discards."""
         while self._discarded:
             ticket = self._discarded.popleft()
             stored, ticket.location = ticket.location, None
@@ -330,26 +328,24 @@ class TwoLevelStore(Store):
                 self._leave_file(stored)
             elif stored.place is Place.SPILLING:
                 if stored.file is not None:
-                    stored.file.cancel()  # the worker that spills it does the rest, also where this is too late
+                    stored.file.cancel()  # the spilling worker does the rest, even if this is too late
             else:
                 self._upper.pop(stored, None)  # a worker that stores it finds it discarded
 
     def _unreserve(self, stored: Stored) -> None:
-        """Give back room that was reserved when the write was submitted, and has not been taken."""
+        """Free room that was reserved at submission and never used."""
         if stored.reserved:
             stored.reserved = False
             self._host_bytes -= stored.nbytes
             self._changed.notify_all()
 
     def _leave_host(self, stored: Stored, place: Place) -> None:
-        """Give back its host memory."""
         stored.host, stored.place = None, place
         self._upper.pop(stored, None)
         self._host_bytes -= stored.nbytes
         self._changed.notify_all()
 
     def _leave_file(self, stored: Stored) -> None:
-        """Give back its range of the file, if it has one."""
         ticket, stored.file = stored.file, None
         if ticket is not None:
             self._file.discard(ticket)
@@ -357,13 +353,13 @@ class TwoLevelStore(Store):
             stored.place = Place.GONE
 
     def _forget(self) -> None:
-        """In a forked child: take nothing more."""
+        """In a forked child: accept nothing more."""
         self._closed = True
         self._changed = threading.Condition(threading.Lock())  # another thread may have held it
 
 
 class _Unheld(Workers):
-    """Workers that a fork does not wait for: they wait for transfers of other stores, which it holds."""
+    """Workers that a fork does not hold: they wait for transfers of other stores, which it does hold."""
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The contract of `Store`, as a suite that any store can be held to. Public as `io_backends.testing.check_store`."""
+"""The contract of `Store` as a suite for any store. Public as `io_backends.testing.check_store`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from collections.abc import Callable
 from .._store import Store
 from .promises import PROMISES
 
-_GRACE_S = 10.0  # for threads told to end, on a busy machine
+_GRACE_S = 10.0  # for threads to end on a busy machine
 
 
 def check_store(make: Callable[[], Store], *, keeps_memory: bool = False) -> None:
-    """Hold a store to what `Store` promises.
+    """Test that a store keeps the promises of `Store`.
 
     Args:
         make: returns a fresh store each time; the suite closes it.
-        keeps_memory: the store keeps the memory a write hands over, until it is discarded, instead of copying it.
+        keeps_memory: the store keeps a write's memory until it is discarded, instead of copying it.
 
     Raises:
-        AssertionError: naming the promise that is not kept, and how.
+        AssertionError: names the broken promise and how it is broken.
     """
-    make().close()  # what a first use opens for good is not a leak
+    make().close()  # what a first use opens permanently is not a leak
     before = _open_now()
     for promise in PROMISES:
         store = make()
@@ -40,7 +40,6 @@ def check_store(make: Callable[[], Store], *, keeps_memory: bool = False) -> Non
 
 
 def _open_now() -> set[str]:
-    """Threads and descriptors of this process."""
     found = {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:

@@ -1,4 +1,4 @@
-"""FaultyStore: a store that is late, fails or corrupts on demand, wrapped around a real one."""
+"""FaultyStore: wraps a store and delays, fails or corrupts transfers on demand."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Fault:
     """Faults of one transfer, in the order in which they happen.
 
     Attributes:
-        gate: the transfer starts only once this event is set.
-        delay_s: seconds it is late.
+        gate: the transfer starts only after this event is set.
+        delay_s: seconds to delay it.
         error: raised on the worker instead of the transfer.
-        flip_byte: after a read (in the memory read into), the index of a byte whose bits are inverted.
+        flip_byte: index of a byte to invert in memory after a read.
     """
 
     gate: threading.Event | None = None
@@ -35,9 +35,9 @@ class Fault:
 
 
 class FaultyStore(Store):
-    """A store that asks `plan(operation, number)` for the fault of each transfer; None means none. Thread-safe.
+    """A store that asks `plan(operation, number)` for the fault of each transfer, or None. Thread-safe.
 
-    All else is the wrapped store's.
+    Everything else is the wrapped store's.
     """
 
     def __init__(self, store: Store, plan: Callable[[Operation, int], Fault | None]) -> None:

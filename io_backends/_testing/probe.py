@@ -1,4 +1,4 @@
-"""Probe: memory to move and gates to hold transfers with, for tests of stores (`_testing.promises`)."""
+"""Probe: memory to move, and gates that hold transfers, for tests of stores (`_testing.promises`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .._store import Store
 from .._ticket import Ticket
 
 PAGE = 4096
-WAIT_S = 60.0  # far above what anything here takes: what would hang fails instead
+WAIT_S = 60.0  # far more than anything here takes: a hang becomes a failure
 
 
 class Memory:
-    """`nbytes` of noise at an address that is `skew` modulo 4096, with whole pages of its own around."""
+    """`nbytes` of noise at an address that is `skew` modulo 4096, within whole pages of its own."""
 
     def __init__(self, nbytes: int, skew: int = 0, seed: int | None = 0) -> None:
         self.nbytes = nbytes
@@ -43,7 +43,7 @@ class Memory:
 
 
 class Gate:
-    """A `before` that waits until the `with` statement is left; `begun` counts those that do."""
+    """A `before` that waits until the `with` statement is left; `begun` counts its calls."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)
@@ -57,7 +57,7 @@ class Gate:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.open.set()  # also when a check fails: the store has to be closed yet
+        self.open.set()  # also if a check fails, so that the store can close
 
 
 def written_to(store: Store, memory: Memory) -> Ticket:
@@ -74,7 +74,6 @@ def read_back(store: Store, ticket: Ticket, skew: int = 0, *, padded: bool = Fal
 
 
 def submit(store: Store, location: Any, buffer: Buffer, *, reading: bool, **callbacks: Any) -> Ticket:
-    """Queue a read of `location`, or a write."""
     return store.read(location, buffer, **callbacks) if reading else store.write(buffer, **callbacks)
 
 
@@ -87,7 +86,7 @@ def error_of(ticket: Ticket) -> StoreError | None:
 
 
 def refusal(use: Callable[[], object], kind: type[Exception]) -> str | None:
-    """What `use` says as it raises an error of this `kind`; None where it raises none."""
+    """The message of the error of this `kind` that `use` raises; None if it raises none."""
     try:
         use()
     except kind as error:

@@ -1,7 +1,7 @@
-"""Promises: the contract of `Store`, a function each, which raises AssertionError if its docstring is not kept.
+"""Promises: the contract of `Store`, one function each, which raises AssertionError if its docstring does not hold.
 
-Whatever has to happen in the middle of a transfer is provoked through `before`, which runs on the worker just ahead of
-it, so nothing here depends on how fast anything is.
+What must happen in the middle of a transfer is provoked through `before`, which runs on the worker just before it, so
+nothing here depends on timing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .._ticket import DONE, FAILED, RUNNING, Ticket
 from .probe import PAGE, WAIT_S, Gate, Memory, error_of, read_back, refusal, submit, written_to
 
 _MIB = 1 << 20
-_MOST_WORKERS = 64  # a store with more could not be held up by so many transfers
+_MOST_WORKERS = 64  # this many blocked transfers occupy every worker
 _SIZES = (0, 1, 511, 512, 513, 4095, 4096, 65_537, _MIB + 1, 9 * _MIB)
 _SKEWS = (0, 1, 64, 511, 4095)
 
@@ -51,7 +51,7 @@ def _round_trips(store: Store, keeps_memory: bool) -> None:
             assert target.content() == expected, f"{case}: other bytes came back (padded={padded}, into {there})"
             assert padded or target.around() == around, f"{case}: a read wrote beside its range (into {there})"
             assert read.moved_bytes >= nbytes, f"{case}: moved_bytes of the read is {read.moved_bytes}"
-        if nbytes % 3:  # some stay, so that there are neighbours
+        if nbytes % 3:  # some stay, as neighbors
             store.discard(ticket)
     assert store.alignment == alignment, "alignment changed"
 
@@ -97,7 +97,7 @@ def _waiting(store: Store, keeps_memory: bool) -> None:
 
 
 def _cancelling(store: Store, keeps_memory: bool) -> None:
-    """A transfer can be cancelled until it starts: its memory goes, its waiters learn, no callback runs."""
+    """A transfer can be cancelled until it starts: its memory goes, its waiters are told, no callback runs."""
     written = written_to(store, Memory(100))
     for reading in (False, True):
         called: list[str] = []
@@ -108,7 +108,7 @@ def _cancelling(store: Store, keeps_memory: bool) -> None:
             return ticket, weakref.ref(memory)
 
         with Gate() as gate:
-            # Each worker is held by one of these, so the one behind them is queued.
+            # Each worker is blocked by one of these, so the transfer behind them is queued.
             ahead = [begin(before=gate)[0] for _ in range(_MOST_WORKERS)]
             callbacks = partial(called.append, "before"), lambda _, to=called: to.append("on_done")
             ticket, watched = begin(before=callbacks[0], on_done=callbacks[1])
@@ -131,7 +131,7 @@ def _cancelling(store: Store, keeps_memory: bool) -> None:
 
 
 def _failing(store: Store, keeps_memory: bool) -> None:
-    """What `before` raises takes the place of the transfer, reaches every waiter, and leaves the store as it was."""
+    """What `before` raises replaces the transfer, reaches every waiter, and leaves the store as it was."""
     written = written_to(store, Memory(5000))
     for error, kind in ((OSError(5, "told to fail"), StoreBroken), (StoreFull("told to fail"), StoreFull)):
         for reading in (False, True):
@@ -201,7 +201,7 @@ def _sizes(store: Store, keeps_memory: bool) -> None:
 
 
 def _arrays(store: Store, keeps_memory: bool) -> None:
-    """Arrays may be handed over as they are; one whose bytes do not lie together, or may not be changed, is refused."""
+    """Arrays may be passed directly; a non-contiguous one, or a read-only one for a read, is refused."""
     source = np.frombuffer(Memory(8000).content(), np.float32)  # read-only, which a write may be
     ticket = store.write(source)
     assert ticket.wait(WAIT_S), "a write of an array did not end"
@@ -215,7 +215,7 @@ def _arrays(store: Store, keeps_memory: bool) -> None:
         (partial(store.read, ticket.location, source), "read-only"),
     ):
         error = refusal(use, ValueError)
-        assert error is not None, f"an array was taken though its error would have said {said!r}"
+        assert error is not None, f"an array was taken although its error should have said {said!r}"
         assert said in error, f"the error does not say {said!r}: {error}"
 
 
@@ -244,7 +244,7 @@ def _discarding(store: Store, keeps_memory: bool) -> None:
 
 
 def _reusing(store: Store, keeps_memory: bool) -> None:
-    """Discarded space is used again: a periodic load stops growing."""
+    """Discarded space is reused: a periodic load stops growing."""
     memories = [Memory(nbytes, 64 * index) for index, nbytes in enumerate((4 * _MIB, 100_000, 3 * _MIB + 7))]
     peaks = []
     for _ in range(30):
@@ -291,7 +291,7 @@ def _closing(store: Store, keeps_memory: bool) -> None:
     with Gate() as gate:
         running = [store.write(Memory(5000).buffer(), before=gate) for _ in range(_MOST_WORKERS + 1)]
         assert gate.begun.acquire(timeout=WAIT_S), "a write never began"
-        store.abandon()  # does not wait, or the gate would never open
+        store.abandon()  # must not wait, or the gate would never open
     store.close()
     for ticket in running:
         error = error_of(ticket)

@@ -1,1 +1,1 @@
-"""Threads of stores, and how they get past a fork."""
+"""Threads of stores, and how they survive a fork."""

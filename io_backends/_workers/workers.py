@@ -1,32 +1,32 @@
-"""Workers: a few named threads that run a store's tickets, reads ahead of writes.
+"""Workers: named threads that run a store's tickets, reads before writes.
 
 Guarantees:
 
-1. `submit` and `stop` never block and may be called from a finaliser: they append to deques and put a token into a
-   `SimpleQueue`, whose `put` is reentrant. No lock of ours is taken once the threads run.
+1. `submit` and `stop` never block, so finalizers may call them: they append to deques and put a token into a
+   `SimpleQueue`, whose `put` is reentrant. Once the threads run, they take no lock of ours.
 2. A ticket that fails leaves its worker alive (`Ticket.run`). An exception in the loop itself breaks the store: the
-   tickets in that worker's hands and in the queues fail with StoreBroken, and so does every later `submit`.
-3. Between jobs a worker holds no reference to the last one, so memory goes the moment a transfer ends.
+   tickets of that worker and in the queues fail with StoreBroken, as does every later `submit`.
+3. Between jobs a worker holds no reference to the last one, so memory is freed as soon as a transfer ends.
 4. `held()` waits for running tickets and holds new ones; used around `fork` (`_workers.fork`).
-5. Where all workers are busy, one that comes to the queue takes several writes at once, if its store can move them so
-   (`batch_writer`). Where another is idle, or on its way to the queue, each gets its own.
-6. Waiters learn when nothing moves any more (`check`), also where a thread hangs in the system and cannot tell.
+5. If all workers are busy, the next one at the queue takes several writes at once if its store can move them together
+   (`batch_writer`). If another is idle or about to look, each gets its own.
+6. Waiters learn when nothing moves any more (`check`), even if a thread hangs in the system.
 
 Where threads meet:
 
-- Every ticket has a token, put after it. A worker takes at least one ticket for each token it gets, if there is one,
-  so no ticket is left in a queue without a worker to come. Tickets taken together leave tokens over; those wake a
-  worker for nothing.
-- `submit` against the last worker's end. The submitter (1) sees the pool open, (2) appends its ticket, (3) looks
-  whether a worker runs. The last worker (a) counts itself out, (b) fails what is queued. With (2) before (b) the worker
-  fails the ticket. With (b) before (2), (a) was before (3), so the submitter sees that none runs and fails it itself.
-- `stop` against the first `submit`. `_begin` starts the threads and opens the pool under a lock; `stop` takes none, as
-  a finaliser of the thread that holds it may call. It may thus see no thread, or some of them, and put its tokens
-  before the others are there. `_begin` looks again, last, whether the pool has been stopped, and puts those tokens.
-- `stop` against a running ticket. It ends; only tickets that a worker takes afterwards fail with StoreClosed.
-- Two workers at the queue. `_taking` is held while one looks at what is first and takes it.
+- Every ticket has a token, put after it. A worker takes at least one ticket per token, if there is one, so no ticket
+  stays in a queue without a worker to come. Tickets taken together leave tokens that wake a worker for nothing.
+- `submit` and the last worker's end. The submitter (1) sees the pool open, (2) appends its ticket, (3) checks whether a
+  worker runs. The last worker (a) counts itself out, (b) fails what is queued. With (2) before (b) the worker fails the
+  ticket. With (b) before (2), (a) was before (3), so the submitter sees that none runs and fails it itself.
+- `stop` and the first `submit`. `_begin` starts the threads and opens the pool under a lock. `stop` takes no lock, as a
+  finalizer of the thread that holds it may call it. So it may see no thread or some of them, and put its tokens before
+  the others exist. `_begin` finally checks whether the pool was stopped, and puts those tokens again.
+- `stop` and a running ticket. The ticket completes; only tickets taken afterwards fail with StoreClosed.
+- Two workers at the queue. `_taking` is held while one looks at the first ticket and takes it.
 
-Threads are daemons: an interpreter that exits with I/O in flight does not wait for it; scratch data is worthless then.
+Threads are daemons: an interpreter that exits with I/O in flight does not wait for it, as scratch data is worthless
+then.
 """
 
 from __future__ import annotations
@@ -44,28 +44,26 @@ from .._errors import StoreBroken, StoreClosed, StoreError, StoreStalled
 from .._ticket import Ticket, let_go
 from .fork import ForkAware
 
-# How often a waiter looks whether there is still something to wait for: rarely enough to cost nothing.
-_PERIOD_S = 0.25
-
+_PERIOD_S = 0.25  # how often a waiter checks for progress: rarely enough to cost nothing
 _number = itertools.count()
 
 
 class MovesBatches(Protocol):
-    """Seam of a store that moves several writes at once."""
+    """What moves several of a store's writes at once."""
 
     def takes(self, tickets: Sequence[Ticket], another: Ticket) -> bool:
-        """Whether `another` goes with these, which may be none yet."""
+        """Whether `another` may go with these tickets, of which there may be none."""
 
     def write(self, tickets: Sequence[Ticket]) -> None:
-        """Move them, and set each one's location and bytes. Raises where it cannot, and has changed nothing then."""
+        """Move them, and set each one's location and bytes. If it raises, nothing has changed."""
 
 
 class _Slot:
-    """One thread, and what it is at.
+    """One thread and its work.
 
     Attributes:
         busy: held during a job, and while the worker looks for one.
-        in_hand: its tickets, several where it runs them together.
+        in_hand: its tickets; several if it runs them together.
     """
 
     __slots__ = ("busy", "in_hand", "thread")
@@ -79,13 +77,13 @@ class _Slot:
 class Workers(ForkAware):
     """`count` threads, started with the first ticket.
 
-    `on_stopped` runs on the last thread to end, or in `stop` where there is none; a `stop` beside the very first
-    `submit` may run it both times. `on_forked` runs in a forked child, where the threads do not exist.
+    `on_stopped` runs on the last thread to end, or in `stop` if there is none; a `stop` concurrent with the very first
+    `submit` may run it twice. `on_forked` runs in a forked child, where the threads do not exist.
 
     Attributes:
-        timeout_s: a wait fails when no byte has moved for so long; None for never.
-        moved_s: when bytes last moved, in `time.perf_counter()` seconds; the store keeps it up to date.
-        batch_writer: moves several writes at once; set by a store that can, before its first ticket.
+        timeout_s: a wait fails if no byte has moved for this long; None for never.
+        moved_s: when bytes last moved (`time.perf_counter()`); the store updates it.
+        batch_writer: moves several writes at once; a store sets it before its first ticket.
     """
 
     def __init__(
@@ -113,7 +111,7 @@ class Workers(ForkAware):
         self._lock = threading.Lock()  # for starting and ending threads
         self._on_stopped = on_stopped
         self._on_forked = on_forked
-        self._open = False  # there are threads, and they take tickets
+        self._open = False  # threads exist and take tickets
         self._stopping = self._forked = self._frozen = False
         self._running = 0
         self._cause: BaseException | None = None  # of a loop's unexpected end
@@ -122,7 +120,7 @@ class Workers(ForkAware):
     # -- for stores ----------------------------------------------------------------------------------------------
 
     def submit(self, ticket: Ticket, *, urgent: bool) -> Ticket:
-        """Queue a ticket; returns it. Raises StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
+        """Queue a ticket; returns it. Raises StoreClosed after `stop`, StoreBroken after a worker's loop has failed."""
         if not self._open:
             self._begin()
         ticket.watch = self
@@ -133,7 +131,7 @@ class Workers(ForkAware):
         return ticket
 
     def refuse(self) -> None:
-        """Raise StoreClosed after `stop`, StoreBroken once a worker's loop has failed."""
+        """Raise StoreClosed after `stop`, StoreBroken after a worker's loop has failed."""
         if self._cause is not None:
             raise StoreBroken(f"a worker of the store died: {self._cause!r}; make a new one") from self._cause
         if self._stopping:
@@ -141,11 +139,10 @@ class Workers(ForkAware):
 
     @property
     def ended(self) -> bool:
-        """Whether no thread runs, and none will."""
         return self._stopping and not self._running
 
     def stop(self) -> None:
-        """Ask the threads to end once their running tickets have; queued ones fail with StoreClosed. Idempotent."""
+        """Ask the threads to end after their running tickets; queued ones fail with StoreClosed. Idempotent."""
         if self._stopping:
             return
         self._stopping = True
@@ -155,12 +152,12 @@ class Workers(ForkAware):
         self._end_threads()
 
     def join(self) -> None:
-        """Wait until the threads have ended (not from one of them), unless nothing moves any more."""
+        """Wait until the threads have ended, unless nothing moves any more. Skips the calling thread."""
         if self._frozen:
             return
         begun_s = time.perf_counter()
         with self._lock:
-            pass  # if some are being started, all have been now
+            pass  # all threads that are being started exist after this
         for slot in self._slots:
             thread = slot.thread
             while thread is not None and thread is not threading.current_thread() and thread.is_alive():
@@ -182,7 +179,7 @@ class Workers(ForkAware):
             yield
 
     def forget(self) -> None:
-        """In a forked child: the threads do not exist here; take nothing more."""
+        """In a forked child: the threads do not exist here; accept nothing more."""
         self._open, self._stopping, self._forked = False, True, True
         self._lock = threading.Lock()  # another thread may have held it
         self._slots = []
@@ -190,10 +187,10 @@ class Workers(ForkAware):
         self._on_forked()
 
     def freeze(self, deadline_s: float) -> None:
-        """At the interpreter's exit: no ticket is begun any more; running ones may end until then."""
+        """At the interpreter's exit: begin no ticket; running ones may end until then."""
         self._open, self._stopping, self._frozen = False, True, True
         for slot in self._slots:
-            slot.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # and never released
+            slot.busy.acquire(timeout=max(0.0, deadline_s - time.monotonic()))  # never released
 
     # -- for waiters (`Watch`) -----------------------------------------------------------------------------------------
 
@@ -216,7 +213,7 @@ class Workers(ForkAware):
             )
 
     def stalled_s(self, since_s: float) -> float:
-        """For how long nothing has moved, looking back no further than `since_s`; 0 if that is within the timeout."""
+        """How long nothing has moved since `since_s`; 0 if that is within the timeout."""
         still_s = time.perf_counter() - max(since_s, self.moved_s)
         return still_s if self.timeout_s is not None and still_s > self.timeout_s else 0.0
 
@@ -234,7 +231,7 @@ class Workers(ForkAware):
         self.refuse()
 
     def _start(self) -> None:
-        """Start the threads, or as many as the process may have; raises RuntimeError if that is none."""
+        """Start the threads, or as many as the process may have. Raises RuntimeError if that is none."""
         for number, slot in enumerate(self._slots):
             name = f"{self._name}-{number}"
             slot.thread = threading.Thread(target=self._loop, args=(slot,), name=name, daemon=True)
@@ -269,7 +266,7 @@ class Workers(ForkAware):
             self._on_stopped()
 
     def _run_next(self, slot: _Slot) -> None:
-        # A function of its own: its locals end with it, so an idle worker keeps nothing alive.
+        # A separate function, so that an idle worker's locals keep nothing alive.
         if self._frozen:
             return
         self._take(slot, (self._reads, self._writes))
@@ -280,7 +277,7 @@ class Workers(ForkAware):
         elif len(started) < 2 or not self._write_together(started):
             for ticket in started:
                 while len(started) > 1 and (read := self._take(slot, (self._reads,))) is not None:
-                    if read.start():  # reads go ahead here as well
+                    if read.start():  # reads go first here too
                         self._run(read)
                 self._run(ticket)
 
@@ -289,7 +286,7 @@ class Workers(ForkAware):
         self.moved_s = ticket.ended_s
 
     def _take(self, slot: _Slot, queues: Sequence[deque[Ticket]]) -> Ticket | None:
-        """Put what comes next into the worker's hands: before it leaves the queue, so that it is never in neither."""
+        """Take the next ticket. It is in hand before it leaves the queue, so it is always in one of the two."""
         with self._taking:
             queue = next(filter(None, queues), None)
             if queue is None:
@@ -309,7 +306,7 @@ class Workers(ForkAware):
         started_s, begun_cpu_s = time.perf_counter(), time.thread_time()
         try:
             self.batch_writer.write(tickets)
-        except BaseException:  # even SystemExit, as in `Ticket.run`: it comes again where it is one ticket's own
+        except BaseException:  # even SystemExit, as in `Ticket.run`; each ticket is then tried alone
             return False
         self.moved_s = ended_s = time.perf_counter()
         cpu_s = (time.thread_time() - begun_cpu_s) / len(tickets)
@@ -320,7 +317,7 @@ class Workers(ForkAware):
         return True
 
     def _break(self, slot: _Slot, cause: BaseException) -> None:
-        """A loop has failed: take nothing more, end the other threads, and fail what this one had."""
+        """A loop has failed: take nothing more, end the other threads, fail what this one had."""
         self._cause = cause
         self._open, self._stopping = False, True
         self._end_threads()
@@ -329,12 +326,12 @@ class Workers(ForkAware):
         slot.in_hand.clear()
 
     def _fail_queued(self) -> None:
-        """Fail the queued tickets, once no worker is left to take them."""
+        """Fail the queued tickets once no worker is left to take them."""
         for queue in () if self._frozen else (self._reads, self._writes):
             while queue:
                 try:
                     queue.popleft().abort(self._ending())
-                except IndexError:  # a submitter and the last worker are both at it
+                except IndexError:  # a submitter and the last worker both do this
                     break
 
     def _ending(self, what: str = "a worker of the store died before this transfer ended") -> StoreError:

@@ -1,19 +1,19 @@
-"""Calls: records which torch function is running on a thread, so that a pack hook can class the tensor it is given.
+"""Calls: records which torch function is running on a thread, so that a pack hook can classify the tensor it is given.
 
-Pack hooks run while an operator is dispatched and are not told which. A torch-function mode (`SavedBy`), active with
-lossy codecs, records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
+Pack hooks run while an operator is dispatched, and nothing tells them which. With lossy codecs a torch-function mode
+(`SavedBy`) records the outermost call and its arguments; `kind_of` applies the rules of `classes` to it.
 
 Guarantees:
 
-1. A call is recorded exactly as long as it runs, also if it raises; then the one before it is current again. Arguments
-   are held no longer.
-2. Calls are recorded per thread. A tensor saved while none runs on its thread is UNKNOWN, unless it holds integers: by
-   nodes of a backward, custom Functions, compiled code, FlashAttention's own package.
+1. A call is recorded exactly while it runs, even if it raises; then the one before it is current again. Arguments are
+   held no longer.
+2. Calls are recorded per thread. A tensor saved while none runs on its thread is UNKNOWN, unless it holds integers:
+   tensors saved by nodes of a backward, custom Functions, compiled code, FlashAttention's own package.
 3. A function without a rule hides the calls around it, so nothing is attributed to those. torch shows functions written
-   in Python as one call, from `multi_head_attention_forward` to `Tensor.backward`, and hides the calls within, so
-   checkpointed code that a backward runs again is UNKNOWN.
-4. The mode calls the function and returns its result unchanged, except where `linear` is given and replaces it.
-5. Nothing is recorded while torch.compile traces, and compiled code holds no trace of the mode.
+   in Python as one call, from `multi_head_attention_forward` to `Tensor.backward`, and hides the calls inside. So
+   checkpointed code that a backward reruns is UNKNOWN.
+4. The mode calls the function and returns its result unchanged, unless `linear` is given and replaces it.
+5. Nothing is recorded while torch.compile traces, and compiled code has no trace of the mode.
 
 A norm written in Python is a series of small operators that reveal nothing by themselves, so `norms` records modules.
 """
@@ -40,7 +40,7 @@ from .._torch.private import is_shard
 from .._torch.weights import is_weight
 from .classes import INTEGERS, RULES, Call, argument, kind_in, other
 
-# Replaces `linear(x, weight, bias)`; returns None to leave a call alone. The weight is a parameter or transposes one.
+# Replaces `linear(x, weight, bias)`; returns None to leave a call alone. The weight is a parameter or its transpose.
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor | None]
 
 # RMSNorm, T5LayerNorm, LayerNormalization; not LogNormal, Normalize.
@@ -48,7 +48,7 @@ _NORM_NAME = re.compile(r"norm(?!al(?!i[sz]ation))", re.IGNORECASE)
 
 
 class _Now(threading.local):
-    """State of a thread: the running call, and the running norm module as (id, elements of the input)."""
+    """A thread's running call, and its running norm module as (id, elements of the input)."""
 
     def __init__(self) -> None:
         self.call: Call | None = None
@@ -59,14 +59,14 @@ _now = _Now()
 
 
 def forget() -> None:
-    """Forget a norm of this thread whose forward nothing has seen end: a KeyboardInterrupt calls no hook after it."""
+    """Forget this thread's norm, whose forward nothing saw end: a KeyboardInterrupt calls no hook after it."""
     _now.norm = None
 
 
 class SavedBy(TorchFunctionMode):
-    """Torch-function mode that records the calls of the thread which enters it, for `kind_of`.
+    """Torch-function mode that records the calls of the thread that enters it, for `kind_of`.
 
-    Modes may be nested, in themselves too, and share one record. Only the innermost one's `linear` is called.
+    Modes may be nested, even in themselves, and share one record. Only the innermost one's `linear` is called.
 
     Args:
         linear: called for every `torch.nn.functional.linear`, and every `torch.addmm` that is one (transformers'
@@ -74,7 +74,7 @@ class SavedBy(TorchFunctionMode):
             the result [..., out], or None to leave the call alone. Tensors saved within it are UNKNOWN.
 
     Attributes:
-        remove: removes what was put on a model for it.
+        remove: removes the hooks that this mode put on a model.
     """
 
     def __init__(self, linear: Linear | None = None) -> None:
@@ -82,7 +82,7 @@ class SavedBy(TorchFunctionMode):
         self._linear = linear
         self.remove: Callable[[], None] = lambda: None
 
-    if TYPE_CHECKING:  # torch's are untyped, and torch.compile accepts no mode that overrides them
+    if TYPE_CHECKING:  # torch's are untyped, and torch.compile refuses a mode that overrides them
 
         def __enter__(self) -> SavedBy: ...
 
@@ -116,9 +116,9 @@ class SavedBy(TorchFunctionMode):
     def norms(self, model: nn.Module) -> Callable[[], None]:
         """Record the norms of `model` that are written in Python (LlamaRMSNorm, T5LayerNorm) while their forward runs.
 
-        A norm is a module without children whose class is not torch's own and has "norm" in its name. Within it
-        squares, products and quotients are attributed to the norm, functions with another rule follow that, and
-        tensors that others save are exact.
+        A norm is a module without children, of a class that is not torch's own and has "norm" in its name. Within it,
+        squares, products and quotients are attributed to the norm, functions with another rule follow that rule, and
+        what others save is exact.
 
         Returns:
             A function that removes the hooks. Copies and pickles of the model do not have them.
@@ -143,11 +143,11 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         x, weight, bias = (argument(args, kwargs, place, name) for place, name in enumerate(_NAMES))
     else:
         if len(args) != 3 or kwargs or not all(isinstance(operand, Tensor) for operand in args):
-            return None  # with factors alpha and beta, or into a given tensor
+            return None  # with factors alpha and beta, or `out`
         bias, x, weight = args[0], args[1], args[2].t() if args[2].dim() == 2 else args[2]
         if (bias.dim(), x.dim(), weight.dim()) != (1, 2, 2):
             return None
-    _now.call = other, (), {}  # so that modes around this one do not replace calls within
+    _now.call = other, (), {}  # so that modes around this one do not replace the calls inside
     try:
         return linear(x, weight, bias)
     finally:
@@ -156,7 +156,7 @@ def _taken(linear: Linear, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 @contextmanager
 def unclassed() -> Iterator[None]:
-    """Have tensors saved in a region count as saved outside any call."""
+    """Make tensors saved in a region count as saved outside any call."""
     call, norm = _now.call, _now.norm
     _now.call, _now.norm = None, None
     try:
@@ -166,10 +166,10 @@ def unclassed() -> Iterator[None]:
 
 
 def kind_of(tensor: Tensor) -> Saved:
-    """Return the class of the tensor that autograd is saving on this thread, inside a pack hook.
+    """The class of the tensor that autograd is saving on this thread, inside a pack hook.
 
-    UNKNOWN for floats outside any recorded call, for weights, their views and casts, and for subclasses of Tensor but
-    shards: rules count the elements of the whole, as the arguments do.
+    UNKNOWN for floats outside any recorded call; for weights, their views and casts; and for subclasses of Tensor,
+    except shards: rules count the elements of the whole, as the arguments do.
     """
     call, norm = _now.call, _now.norm
     if not (type(tensor) is Tensor or is_shard(tensor)) or (
@@ -190,10 +190,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 class _NormHook(ModelHook):
-    """Records a norm while its forward runs: the hook before it and the one after it, which is called if it raises too.
+    """Records a norm while its forward runs: the hook before it and the one after it, which runs even if it raises.
 
-    A norm may have hooks of several modes, and lose some while it runs, where the garbage collector ends a mode: so
-    each hook before it sets, and the first one after it clears.
+    A norm may have hooks of several modes, and lose some while it runs, if the garbage collector ends a mode. So each
+    hook before it sets the record, and the first one after it clears it.
 
     It overrides `ModelHook.__call__`, which torch.compile does not trace and which would break a graph around the norm.
     """
@@ -208,5 +208,5 @@ class _NormHook(ModelHook):
             if _now.norm is not None and _now.norm[0] == id(module):
                 _now.norm = None
         elif args and (type(args[0]) is Tensor or is_shard(args[0])) and not is_weight(args[0]):
-            # A parametrization's norm is of weights.
+            # Not the norm of a parametrization, which is of weights.
             _now.norm = id(module), args[0].numel()

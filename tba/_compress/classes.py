@@ -1,21 +1,22 @@
 """Classes of saved tensors (`compact.Saved`), derived from the function that saves one and that function's arguments.
 
-There is one pure rule for each family of functions. A wrong class would make a gradient wrong, so a rule answers only
-where it is certain; the rest is UNKNOWN, which is exact under every preset. Operators save views and cast copies of
-their arguments, so tensors are recognised by their number of elements; where two numbers coincide an exact class wins.
+There is one pure rule per family of functions. A wrong class would make a gradient wrong, so a rule answers only if it
+is certain; the rest is UNKNOWN, which is exact under every preset. Operators save views and cast copies of their
+arguments, so tensors are recognized by their number of elements; if two numbers coincide, an exact class wins.
 
-Deliberately without a class of their own:
+Deliberately without a class:
 
 - results of relu: half are zeros, and the derivative asks only which. A codec that rotates would return zeros as noise,
   and half of them would pass a gradient on. The next layer's input is this tensor, and stays exact with it.
-- inputs of leaky relu, elu, celu, selu: their derivatives jump or bend where the sign changes; small values round to 0.
+- inputs of leaky relu, elu, celu, selu: their derivatives jump or bend where the sign changes, and small values round
+  to 0.
 - factors that need no gradient: they may be masks, whose zeros must stay zeros.
 - results of tanh and sigmoid: their derivatives, 1 - y^2 and y (1 - y), vanish where most results are, so a small error
   of the result is a large one of the gradient.
 - factors of products of two activations (q k^T, probabilities times v): softmax turns small errors into large ones.
 - tensors saved within functions that torch shows as one call, such as `multi_head_attention_forward`.
 
-The sources are named in `compact._presets`.
+`compact._presets` names the sources.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether lossy codecs may apply. Eight-bit floats are excluded: some codec has made them."""
+    """Whether lossy codecs may apply. Not to 8-bit floats: some codec has made them."""
     return tensor.dtype in _FLOATS
 
 
 def argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], place: int, name: str) -> Any:
-    """Return an argument given by position or by name; None if it is left out."""
+    """An argument given by position or by name; None if left out."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
@@ -62,11 +63,11 @@ def _factors(first: int, first_name: str, second: int, second_name: str) -> Rule
         if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or is_weight(one) == is_weight(two):
             return Saved.UNKNOWN
         weight, other = (one, two) if is_weight(one) else (two, one)
-        # A product with a frozen weight saves only that, perhaps as a cast copy that is not linked to it.
+        # A product with a frozen weight saves only the weight, perhaps as a cast copy that is not linked to it.
         if not weight.requires_grad or tensor.numel() != other.numel():
             return Saved.UNKNOWN
-        # Autocast's cache may hold an unlinked cast of the weight too, made under no_grad. It needs no gradient, and a
-        # weight is saved only if the other factor needs one.
+        # Autocast's cache may hold another unlinked cast of the weight, made under no_grad. It needs no gradient, and
+        # a weight is saved only if the other factor needs one.
         return Saved.LINEAR_INPUT if tensor.requires_grad or not other.requires_grad else Saved.UNKNOWN
 
     return rule
@@ -122,12 +123,12 @@ _PARTS_OF_NORMS = frozenset((_squared, _quotient, other))
 
 
 def kind_in(tensor: Tensor, call: Call | None, norm_numel: int | None) -> Saved:
-    """Return the class of a tensor that is being saved. Integers are INDEX, whatever saves them.
+    """The class of a tensor that is being saved. Integers are INDEX, whatever saves them.
 
     Args:
         tensor: being saved.
-        call: the running function; None where none is, and in a custom Function, which counts as the whole of the norm
-            it is in.
+        call: the running function; None if none runs, and in a custom Function, which counts as the whole of the norm
+            around it.
         norm_numel: elements of the input of the running norm, if that is written in Python.
     """
     rule = None if call is None else call[0]
@@ -181,10 +182,10 @@ def _attention(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return Saved.ATTENTION_STATISTICS
     if tensor is q or tensor is k or tensor is v:
         return Saved.ATTENTION
-    # Rows of q in all batches and heads, each with one log-sum-exp; q may be one for all batches of k.
+    # Rows of q in all batches and heads, each with one log-sum-exp; all batches of k may share q.
     rows = max(q.numel() // max(q.shape[-1], 1), k.numel() // max(math.prod(k.shape[-2:]), 1) * q.shape[-2])
     attention = {q.numel(), k.numel(), v.numel(), rows * v.shape[-1]}
-    # Also saved: the log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded; and
+    # Also saved: the log-sum-exp, whose rows one CUDA kernel pads to multiples of 32; a mask, perhaps expanded; and,
     # without a fused kernel, probabilities before and after dropout.
     mask, count = argument(args, kwargs, 3, "attn_mask"), max(q.shape[-2], 1)
     others = {rows, rows // count * (-(-count // 32) * 32), rows * k.shape[-2]}
@@ -221,7 +222,7 @@ _NAMES: Mapping[Rule, tuple[str, ...]] = {
     _attention: ("scaled_dot_product_attention",),
     _probabilities: ("softmax", "log_softmax", "cross_entropy"),
 }
-# Where these names are looked up: torch passes the object found there to `__torch_function__`.
+# Places to look up these names: torch passes the objects found there to `__torch_function__`.
 _PLACES = (torch, Tensor, functional, torch.special)
 
 RULES: Mapping[Any, Rule] = {

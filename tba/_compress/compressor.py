@@ -3,13 +3,13 @@
 Guarantees:
 
 1. The encoded bytes depend on the tensor's values, the preset, the seed and the record's number in the pack sequence,
-   never on timing: a tensor that backward asks for before it is written goes through its codec all the same.
+   never on timing: a tensor that backward asks for before it is written still goes through its codec.
 2. The class of the operator that saved a tensor decides the codec. A storage that several operators saved gets the
-   strictest of their codecs. If it is encoded already it serves only operators whose codec is no stricter; others get a
-   record of their own.
-3. A tensor that would hardly become smaller stays as it is. So does one whose storage was resized or replaced since it
-   was saved: it is an alias then, as without compression.
-4. Forward never waits for a device: where values decide, a later hook reads the flag once it is on the host.
+   strictest of their codecs. Once encoded, it serves only operators whose codec is no stricter; others get a record of
+   their own.
+3. A tensor that would hardly shrink stays as it is. So does one whose storage was resized or replaced since it was
+   saved: it is then an alias, as without compression.
+4. Forward never waits for a device: if values decide, a later hook reads the flag once it is on the host.
 
 Tiers, budgets and statistics see only the encoded bytes: the record's alias is then a flat byte tensor that the engine
 owns and nobody else can edit.
@@ -41,33 +41,31 @@ from .._torch.user_frames import Notices
 from .calls import SavedBy, kind_of
 from .projected_linear import ProjectedLinear
 
-# To unpack a tensor takes about as long as to pack it.
-_CODEC_TURNS = 2
-_LEAST_LOSS = 0.02  # of a step, below which nothing is said
-# Largest share of the bytes that an encode may leave: the savings must pay for two more passes over the data.
-_WORTH = 0.9
+_CODEC_TURNS = 2  # unpacking a tensor takes about as long as packing it
+_LEAST_LOSS = 0.02  # share of a step below which nothing is said
+_WORTH = 0.9  # largest share of the bytes to keep: the savings must pay for two more passes over the data
 
 
 def advice(preset: str, codec_s: float, gain_s: float, step_s: float) -> str:
-    """Compose the line that says what a preset costs; "" where it costs no more than a little of the step.
+    """Compose the line that says what a preset costs; "" if it costs no more than a little of the step.
 
     Args:
         preset: its name.
-        codec_s: what packing, unpacking and making tensors again take of a step.
-        gain_s: what moving the bytes that they save would cost the step.
+        codec_s: time of a step for packing, unpacking and recomputing tensors.
+        gain_s: what moving the bytes saved by these would cost the step.
         step_s: how long the step takes.
     """
     if codec_s - gain_s <= _LEAST_LOSS * step_s:
         return ""
     return (
-        f"compress={preset!r}: packing, unpacking and making tensors again take {codec_s / step_s:.0%} of a step, and "
-        f"the bytes they save would take {gain_s / step_s:.0%} to write and read back, as the disk keeps up: the step "
-        "is faster without compress=, which still spares the disk those bytes"
+        f"compress={preset!r}: packing, unpacking and recomputing tensors take {codec_s / step_s:.0%} of a step; the "
+        f"bytes they save would take {gain_s / step_s:.0%} to write and read back, because the disk keeps up. The step "
+        "is faster without compress=, though compress= spares the disk those bytes"
     )
 
 
 class _Waiting(NamedTuple):
-    """An encode whose flag is still on its way to the host."""
+    """An encode whose flag is still being copied to the host."""
 
     record: weakref.ref[Record]
     codec: Codec
@@ -81,7 +79,7 @@ class Compressor:
 
     Attributes:
         name: of the preset.
-        lossy: whether one of them is; it then matters which operator has saved a tensor.
+        lossy: at least one of them is; then the operator that saved a tensor matters.
     """
 
     def __init__(self, preset: Preset, seed: int, counters: Counters) -> None:
@@ -93,12 +91,12 @@ class Compressor:
         self._linear: ProjectedLinear | None = None
         self.waiting: deque[_Waiting] = deque()
         self._notices = Notices()
-        self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # in this step; and when it began
+        self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, 0.0  # of this step, and when it began
 
     def mode(self, model: nn.Module | None) -> SavedBy | None:
         """Make the torch-function mode to enter with the hooks; None if the preset needs none.
 
-        It notes which function is saving and, where the preset projects linear inputs, replaces linear layers.
+        It notes which function is saving and, if the preset projects linear inputs, replaces linear layers.
 
         Raises:
             ConfigError: a projection, but no linear layer in the model.
@@ -123,27 +121,24 @@ class Compressor:
         """End a training step: the next one gets new projections. Say once if a lossy preset costs more than it saves.
 
         Args:
-            further_byte_s: what a further byte written and read back costs the step; 0 where that is not known.
-            derive_s, derived_bytes: what tensors that are made again from others cost the step, and their bytes.
+            further_byte_s: what another byte written and read back costs the step; 0 if unknown.
+            derive_s, derived_bytes: what recomputing tensors from others costs the step, and their bytes.
         """
         if self._linear is not None:
             self._linear.step()
         now_s = time.perf_counter()
         if further_byte_s and self.lossy:
-            codec_s, gain_s = (
-                _CODEC_TURNS * self._encode_s + derive_s,
-                (self._spared_bytes + derived_bytes) * further_byte_s,
-            )
+            codec_s = _CODEC_TURNS * self._encode_s + derive_s
+            gain_s = (self._spared_bytes + derived_bytes) * further_byte_s
             if line := advice(self._preset.name, codec_s, gain_s, now_s - self._begun_s):
                 self._notices.say("preset", line, advice=True)
         self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, now_s
 
     def kind(self, tensor: Tensor) -> Saved:
-        """Return the class of the tensor that a pack hook is given."""
         return kind_of(tensor) if self.lossy else Saved.UNKNOWN
 
     def also(self, record: Record, kind: Saved) -> bool:
-        """Note one more operator that saves a record's tensor. False if the record has already lost too much for it."""
+        """Note another operator that saves a record's tensor. False if the record has already lost too much for it."""
         needed = self._preset[kind]
         if record.codec is None or needed.properties.kept_bits <= record.codec.properties.kept_bits:
             return True
@@ -172,19 +167,19 @@ class Compressor:
                     self.waiting.append(_Waiting(record.ref, codec, pending, *streams.fetch(pending.flag)))
                     return False
                 self._finish(record, codec, pending, None)
-        except CodecError:  # a dtype or a shape that this codec does not take: the tensor stays as it is
+        except CodecError:  # a dtype or shape that this codec does not take: the tensor stays as it is
             record.use_codec(None)
-        except shortage.ENDS as error:  # no memory for the packed bytes beside it: so too
+        except shortage.ENDS as error:  # no memory for the packed bytes: likewise
             if not shortage.lacks_memory(error):
                 raise
             record.use_codec(None)
         finally:
-            if record.stream is None:  # on a device it is only queued
+            if record.stream is None:  # a device only queues it
                 self._encode_s += time.perf_counter() - begun_s
         return True
 
     def settle(self, *, wait: bool) -> list[Record]:
-        """Finish the encodes whose flags have arrived, or all if `wait`. Return the records that may go on."""
+        """Finish the encodes whose flags have arrived, or all if `wait`. Return the records that may proceed."""
         done: list[Record] = []
         while self.waiting and (wait or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
@@ -222,7 +217,7 @@ class Compressor:
 def compressor(
     preset: str | Preset | None, rank: int | float | None, seed: int, counters: Counters
 ) -> Compressor | None:
-    """Make what the settings ask for; None without a preset. `rank` belongs to the preset "compact"."""
+    """Make the compressor that the settings ask for; None without a preset. `rank` belongs to the preset "compact"."""
     if preset is None:
         return None
     return Compressor(preset if isinstance(preset, Preset) else named(preset, rank=rank), seed, counters)

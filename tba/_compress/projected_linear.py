@@ -1,21 +1,21 @@
 """ProjectedLinear: a replacement for `linear` that saves a projection of the input, for unconverted models.
 
-`SavedBy` calls it in place of `torch.nn.functional.linear`. It runs `compact.compact_linear`, so that autograd saves
-z = x P, [..., r], instead of x [..., n]. The output, the input gradient and the bias gradient are those of the plain
-call, bit for bit. The weight gradient is full-size and its mean is the plain one, so any optimizer takes it. CompAct,
-arXiv 2410.15352, section 3 (its optimizer in the small space needs `compact.convert`).
+`SavedBy` calls it instead of `torch.nn.functional.linear`. It runs `compact.compact_linear`, so autograd saves z = x P,
+[..., r], instead of x [..., n]. The output, the input gradient and the bias gradient are bit for bit those of the plain
+call. The weight gradient is full-size and its mean is the plain one, so any optimizer takes it. CompAct, arXiv
+2410.15352, section 3 (its optimizer in the small space needs `compact.convert`).
 
 Guarantees:
 
-1. P depends on (seed, layer, step) alone; a new P in each step averages best. A layer is identified by its parameter's
+1. P depends only on (seed, layer, step); a new P in each step averages best. A layer is identified by its parameter's
    name in the model, or else by the order in which parameters were first used.
 2. Layers that read one tensor, unchanged in between, share one P (that of the first layer) and one z.
 3. These calls are left alone: frozen weights and weights that are not parameters, integers and complex numbers, a rank
    equal to the width, `torch.func` transforms, and checkpointed regions. The latter keep nothing until backward, and
-   must save equal tensors when they are run again, outside any mode.
+   must save equal tensors when they rerun, outside any mode.
 4. Any thread may call. One lock guards the tables; products are computed without it. Inputs and parameters are held
-   weakly: their entries go when they die, by `WeakIdKeyDictionary`, which takes no lock and never confuses a new tensor
-   with a dead one that had its id.
+   weakly: `WeakIdKeyDictionary` drops their entries when they die, takes no lock, and never confuses a new tensor with
+   a dead one that had its id.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ProjectedLinear:
         return name
 
     def _source(self, x: Tensor, parameter: Tensor) -> _Input:
-        """Return the projection of an input: that of the layer that read it first, if nothing has changed since."""
+        """The projection of an input: that of the layer that read it first, if nothing has changed since."""
         source: _Input | None = self._inputs.get(x)
         if source is None or (source.version, source.step) != (x._version, self._steps):
             number = key(self._seed, self._name(parameter), self._steps)
@@ -124,7 +124,7 @@ class _Input(NamedTuple):
 
 
 def _trained(weight: Any) -> Tensor | None:
-    """Return the parameter that a weight [out, n] is, or transposes; None if it is neither or needs no gradient."""
+    """The parameter that a weight [out, n] is, or transposes; None if it is neither or needs no gradient."""
     parameter = weight if type(weight) is nn.Parameter else getattr(weight, "_base", None)
     if type(parameter) is not nn.Parameter or not parameter.requires_grad or weight.numel() != parameter.numel():
         return None
@@ -132,7 +132,7 @@ def _trained(weight: Any) -> Tensor | None:
 
 
 def _plain(x: Any, weight: Tensor, bias: Any) -> bool:
-    """Whether the arguments are plain and fit each other; otherwise torch is left to raise its own errors."""
+    """Whether the arguments are plain and fit each other; if not, torch raises its own errors."""
     return (
         type(x) is Tensor
         and is_float(x)

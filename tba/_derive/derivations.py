@@ -2,21 +2,21 @@
 
 Guarantees:
 
-1. The bytes of a tensor go only after it was made again and compared with the original, every time: edits that leave no
-   trace (`.data`, NumPy, a tensor that no node saved edited under `no_grad`) show in no other way. If all sources are
-   exact, the result must be bit-equal; if a lossy codec has packed some of them, it must be as near as those are.
+1. The bytes of a tensor go only after it was recomputed and compared with the original, every time; nothing else
+   detects edits without a trace (`.data`, NumPy, a tensor that no node saved edited under `no_grad`). If all sources
+   are exact, the result must be bit-equal. If a lossy codec packed some of them, it must be as close as those are.
 2. An exact tensor (by the preset's class of its savers) is derived only from exact ones.
 3. Sources stay as they were when compared: they are records of activations, or private copies of anything else
-   (weights, small tensors). The exception is an edit without a trace to an activation after it was saved.
-4. The choice of sources does not depend on timing: a comparison reads back a source that has been written, and waits
-   until a device has said whether a lossy codec has packed it (`awaits`). The exception is a source that is edited in
-   place while it is being written: it serves if the write has ended before.
+   (weights, small tensors). Exception: an edit without a trace to an activation after it was saved.
+4. The choice of sources does not depend on timing: a comparison reads back a source that was written, and waits until a
+   device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place while being
+   written serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
-6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are under way; else `settle` collects those
+6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are in flight; else `settle` collects those
    that have ended.
 
-The cost in forward is each derived tensor's operator once more, and a comparison. Where that costs the step more than
-moving the tensor would, and nothing but time depends on it, it is moved (`worth`).
+Forward pays for one more run of each derived tensor's operator, and a comparison. If that costs the step more than
+moving the tensor, and only time depends on it, the tensor is moved (`worth`).
 
 All but `again` must be called with the engine's lock held.
 """
@@ -46,27 +46,27 @@ from .recipe import Hold, Recipe
 from .search import recipe, remember
 from .worth import Worth
 
-# The largest relative error of a recipe that starts from 8 bits (whose own error is below a hundredth), and from fewer
-# (4 bits: about a tenth). The error of a wrong recipe is about as large as the tensor.
+# The largest relative error of a recipe that starts from 8 bits (whose own error is below 0.01), and from fewer (4
+# bits: about 0.1). The error of a wrong recipe is about as large as the tensor.
 _NEAR = 0.03
 _NEAR_OF_FEW_BITS = 0.25
 _LEAST_GAIN = 16  # a derived tensor has at least this many times the bytes of the private copies made for it
-_MOST_PLACES = 1 << 16  # of recipes that came out wrong
-_MOST_WAITING = 8  # comparisons under way on a device: a few layers' worth, in no more memory than their tensors
+_MOST_PLACES = 1 << 16  # failed recipes to remember
+_MOST_WAITING = 8  # comparisons in flight on a device: a few layers' worth, in no more memory than their tensors
 
 
 class _Comparison(NamedTuple):
-    """A comparison of a recipe's result with the tensor it is to replace, under way on a device."""
+    """A comparison, in flight on a device, of a recipe's result with the tensor it is to replace."""
 
     record: weakref.ref[Record]
     recipe: Recipe
-    known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None where the outcome depends on values
-    differs: Tensor  # on the host, or on its way there
+    known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None if the outcome depends on values
+    differs: Tensor  # on the host, or being copied there
     there: Any  # event
 
 
 class Derivations:
-    """Finds records that can be made again, and remembers recipes that came out wrong.
+    """Finds records that can be recomputed, and remembers recipes that failed.
 
     Attributes:
         waiting: comparisons that a device has not finished, oldest first.
@@ -80,10 +80,10 @@ class Derivations:
         self._first_number = 0  # of the step's records
         self._comparing = 0  # the thread that is comparing, or 0
         self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last result: the next often starts from it
-        self._depths: dict[int, int] = {}  # of this step's recipes, by the number of the record, tried or not
+        self._depths: dict[int, int] = {}  # of all recipes of this step, by the record's number
 
     def look_for(self, record: Record) -> None:
-        """In pack: note how a new record could be made again, and the record as a source for later ones."""
+        """In pack: find how a new record could be recomputed, and note it as a source for later ones."""
         root = record.root()
         if root is None:
             return
@@ -100,12 +100,12 @@ class Derivations:
                 remember(root, self._unpack, lambda: None if (found := reference()) is None else (found, view))
 
     def awaits(self, record: Record) -> bool:
-        """Whether a source of a record's recipe is still to be packed by a lossy codec, or may be: a device says so."""
+        """Whether a source of a record's recipe may still be packed by a lossy codec: a device has not said yet."""
         found = record.recipe
         return isinstance(found, Recipe) and any(map(_undecided, found.sources))
 
     def replaces(self, record: Record) -> bool | None:
-        """Let a finished, pending record's bytes go if its recipe gives them. None if `settle` will tell whether."""
+        """Drop a finished, pending record's bytes if its recipe gives them. None if `settle` will tell."""
         found, alias = record.recipe, record.alias
         if not isinstance(found, Recipe) or alias is None:
             return False
@@ -130,7 +130,7 @@ class Derivations:
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
-        except shortage.ENDS as error:  # an operand was edited, is too large for a copy, or its operator ran in place
+        except shortage.ENDS as error:  # an operand was edited or is too large to copy, or its operator ran in place
             interrupts.pass_on(error, tracer)
             if shortage.lacks_memory(error):
                 known = None
@@ -146,7 +146,7 @@ class Derivations:
         return self._end(record, settled, known, differs=False)
 
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
-        """Finish the comparisons that a device has made by now, or all: (pending record, whether its bytes went)."""
+        """Finish the comparisons that a device has completed, or all: (pending record, whether its bytes went)."""
         settled: list[tuple[Record, bool]] = []
         while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
@@ -162,14 +162,14 @@ class Derivations:
         return settled
 
     def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
-        """After a comparison: let the record's bytes go unless they differ. Whether they went."""
+        """After a comparison: drop the record's bytes unless they differ. Return whether they went."""
         alias = record.alias
         assert alias is not None
         if differs:
             record.plan(None)
             if known is not None:
                 self._wrong[known[0]] = known[1]
-                if len(self._wrong) > _MOST_PLACES:  # forwards without a backward end no step, and places go on
+                if len(self._wrong) > _MOST_PLACES:  # forwards without a backward end no step, so places keep growing
                     del self._wrong[next(iter(self._wrong))]
             return False
         for packed in found.sources:
@@ -181,9 +181,9 @@ class Derivations:
         return True
 
     def peek(self, record: Record, view: View) -> Tensor | None:
-        """In unpack: return a tensor that a comparison on this thread asks for, with nothing counted or moved.
+        """In unpack: a tensor that a comparison on this thread asks for, with nothing counted or moved.
 
-        None if no comparison is under way, or if the bytes are not in memory and have to be read as usual.
+        None if no comparison is running, or if the bytes are not in memory and must be read as usual.
         """
         if not self.compares_here:
             self._made = None
@@ -201,11 +201,11 @@ class Derivations:
 
     @property
     def compares_here(self) -> bool:
-        """Whether a comparison is under way on this thread, which asks for tensors with the lock held."""
+        """Whether a comparison is running on this thread, which asks for tensors with the lock held."""
         return self._comparing == threading.get_ident()
 
     def end_step(self, next_number: int) -> None:
-        """End a step: the places of the next one count from `next_number`."""
+        """End a step: places of the next one count from `next_number`."""
         self._first_number = next_number
         self._made = None
         self._depths.clear()
@@ -215,7 +215,7 @@ class Derivations:
         if isinstance(first, Record):
             if upstream and (first.counter is None or first.counter._version != first.saved_version):
                 return None
-            # Also of a recipe that came out wrong: a device may say so later or earlier.
+            # Also for a failed recipe: when a device reports that depends on timing.
             return self._depths.get(first.number, 0) if first.recipe is None else first.recipe.depth
         if type(first) not in (Tensor, nn.Parameter) or first.is_nested or first.layout is not torch.strided:
             return None
@@ -223,7 +223,7 @@ class Derivations:
 
 
 def again(record: Record, view: View, *, alone: bool) -> Tensor:
-    """Make a saved tensor of a derived record again; `alone`: in memory of its own. Raises what its sources raise."""
+    """Recompute a saved tensor of a derived record; `alone`: in its own memory. Raises what its sources raise."""
     stream, decoded = streams.current(record.device), record.decoded
     if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
         whole = decoded[0].clone() if alone else decoded[0]
@@ -237,14 +237,14 @@ def again(record: Record, view: View, *, alone: bool) -> Tensor:
 
 
 def _own(made: Tensor) -> torch.UntypedStorage:
-    """Return the bytes as a storage of their own, by a copy if the tensor is a view of an operand."""
+    """The bytes as a storage of their own, copied if the tensor is a view of an operand."""
     if made._base is not None or made.storage_offset() or made.untyped_storage().nbytes() != made.nbytes:
         made = torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=made.device).copy_(made)
     return made.untyped_storage()
 
 
 def _undecided(packed: tuple[Any, Any]) -> bool:
-    """Whether a device has still to say what becomes of a packed object, or of what it is derived from."""
+    """Whether a device has yet to say what becomes of a packed object, or of its sources."""
     record = packed[0]
     if not isinstance(record, Record):
         return False
@@ -254,7 +254,7 @@ def _undecided(packed: tuple[Any, Any]) -> bool:
 
 
 def _off(packed: tuple[Any, Any]) -> float:
-    """Return the largest relative error of recipes that start from a packed object; 0 for exact ones."""
+    """The largest relative error of recipes that start from a packed object; 0 for exact ones."""
     record = packed[0]
     if not isinstance(record, Record):
         return 0.0
@@ -269,13 +269,13 @@ def _off(packed: tuple[Any, Any]) -> float:
 
 
 def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
-    """Whether `made` cannot replace `wanted`; a tensor where a device computes that."""
+    """Whether `made` cannot replace `wanted`; as a tensor if a device computes that."""
     if not off:
         return bits_differ(made, wanted)
     if made.shape != wanted.shape or made.dtype != wanted.dtype:
         return True
     scale = torch.linalg.vector_norm(wanted, dtype=torch.float32)
-    # Not `>`, which is false for NaN: NaN is not near.
+    # Not `>`, which is false for NaN.
     far = ~((torch.linalg.vector_norm(made - wanted, dtype=torch.float32) <= off * scale) & scale.isfinite())
     return bool(far) if far.is_cpu else far
 
@@ -283,7 +283,7 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
 def _holding(most_bytes: int) -> Hold:
     """Return a `Hold` that keeps a recipe's sources unchanged, by private copies of those edited through `.data`.
 
-    Programs so edit leaves: weights, whether trained or not, tensors detached from them, a model's buffers, inputs.
+    Programs edit leaves that way: weights, trained or not, tensors detached from them, a model's buffers, inputs.
     """
     left_bytes = most_bytes
 

@@ -1,18 +1,18 @@
-"""Operators: the table of those that can be run again, and where each saves its operands and its result.
+"""Operators: a table of those that can be run again, and where each saves its operands and its result.
 
-The names are those of autograd's nodes. A node's `_saved_NAME` has a partner `_raw_saved_NAME`, which shows what a
-pack hook returned for the tensor without calling the unpack hook. Observed on torch 2.13 and held by `tests/derive/`:
+The names are those of autograd's nodes. A node's `_saved_NAME` has a partner `_raw_saved_NAME`, which shows what a pack
+hook returned for the tensor without calling the unpack hook. Observed on torch 2.13 and tested in `tests/derive/`:
 
-* product and quotient save an operand only if the *other* one requires grad (the quotient's divisor always);
+* a product or quotient saves an operand only if the *other* one requires grad (a quotient always saves its divisor);
 * sums, casts, copies and views save no operand;
-* activations whose derivative needs the input save `self`; relu, tanh, sigmoid, exp, sqrt, rsqrt and softmax save
-  their own `result`, attention its `output`: such a tensor is in the graph already and is never made again, but other
-  tensors are made from it;
+* activations whose derivative needs the input save `self`; relu, tanh, sigmoid, exp, sqrt, rsqrt and softmax save their
+  own `result`, attention its `output`: such a tensor is in the graph already and is never recomputed, but other tensors
+  are computed from it;
 * a Python number is saved as a 0-dimensional tensor that no hook sees;
 * layer norm saves everything but `eps` (see `find_eps`).
 
 Elementwise kernels give equal bits for equal operands with equal strides and an equal number of threads: chunks and
-vector tails depend on nothing else, in particular not on the address.
+vector tails depend on nothing else, and not on the address.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-# Those in use: BERT 1e-12, GPT and Llama 1e-5, T5, ViT and ConvNeXt 1e-6, EfficientNet 1e-3, and others.
+# In use: BERT 1e-12, GPT and Llama 1e-5, T5, ViT and ConvNeXt 1e-6, EfficientNet 1e-3, and others.
 EPSILONS: Final = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3, 1e-4, 1e-9, 1e-10, 0.0)
 
 Scalars = tuple[Any, ...]
 
 
 class Output(NamedTuple):
-    """Facts that autograd records of a node's output `number`."""
+    """What autograd records about a node's output `number`."""
 
     number: int
     shape: tuple[int, ...]
@@ -46,10 +46,10 @@ class Operator(NamedTuple):
         operands: in the order of the node's `next_functions`, the name each is saved under; None if it never is.
         run: (operands, scalars, output) -> the result, by the kernel that made it.
         scalars: names of saved values that are not tensors.
-        extras: names of further saved tensors, for `find` only.
+        extras: names of further saved tensors, only for `find`.
         find: (operands and extras, scalars) -> all scalars that `run` needs, and the result. For operators that do not
-            save all of them: the others are found from the extras. Raises RuntimeError if none fit.
-        optional: operands that an operator may not have had (a norm's weight); those it had are saved.
+            save all scalars: the others are found from the extras. Raises RuntimeError if none fit.
+        optional: operands that may be absent (a norm's weight); present ones are saved.
         moves: computes nothing: a view, or a copy into another order.
         amplifies: a small error of an operand may become a large error of the result, by cancellation or division.
     """
@@ -67,7 +67,6 @@ class Operator(NamedTuple):
 def _simple(
     run: Callable[..., Tensor], *operands: str | None, scalars: tuple[str, ...] = (), amplifies: bool = False
 ) -> Operator:
-    """Make an operator that takes its operands, then its scalars."""
     return Operator(operands, lambda tensors, values, _: run(*tensors, *values), scalars, amplifies=amplifies)
 
 
@@ -75,14 +74,14 @@ def _view(run: Callable[[Tensor, Scalars, Output], Tensor], *scalars: str) -> Op
     return Operator((None,), lambda tensors, values, output: run(tensors[0], values, output), scalars, moves=True)
 
 
-_last_eps: dict[Any, float] = {}  # by normalized shape: the one to try first
+_last_eps: dict[Any, float] = {}  # by normalized shape, the one to try first
 
 
 def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
     """Run layer norm of `input` [..., *normalized_shape] with the one of `EPSILONS` that gives the saved statistics.
 
-    Statistics may not tell one eps from another (large values swallow it), so the caller compares the result with the
-    tensor of forward. To compare statistics waits for a device, so there the last eps of a shape is taken unseen.
+    Statistics may not distinguish two eps (large values swallow them), so the caller compares the result with
+    forward's. Comparing statistics waits for a device, so there a shape's last eps is used unchecked.
 
     Raises:
         RuntimeError: none of them does.
@@ -97,8 +96,8 @@ def find_eps(tensors: list[Any], scalars: Scalars) -> tuple[Scalars, Tensor]:
             _last_eps[shape] = eps
             return (shape, eps), result
     raise RuntimeError(
-        f"layer norm over {list(shape)} of {x.dtype} {list(x.shape)}: no usual eps gives the statistics that forward "
-        "saved; keep the tensor instead of making it again"
+        f"layer norm over {list(shape)} of {x.dtype} {list(x.shape)}: no common eps gives the statistics that forward "
+        "saved; keep the tensor instead of recomputing it"
     )
 
 
@@ -114,7 +113,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def bits_differ(one: Tensor, other: Tensor) -> Tensor | bool:
-    """Negation of `same_bits`; on a device a tensor that tells, so that nothing waits."""
+    """Negation of `same_bits`; on a device a tensor, so that nothing waits."""
     if one.is_cpu or one.shape != other.shape or one.dtype != other.dtype:
         return not same_bits(one, other)
     word = _WORDS[one.itemsize]
@@ -122,7 +121,7 @@ def bits_differ(one: Tensor, other: Tensor) -> Tensor | bool:
 
 
 def signed(value: Any) -> Any:
-    """Convert a saved scalar: dimensions are saved as size_t, so -1 is read as 2^64 - 1."""
+    """Convert a saved scalar: dimensions are saved as size_t, so -1 reads as 2^64 - 1."""
     if type(value) is int and value >= 1 << 63:
         return value - (1 << 64)
     if isinstance(value, (tuple, list)):
@@ -166,7 +165,7 @@ OPERATORS: Final[Mapping[str, Operator]] = {
     "PermuteBackward0": _view(lambda x, s, _: x.permute(s[0]), "dims"),
     "SelectBackward0": _view(lambda x, s, _: x.select(*s), "dim", "index"),
     "SliceBackward0": _view(
-        lambda x, s, _: torch.ops.aten.slice.Tensor(x, *s),  # the method `x[...]` takes no dimension
+        lambda x, s, _: torch.ops.aten.slice.Tensor(x, *s),  # `x[...]` takes no dimension
         *("dim", "start", "end", "step"),
     ),
     "SplitBackward0": _view(lambda x, s, output: x.split(*s)[output.number], "split_size", "dim"),
@@ -174,7 +173,7 @@ OPERATORS: Final[Mapping[str, Operator]] = {
     "UnbindBackward0": _view(lambda x, s, output: x.unbind(s[0])[output.number], "dim"),
 }
 
-# The outputs that a node saves itself: the name of each, by its number.
+# The outputs that a node saves itself: the name of each, by number.
 RESULTS: Final[Mapping[str, Mapping[int, str]]] = {
     **{
         f"{name}Backward0": {0: "result"}

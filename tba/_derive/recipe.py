@@ -1,15 +1,15 @@
-"""Recipe: the operators to run, in which state, on which packed objects, to make one tensor again.
+"""Recipe: which operators to run, in which state, on which packed objects, to recompute one tensor.
 
 Guarantees:
 
 1. `compute` runs each operator as it ran in forward: without autocast (its casts are operators of their own), with the
    recorded number of threads and use of oneDNN. It gives the recorded dtype, shape and strides, or raises, and it
    leaves the state as it found it.
-2. The result of a settled recipe depends on its sources alone, so a recipe that has come out right does so again.
+2. The result of a settled recipe depends only on its sources, so a recipe that was right once stays right.
 3. A recipe never changes, holds no node of the graph and takes no lock.
 
 Assumptions: kernels are deterministic, given that state and `torch.set_flush_denormal`, which cannot be queried. The
-use of oneDNN belongs to the process: where it differs, another thread may see the recorded one for a moment.
+use of oneDNN belongs to the process: if it differs, another thread may briefly see the recorded one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 from .._torch.private import enable_mkldnn, mkldnn_enabled
 from .operators import Operator, Output, Scalars
 
-# The unpack hook for which objects were packed. Packed objects are opaque here.
+# The unpack hook of packed objects, which are opaque here.
 Unpack = Callable[[Any], Tensor]
-# (packed object, its tensor) -> both, safe from unnoticed edits. Raises RuntimeError if that would cost too much.
+# (packed object, its tensor) -> both, safe from unnoticed edits. Raises RuntimeError if that costs too much.
 Hold = Callable[[Any, Tensor], tuple[Any, Tensor]]
 
 
@@ -38,7 +38,7 @@ class Operand(NamedTuple):
 
 
 class Expression(NamedTuple):
-    """An operator on operands: each an `Operand`, an `Expression`, a Python number, or None where there was none."""
+    """An operator on operands: each an `Operand`, an `Expression`, a Python number, or None if absent."""
 
     operator: Operator
     operands: tuple[Any, ...]
@@ -59,15 +59,15 @@ def _state() -> State:
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
 class Recipe:
-    """How to make one tensor again.
+    """How to recompute one tensor.
 
     Attributes:
         expression: what to compute.
         strides: of the tensor.
         unpack: the unpack hook of its packed objects.
-        sources: the packed objects it asks for, each as often as it does.
-        depth: the largest number of operators on a path to tensors that are kept, recipes underneath included.
-        amplifies: whether a small error of a source may become a large error of the tensor.
+        sources: the packed objects that it asks for, each as often as it does.
+        depth: the largest number of operators on a path to kept tensors, including recipes underneath.
+        amplifies: a small error of a source may become a large error of the tensor.
         signature: equal for two recipes that run the same operators for results of one dtype and shape.
         state: recorded in forward.
     """
@@ -82,10 +82,10 @@ class Recipe:
     state: State = field(default_factory=_state)
 
     def compute(self) -> Tensor:
-        """Make the tensor, without grad, with dtype, shape, strides and device as they were.
+        """Compute the tensor, without grad, with its dtype, shape, strides and device.
 
-        It has memory of its own unless the last operator is a view. To be called on a `settled` recipe. Runs on the
-        calling thread and the current stream, and calls the unpack hook for each source without any lock.
+        It has its own memory unless the last operator is a view. Call it on a `settled` recipe. Runs on the calling
+        thread and the current stream, and calls the unpack hook for each source without any lock.
 
         Raises:
             RuntimeError: an unpack hook raised it, or an operator gave another dtype or shape than in forward.
@@ -95,8 +95,8 @@ class Recipe:
     def settled(self, hold: Hold) -> tuple[Recipe, Tensor]:
         """Return the recipe to use from now on, and its result.
 
-        Its sources are those that `hold` returns, and it has the scalars that autograd does not save, found from other
-        tensors that the operator saved. Raises as `compute` does, and RuntimeError where no scalars are found.
+        Its sources are those that `hold` returns. It has the scalars that autograd does not save, found from other
+        tensors that the operator saved. Raises as `compute` does, and RuntimeError if no scalars are found.
         """
         sources: list[Any] = []
 
@@ -135,7 +135,7 @@ class Recipe:
         else:
             result = operator.run(found, scalars, output)
         if hold is not None:
-            kept = tuple(operands[: len(operator.operands)])  # without the extras, needed only to find scalars
+            kept = tuple(operands[: len(operator.operands)])  # without the extras, which only find scalars
             expression = expression._replace(operands=kept, scalars=scalars)
         return expression, _as_recorded(result, output)
 
@@ -143,8 +143,8 @@ class Recipe:
 def _as_recorded(result: Tensor, output: Output) -> Tensor:
     if result.dtype != output.dtype or result.shape != output.shape:
         raise RuntimeError(
-            f"made {result.dtype} {list(result.shape)} again where forward had {output.dtype} {list(output.shape)}; "
-            "the operator was run in place or its operands have changed: keep this tensor"
+            f"recomputed {result.dtype} {list(result.shape)}, but forward had {output.dtype} {list(output.shape)}; the "
+            "operator ran in place or its operands have changed: keep this tensor"
         )
     return result
 
@@ -153,8 +153,8 @@ def _there(operand: Tensor) -> Tensor:
     """Return an operand. Raises RuntimeError if its memory was emptied (a gathered weight): a kernel would crash."""
     if operand.numel() and not operand.untyped_storage().nbytes():
         raise RuntimeError(
-            f"the memory of {operand.dtype} {list(operand.shape)} has been emptied, and another saved tensor is to be "
-            "made again from it: fill it before backward, or train without compress="
+            f"the memory of {operand.dtype} {list(operand.shape)} was emptied, but another saved tensor is to be "
+            "recomputed from it: fill it before backward, or train without compress="
         )
     return operand
 

@@ -1,30 +1,30 @@
-"""Search: finds how to make a saved tensor again, bit for bit, from tensors that other nodes saved.
+"""Search: finds how to recompute a saved tensor, bit for bit, from tensors that other nodes saved.
 
-`recipe` looks at the node that made a tensor and finds, for each operand, the packed object that a pack hook returned
-for it: the node's own saved input, an earlier node's saved result, or what `remember` noted of another saved tensor.
+`recipe` inspects the node that made a tensor and finds, for each operand, the packed object that a pack hook returned
+for it: the node's own saved input, an earlier node's saved result, or what `remember` noted about another saved tensor.
 An operand that no node saved is itself derived from the operands of its own node.
 
 Guarantees:
 
 1. No unpack hook runs before `compute`: `recipe` reads `_raw_saved_*`, which shows packed objects, and plain scalars.
-2. `compute` ends. A recipe never changes and holds only packed objects that existed before it, so asking for them, even
-   if they are derived too, goes strictly back in time; and at most `MAX_OPERATORS` operators lie on any path, those of
-   the recipes underneath included (`about`).
+2. `compute` ends. A recipe never changes and holds only packed objects that existed before it, so requests for them,
+   even if they are derived too, go strictly back in time; and at most `MAX_OPERATORS` operators lie on any path,
+   including those of the recipes underneath (`about`).
 3. There is no cycle, and no deep recursion when the graph is freed (`nodes`). A recipe holds packed objects and no
    node; the result that a node saves itself is never derived from that node. `remember` leaves only a weak reference at
-   a node. So a graph that is dropped is freed at once.
+   a node. So a dropped graph is freed at once.
 4. A recipe does not need the graph: its packed objects live as long as it does, even if backward has freed the node.
 5. Nothing is computed from emptied memory: `compute` raises instead.
 
 Assumptions:
 
-1. A node computed with the tensors that it saved, and a tensor at version 0 is as its node made it. Edits that leave no
+1. A node computed with the tensors that it saved, and a tensor at version 0 is as its node made it. Edits without a
    trace break this (`.data`, NumPy, a tensor that no node saved edited under `no_grad`). So a recipe is a guess: its
-   result is compared with the tensor, each time (`Recipe.settled`). `about` tells of edits to saved operands.
-2. No other thread frees this graph while `recipe` looks at it.
+   result is compared with the tensor, each time (`Recipe.settled`). `about` reports edits of saved operands.
+2. No other thread frees this graph while `recipe` inspects it.
 
-A difference from plain PyTorch: if a stored operand is edited in place after it was saved, asking for a tensor derived
-from it raises too, even if backward runs through no node that saved the operand.
+One difference from plain PyTorch: if a stored operand is edited in place after it was saved, asking for a tensor
+derived from it raises too, even if backward runs through no node that saved the operand.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from .recipe import Expression, Operand, Recipe, Unpack
 
 __all__ = ["MAX_OPERATORS", "Recipe", "recipe", "remember"]
 
-MAX_OPERATORS: Final = 4  # beyond, making it again costs more than bringing it back; no model seen needs five
+MAX_OPERATORS: Final = 4  # beyond, recomputing costs more than reading back; no model that we have seen needs five
 _MAX_MOVES: Final = 6  # views and copies on a path; `x.transpose(1, 2).reshape(...)` has three
-_UNKNOWN: Final = object()  # stands for a scalar that this torch saves under another name
+_UNKNOWN: Final = object()  # a scalar that this torch saves under another name
 _NOTE: Final = "tba_saved"  # the key in a node's metadata
 _REAL: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-# (packed object, whether another node than its user saved it) -> depth of the recipe it stands for, 0 if it is kept;
-# None if it must not be used.
+# (packed object, whether another node than its user saved it) -> depth of its own recipe, 0 if it is kept; None if it
+# must not be used.
 About = Callable[[Any, bool], int | None]
 
 
 def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe | None:
-    """Find how to make `tensor` again from objects packed for the hook `unpack`; None if there is no way.
+    """Find how to recompute `tensor` from objects packed for the hook `unpack`; None if there is no way.
 
-    To be called in a pack hook with the tensor to be saved or, if that is a view, with its base. Packed objects of
-    other hooks (checkpointing's) are not used, as to unpack them may have effects.
+    Call it in a pack hook with the tensor to be saved or, if that is a view, with its base. It does not use packed
+    objects of other hooks (checkpointing's), because unpacking them may have effects.
 
     Args:
-        tensor: any tensor. There is no way for leaves, subclasses, complex and integer numbers, tensors edited in
+        tensor: any tensor. There is no way for leaves, subclasses, complex numbers and integers, tensors edited in
             place, unknown operators, results that their own node saves, and operands that no node saved.
         unpack: the unpack hook, compared by equality with that of each saved tensor.
-        about: tells of packed objects of this hook; without it each counts as kept and unedited.
+        about: describes packed objects of this hook; without it each counts as kept and unedited.
     """
     if not private.derives or type(tensor) is not Tensor or tensor.dtype not in _REAL:
         return None
@@ -87,8 +87,8 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
 def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
     """Note at the node that made `tensor` that it was saved, so that recipes of other tensors may start from it.
 
-    `packed()` returns the packed object for the hook `unpack`, or None when it is gone; it must hold it weakly. The
-    last note of a tensor counts. Tensors edited in place are not noted, because their node has no note of a version.
+    `packed()` returns the packed object for the hook `unpack`, or None when it is gone; it must hold it weakly. A
+    tensor's last note counts. Tensors edited in place are not noted, because their node records no version.
     """
     node = None if tensor._version else maker(tensor)
     if node is not None:
@@ -96,7 +96,7 @@ def remember(tensor: Tensor, unpack: Unpack, packed: Callable[[], Any]) -> None:
 
 
 class _Finder:
-    """One search for operands, and the sources, operators and depth that it found."""
+    """One search for operands: its sources, operators and depth."""
 
     def __init__(self, unpack: Unpack, about: About | None) -> None:
         self._unpack = unpack
@@ -107,7 +107,7 @@ class _Finder:
         self.amplifies = False
 
     def expression(self, node: Any, number: int, used: int, moves: int) -> Expression | None:
-        """Return the expression for output `number` of `node`; None if an operand is not to be had.
+        """The expression for output `number` of `node`; None if an operand is unavailable.
 
         `used` operators and `moves` lie on the path from the tensor to this output.
         """
@@ -133,7 +133,7 @@ class _Finder:
         for saved_as, edge in zip(operator.operands, edges, strict=True):
             found: Any = None if saved_as is None else self._saved(node, saved_as, used, made_by=edge[0])
             if found is None:
-                if saved_as in operator.optional:  # there was none, unless another hook has it
+                if saved_as in operator.optional:  # absent, unless another hook has it
                     raw = getattr(node, f"_raw_saved_{saved_as}", None)
                     if raw is None or raw.data is not None:
                         return None
@@ -153,7 +153,7 @@ class _Finder:
         return Expression(operator, tuple(operands), scalars, output)
 
     def _saved(self, node: Any, name: str, used: int, *, made_by: Any = None, upstream: bool = False) -> Any:
-        """Return what `node` saved under `name`, made by another node: an `Operand`, a Python number, or None."""
+        """What `node` saved under `name`, made by another node: an `Operand`, a Python number, or None."""
         raw = getattr(node, f"_raw_saved_{name}", None)
         if raw is None or raw.data is None:
             return None
@@ -176,10 +176,10 @@ class _Finder:
     def _upstream(
         self, edge: tuple[Any, int], used: int, moves: int, device: torch.device
     ) -> Operand | Expression | None:
-        """Return an operand that its user did not save: saved by its maker, noted by `remember`, or derived in turn."""
+        """An operand that its user did not save: saved by its maker, noted by `remember`, or derived in turn."""
         node, number = edge
         if node is None:
-            return None  # it requires no grad, so nothing is recorded of it
+            return None  # it requires no grad, so nothing is recorded
         outputs = node._input_metadata
         if number >= len(outputs):
             return None
@@ -199,7 +199,7 @@ class _Finder:
         return self.expression(node, number, used, moves)
 
 
-_names: dict[type, str] = {}  # per type of node: asking the node takes longer
+_names: dict[type, str] = {}  # by type of node: asking the node takes longer
 
 
 def _name(node: Any) -> str:

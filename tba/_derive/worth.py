@@ -1,32 +1,32 @@
-"""Worth: whether making a tensor again takes the step less time than moving it out and back. Pure but for its notes.
+"""Worth: whether recomputing a tensor takes the step less time than moving it out and back. Pure except for its notes.
 
-A tensor is derived twice, in forward to compare it and in backward, and both are on the thread that computes. What its
-transfer costs instead is measured step by step (`_transfer.cost`).
+A tensor is derived twice on the computing thread: in forward to compare it, and in backward. What its transfer would
+cost is measured step by step (`_transfer.cost`).
 
-The first steps derive all they can, and so measure what each derivation costs. From then on those that cost more than
-their transfer are left. Costs of transfers are forgotten slowly: where the link binds, deriving frees it, and it would
-otherwise be found free, and bind again, every other step.
+The first steps derive everything possible and measure each derivation's cost. From then on, those that cost more than
+their transfer are dropped. Transfer costs decay slowly: on a saturated link, deriving relieves it; otherwise the link
+would look free and saturate again, every other step.
 """
 
 from __future__ import annotations
 
-# Steps in which the order of reading is not known yet, at first and after derivations have been left: backward waits
-# for that, and not for the link.
+# Steps in which the order of reading is not known yet, at first and after derivations were dropped: backward waits for
+# that reason, not for the link.
 _SETTLING_STEPS = (1, 2, 4)
 _FORGET = 0.9
-_MOST_PLACES = 1 << 16  # whose costs are known: sizes may differ from step to step, and all be new
+_MOST_PLACES = 1 << 16  # with known costs: sizes may differ from step to step
 
 
 class Worth:
     """Costs of derivations, by their place in the step, and of transfers.
 
     Args:
-        on_disk: whether transfers go to a disk; elsewhere, deriving saves memory, whatever it costs.
-        leaves: whether derivations that do not pay may be left there; else every one counts as paying.
+        on_disk: transfers go to a disk; otherwise deriving saves memory, whatever it costs.
+        leaves: derivations that do not pay may be dropped; otherwise every one counts as paying.
 
     Attributes:
         steps: how many have ended.
-        derive_s, derived_bytes: what the derivations of the last step cost it, and the bytes that they gave.
+        derive_s, derived_bytes: cost of the last step's derivations, and the bytes they gave.
     """
 
     def __init__(self, *, on_disk: bool, leaves: bool) -> None:
@@ -40,18 +40,18 @@ class Worth:
 
     @property
     def settled(self) -> bool:
-        """Whether the last step can tell what its transfers to a disk cost."""
+        """Whether the last step shows what transfers to a disk cost."""
         return self._on_disk and self.steps > 0 and self.steps not in _SETTLING_STEPS
 
     def pays(self, place: int, nbytes: int) -> bool:
-        """Whether the tensor at this place, of this size, is to be derived; so also where a cost is not known yet."""
+        """Whether to derive the tensor of this size at this place; also if a cost is not known yet."""
         derive_s = self._derive_s.get((place, nbytes))
         if not self._leaves or derive_s is None or self._transfer_s_per_byte is None:
             return True
         return derive_s <= nbytes * self._transfer_s_per_byte
 
     def note(self, place: int, nbytes: int, run_s: float, compare_s: float) -> None:
-        """Note what running a recipe and comparing its result took; the last time counts."""
+        """Note how long it took to run a recipe and compare its result; the last time counts."""
         derive_s = 2 * run_s + compare_s
         if self._leaves:
             self._derive_s[place, nbytes] = derive_s
@@ -61,7 +61,7 @@ class Worth:
         self._noted_bytes += nbytes
 
     def end_step(self, transfer_s_per_byte: float) -> None:
-        """End a step in which a byte that went out and came back cost so much; 0 where nothing was moved."""
+        """End a step in which a byte that went out and came back cost this much; 0 if nothing moved."""
         self.steps += 1
         self.derive_s, self.derived_bytes = self._noted_s, self._noted_bytes
         self._noted_s, self._noted_bytes = 0.0, 0

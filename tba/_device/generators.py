@@ -12,7 +12,7 @@ from .kinds import active, has_streams, module_of
 
 
 class DeviceStates:
-    """The random states of all devices of this process's accelerator, as they are now; empty while none is in use.
+    """The random states of all devices of this process's accelerator; empty while none is in use.
 
     Attributes:
         kind: of device.
@@ -26,7 +26,6 @@ class DeviceStates:
             self._states = [found[1].get_rng_state(index) for index in range(found[1].device_count())]
 
     def restore(self) -> None:
-        """Set them again."""
         if self.kind is not None:
             module = module_of(self.kind)
             for index, state in enumerate(self._states):
@@ -34,25 +33,23 @@ class DeviceStates:
 
     @contextmanager
     def forked(self) -> Iterator[None]:
-        """Put back what a region changes of them, and of the host's generator."""
+        """Undo what a region changes of them, and of the host's generator."""
         devices = range(len(self._states))
         with torch.random.fork_rng(devices, device_type=self.kind) if self.kind else torch.random.fork_rng([]):
             yield
 
     def seed(self, seed: int) -> None:
-        """Seed the generators of these devices."""
         for index in range(len(self._states)):
             assert self.kind is not None
             generator_of(torch.device(self.kind, index)).manual_seed(seed)
 
 
 def has_generator(device: torch.device) -> bool:
-    """Whether operators on a device may draw from a generator of its own."""
+    """Whether operators on a device may draw from the device's own generator."""
     return device.type == "cpu" or has_streams(device.type)
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module = module_of(device.type)

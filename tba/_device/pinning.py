@@ -1,7 +1,7 @@
-"""Pinning: host memory that a device copies to and from at full speed, beside its own computation.
+"""Pinning: host memory that a device copies to and from at full speed, while it computes.
 
-CUDA and ROCm pin memory that we have mapped ourselves, of exact sizes and on the device's node. Elsewhere PyTorch has
-no such call, and segments are what its own pinned allocator gives.
+CUDA and ROCm pin memory that we have mapped, in exact sizes and on the device's node. Elsewhere PyTorch has no such
+call, and segments come from its own pinned allocator.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import torch
 
 from io_backends import HostArena, device_node, pci_address
 
-# Every device may copy from and to it, not only the one that is current where it is pinned.
-_PORTABLE = 1
+_PORTABLE = 1  # for every device, not only the one that is current when it is pinned
 
 
 def make_arena(device: torch.device, budget_bytes: int, alignment: int) -> HostArena:
-    """Make an arena of pinned memory for a device."""
     if device.type == "cuda":
         node = _node_of(device)
         return HostArena(budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=node)
@@ -27,7 +25,7 @@ def make_arena(device: torch.device, budget_bytes: int, alignment: int) -> HostA
 
 
 def _pinned_by_torch(nbytes: int) -> memoryview:
-    """Return `nbytes` from a page boundary on. Raises RuntimeError where PyTorch pins nothing."""
+    """Return page-aligned memory. Raises RuntimeError if PyTorch pins nothing."""
     pinned: Any = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True).numpy()
     memory = memoryview(pinned)
     begin = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % mmap.PAGESIZE
@@ -35,7 +33,6 @@ def _pinned_by_torch(nbytes: int) -> memoryview:
 
 
 def _pin(address: int, nbytes: int) -> None:
-    """Register memory with CUDA. Raises RuntimeError where that fails."""
     _check(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
 
@@ -47,8 +44,8 @@ def _check(status: Any) -> None:
     try:
         torch.cuda.check_error(status)
     except RuntimeError:
-        # CUDA keeps the error until this thread asks for it, which torch does after the next kernel launch: that kernel
-        # would be reported as failed. So launch one here that takes the blame.
+        # CUDA keeps the error until this thread asks for it, which torch does after the next kernel launch and then
+        # reports that kernel as failed. So launch one here that takes the blame.
         with suppress(RuntimeError):
             torch.cuda._sleep(0)
         raise

@@ -1,36 +1,36 @@
 """Streams: a tensor's bytes from its device to host memory and back, ordered against the streams that use them.
 
-The hazard. A copy on a side stream, or a worker's transfer, runs beside the compute streams. Without order it reads a
-tensor before its kernel has written it, or fills memory that an earlier kernel still reads; and the caching allocator,
-which knows only the stream a block was allocated on, may hand out the block while the copy is under way.
+The hazard. A copy on a side stream, or a worker's transfer, runs concurrently with the compute streams. Without order
+it reads a tensor before its kernel has written it, or fills memory that an earlier kernel still reads. And the caching
+allocator, which only knows the stream that a block was allocated on, may reuse the block during the copy.
 
 Out, by a copy (`out`), where P is the producer's stream and S the side stream:
 
-1. The hook records an event on P, behind the kernel that it has just launched, and S waits for it. Without that wait S
-   would copy what the kernel has not written yet.
+1. The hook records an event on P, behind the kernel that it has just launched, and S waits for it. Otherwise S would
+   copy what the kernel has not written yet.
 2. S copies to host memory and records a second event. The hook returns; P goes on.
-3. The source stays referenced by `Departure`. Were it let go of here, P could reuse its block while S still reads it.
-4. The `Departure` is asked whether S has passed the second event (`over`), and then lets go of the source.
-   If nobody asks any more, the allocator is told of S (`record_stream`). It is told only then, because a block it was
-   told of is not reused before everything queued on S by the time it is freed has run, and a program that launches
-   ahead of the device would soon have a step's worth of such blocks.
+3. `Departure` keeps referencing the source. If it were freed here, P could reuse its block while S still reads it.
+4. Someone asks the `Departure` whether S has passed the second event (`over`); then it drops the source. If nobody asks
+   any more, the allocator is told about S (`record_stream`). Not earlier, because such a block is not reused before
+   everything queued on S at its release has run: a program that launches ahead of the device would soon hold a step's
+   worth of them.
 
 In, by a copy (`into`), where C is the consumer's stream:
 
-1. The target is allocated on C, so it may be a block that kernels queued on C still read; S waits for C.
+1. The target is allocated on C, so kernels queued on C may still read its block; S waits for C.
 2. S copies from host memory and records an event.
-3. At each use the stream that is current then, and not one remembered, waits for the event (`use`); if it is not C,
-   the allocator is told of it. From the first use on, whatever frees the block does so behind the copy. A target that
-   nobody has used is freed with S told, as above.
+3. At each use, the stream that is current then waits for the event (`use`); if it is not C, the allocator is told about
+   it. From the first use on, whatever frees the block does so behind the copy. If nobody uses a target, it is freed
+   after S is told, as above.
 
-Host memory is retained until the copy from or to it is over, whatever has let go of it before.
+Host memory is retained until the copy from or to it is over, whoever has dropped it before.
 
-By a store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) there is no copy and no S. A write
-begins once an event on P behind the kernel has passed. For a read a worker waits for an event on C behind what still
-uses the block. The store holds the memory until the transfer has ended; then the bytes are there for every stream.
+A store that moves device memory itself (GPUDirect Storage: `lend`, `borrow`) needs no copy and no S. A write begins
+after an event on P behind the kernel. For a read, a worker waits for an event on C behind what still uses the block.
+The store holds the memory until the transfer has ended; then the bytes are there for every stream.
 
-On a CPU nothing is asynchronous: `out` gives the tensor's own memory, `into` the host's tensor, and neither waits. The
-rest of the engine therefore runs one path.
+On a CPU nothing is asynchronous: `out` returns the tensor's own memory, `into` the host's tensor, and neither waits. So
+the rest of the engine has a single path.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _of_thread = threading.local()  # `streams`: this thread's own objects for them
 
 
 def producer_stream(tensor: Tensor) -> Any:
-    """Return the stream of the operator that is saving `tensor`; None on a CPU."""
-    # By number: `torch.cuda.current_stream` and a device take ten times as long.
+    """The stream of the operator that is saving `tensor`; None on a CPU."""
+    # By device number: `torch.cuda.current_stream` with a device takes ten times as long.
     return torch.accelerator.current_stream(tensor.get_device()) if is_streamed(tensor) else None
 
 
 def current(device: torch.device) -> Any:
-    """Return the stream on which kernels launched now would run; None on a CPU."""
+    """The stream on which kernels launched now would run; None on a CPU."""
     return torch.accelerator.current_stream(device.index) if has_streams(device.type) else None
 
 
@@ -66,23 +66,23 @@ def current(device: torch.device) -> Any:
 def on(producer: Any) -> Iterator[None]:
     """Run a region on the stream that made a tensor, queued behind its kernel, and outside inference mode.
 
-    Memory freed in the region is free again behind the region's own kernels. On a side stream the original would stay
-    until the device is done with it there: a program that launches ahead of the device would then hold a step's worth
-    of originals, which compression is to avoid. Tensors of inference mode would have no version.
+    Memory freed in the region is reusable behind the region's own kernels. On a side stream the original would stay
+    until the device has processed it there, so a program that launches ahead of the device would hold a step's worth of
+    originals, which compression must avoid. Inference-mode tensors have no version.
     """
     with torch.inference_mode(False), nullcontext() if producer is None else producer:
         yield
 
 
 def also_used(tensor: Tensor, producer: Any) -> None:
-    """Tell the allocator of an operator on another stream than `producer` that saves `tensor` too."""
+    """Tell the allocator that an operator on another stream than `producer` saves `tensor` too."""
     current = producer_stream(tensor)
     if current != producer:
         tensor.record_stream(current)
 
 
 def goes_early(tensor: Tensor, producer: Any) -> None:
-    """Tell the allocator that kernels on `producer` may still read memory that goes earlier than the graph frees it.
+    """Tell the allocator that kernels on `producer` may still read memory that is freed before the graph is.
 
     Costs nothing if the memory was allocated on that stream.
     """
@@ -94,7 +94,7 @@ def goes_early(tensor: Tensor, producer: Any) -> None:
 
 
 def be_on(device: torch.device) -> None:
-    """Have this thread use a device from now on: a new one's is the first, and asking makes a context on it."""
+    """Make this thread use a device from now on. A new thread starts on the first, where it would make a context."""
     if has_streams(device.type):
         module_of(device.type).set_device(device)
 
@@ -108,16 +108,16 @@ def capturing(tensor: Tensor) -> bool:
 
 
 def capturing_here() -> bool:
-    """Whether this thread is capturing a graph of a device: it may neither ask an event, nor unpin host memory."""
+    """Whether this thread is capturing a device's graph: it may neither query an event nor unpin host memory."""
     found = active()
     asks = None if found is None else function(found[0], "is_current_stream_capturing")
     return asks is not None and bool(asks())
 
 
 class Departure:
-    """What `stream` does until `event`: a copy out of `source`, or the kernels that use memory a store moves (None).
+    """What `stream` does until `event`: a copy out of `source`, or (None) kernels that use memory a store will move.
 
-    `over` asks whether it has been done, a call waits until it has, on any thread.
+    `over` asks whether it is done; a call waits until it is, on any thread.
     """
 
     __slots__ = ("_begun", "_event", "_source", "_stream")
@@ -129,29 +129,28 @@ class Departure:
         self._begun = begun
 
     def over(self) -> bool:
-        """Whether it has been done."""
         if not self._event.query():
             return False
         self._source = None
         return True
 
     def seconds(self) -> float:
-        """How long it took the device, once it is over; 0 where it was not timed."""
+        """How long it took the device, once over; 0 if it was not timed."""
         return self._begun.elapsed_time(self._event) * 1e-3 if self._begun is not None else 0.0
 
     def __call__(self) -> None:
-        # A new thread's device is the first one, and waiting would make a context on it.
+        # Waiting makes a context on the current device, which for a new thread is the first one.
         with module_of(self._stream.device.type).device(self._stream.device):
             self._event.synchronize()
         self._source = None
 
     def __del__(self) -> None:
-        if self._source is not None:  # nobody has asked: the write was cancelled
+        if self._source is not None:  # nobody asked: the write was cancelled
             self._source.record_stream(self._stream)
 
 
 class Arrival:
-    """Device memory that was allocated on `consumer`, and the copy on `side` that fills it: None if a store does."""
+    """Device memory that was allocated on `consumer`, and the copy on `side` that fills it (None if a store does)."""
 
     __slots__ = ("_begun", "_consumer", "_copied", "_side", "_target")
 
@@ -166,11 +165,11 @@ class Arrival:
 
     @property
     def timed(self) -> bool:
-        """Whether `seconds` will tell."""
+        """Whether `seconds` has an answer."""
         return self._begun is not None
 
     def seconds(self) -> float:
-        """How long the copy took the device; 0 while it is under way."""
+        """How long the copy took the device; 0 while it is running."""
         return self._begun.elapsed_time(self._copied) * 1e-3 if self._copied.query() else 0.0
 
     def wait(self, tensor: Tensor) -> None:
@@ -179,11 +178,11 @@ class Arrival:
         if self._copied is not None:
             current.wait_event(self._copied)
         if current != self._consumer:
-            tensor.record_stream(current)  # allocated on another one
+            tensor.record_stream(current)
         self._target = None  # from here on the block is freed behind the copy
 
     def __del__(self) -> None:
-        if self._target is not None:  # nobody used it
+        if self._target is not None:  # unused
             self._target.record_stream(self._side)
 
 
@@ -192,8 +191,8 @@ def out(
 ) -> tuple[Buffer, Departure | None]:
     """Start moving bytes `[begin, begin + nbytes)` of the storage of `source` to host memory.
 
-    A device's bytes go to `memory`, and `timed` has it say how long that took; a CPU's stay where they are. Returns the
-    host bytes and what tells when they may be touched (None: they are there). Raises StoreFull if `memory` has no room.
+    A device's bytes go to `memory`, and `timed` measures how long that takes; a CPU's stay where they are. Returns the
+    host bytes and what tells when they may be used (None: now). Raises StoreFull if `memory` has no room.
     """
     storage = source.untyped_storage()
     if producer is None:
@@ -225,9 +224,8 @@ def into(
 ) -> tuple[Tensor, Arrival | None]:
     """Start moving host bytes, which lie in `memory`, to `device`. Returns the tensor over them and what `use` takes.
 
-    `timed` has the device say how long that took.
-
-    `memory` is None for a CPU. Its bytes are there already, as are those that a store has put into device memory.
+    `timed` measures how long that takes. `memory` is None for a CPU, whose bytes are there already, as are those that a
+    store has put into device memory.
     """
     if memory is None or not host.is_cpu:
         return host, None
@@ -250,7 +248,7 @@ def into(
 
 
 def lend(source: Tensor, begin: int, nbytes: int, producer: Any) -> tuple[Buffer, Departure]:
-    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also what tells when to begin."""
+    """Lend a store bytes `[begin, begin + nbytes)` of the storage of `source`; also return what tells when to begin."""
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)
     return Buffer(raw.data_ptr(), nbytes, raw), _after(producer)
@@ -267,7 +265,7 @@ def borrow(nbytes: int, device: torch.device) -> tuple[Tensor, Arrival, Buffer, 
 
 
 def _after(stream: Any) -> Departure:
-    """Make a wait for all that is queued on a stream by now."""
+    """Make a wait for everything queued on a stream so far."""
     event = torch.Event(stream.device)
     event.record(stream)
     return Departure(None, stream, event)
@@ -280,7 +278,7 @@ def use(tensor: Tensor, ready: Any) -> None:
 
 
 def fetch(flag: Tensor) -> tuple[Tensor, Any]:
-    """Start copying a small tensor of a device to host memory. Returns the copy and the event that tells when it is."""
+    """Start copying a small tensor of a device to host memory. Returns the copy and the event that completes it."""
     host = torch.empty_like(flag, device="cpu", pin_memory=True)
     host.copy_(flag, non_blocking=True)
     there = torch.Event(flag.device)
@@ -295,7 +293,7 @@ def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
 
 
 def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Make a tensor over a lease of host memory and keep the lease for as long as it lives; return a tensor as it is.
+    """Make a tensor over leased host memory that keeps the lease while it lives; return a tensor unchanged.
 
     It is of `dtype` if whole elements fill the lease, else of bytes.
     """
@@ -305,7 +303,7 @@ def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
 
 
 def finish() -> None:
-    """Wait for every copy under way, so that host memory may be given back to the system."""
+    """Wait for every copy in flight, so that host memory may go back to the system."""
     for stream in list(_streams.values()):
         stream.synchronize()
 
@@ -317,7 +315,7 @@ def _side_stream(device: torch.device, direction: str) -> Any:
     known: dict[int, tuple[Any, Any]] = vars(_of_thread).setdefault("streams", {})
     found = known.get(id(stream))
     if found is None or found[0] is not stream:
-        # A stream that is entered keeps what was current on its object: each thread has its own for the same stream.
+        # Entering a stream stores the previous one on its object, so each thread has its own object.
         numbers = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
         found = known[id(stream)] = stream, torch.Stream(**numbers)
     return found[1]

@@ -1,1 +1,1 @@
-"""One saved range of a storage: where its bytes are, who has edited them, and the tensors that look at them."""
+"""One saved range of a storage: where its bytes are, who has edited them, and the tensors that view them."""

@@ -1,4 +1,4 @@
-"""Encoded: how a codec has packed a record's bytes, and how to unpack them again."""
+"""Encoded: how a codec packed a record's bytes, and how to unpack them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from compact import Codec, Packed
 
 
 class Encoded(NamedTuple):
-    """How a codec has packed a record's bytes: everything but the bytes themselves.
+    """How a codec packed a record's bytes: everything except the bytes.
 
     Attributes:
-        codec: has packed them.
+        codec: packed them.
         packed: the packed form, without its buffers.
-        sizes: bytes of each buffer; the buffers lie one behind another.
+        sizes: bytes of each buffer; the buffers are stored one after another.
         begin, end: range of the original in its storage, in bytes.
     """
 
@@ -28,11 +28,11 @@ class Encoded(NamedTuple):
     end: int
 
     def payload(self, storage: torch.UntypedStorage) -> Tensor:
-        """Return the packed bytes, uint8 [nbytes], which lie at the beginning of `storage`."""
+        """The packed bytes, uint8 [nbytes], at the beginning of `storage`."""
         payload = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return payload.set_(storage, 0, (sum(self.sizes),), (1,))
 
     def unpack(self, payload: Tensor) -> torch.UntypedStorage:
-        """Return the bytes from `begin` on, equal to the original ones or near them, as the codec states."""
+        """The bytes from `begin` on, equal to the original's or as near as the codec states."""
         buffers = tuple(payload.split(self.sizes))
         return self.codec.decode(replace(self.packed, buffers=buffers)).untyped_storage()

@@ -1,13 +1,13 @@
-"""Joint: finds one record for tensors over one storage that a call of compiled code saves, though none is a view.
+"""Joint: one record for tensors over one storage that a call of compiled code saves, although none is a view.
 
-Compiled code returns query, key and value of a fused projection as tensors that share a storage, but each has a version
-counter of its own. Otherwise such tensors get records of their own, as one does not count the edits of another.
+Compiled code returns query, key and value of a fused projection as tensors that share a storage but not a version
+counter. Elsewhere such tensors get separate records, as one does not count the edits of another.
 
 Guarantees:
 
-1. A tensor that compiled code saves joins only a record that this call has just made. The call saves all its tensors
-   together, when its forward has returned, so no other code can edit one of them in between; and its backward asks for
-   all of them together, so an error for one of them is one for the node, as in plain PyTorch.
+1. A tensor that compiled code saves joins only a record that the same call has just made. The call saves all its
+   tensors together, after its forward has returned, so no other code can edit one in between. Its backward asks for all
+   of them together, so an error for one of them is an error for the node, as in plain PyTorch.
 2. An edit through any joined tensor counts as an edit (`Record.versions`), and nothing joins later: another call that
    saves one of them finds the record by its first tensor, or makes its own.
 
@@ -36,7 +36,7 @@ def joined(
         pending: records of operators of this thread that may still be running, latest first, each with autograd's
             sequence number when it was saved.
         sequence_nr: autograd's sequence number now.
-        storage: of the tensor that is being saved.
+        storage: of the tensor being saved.
         begin, end: range of the tensor in its storage, in bytes.
     """
     if compiled_graph(sys._getframe(1)) is None:

@@ -1,9 +1,9 @@
-"""Known: the records of one storage, in which a save of bytes that a record has already finds that record.
+"""Known: the records of one storage, searched when bytes are saved that may already have a record.
 
-A loop over the slices of one storage makes thousands of records, so the search is a bisection. Records are told apart
-by the tensor whose version counter they share, its version, and the engine that has made them. Others with
-the same bytes, which share its counter or not (Python cannot tell: `x.detach()`, `y.data = x`), find a record while
-its bytes are still where they were.
+A loop over slices of one storage makes thousands of records, so the search is a bisection. The keys are the tensor
+whose version counter a record shares, its version, and the engine that made it. Other tensors with the same bytes,
+whether they share its counter or not (Python cannot tell: `x.detach()`, `y.data = x`), find a record while its bytes
+have not moved.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _Key = tuple[int, int, int]
 _Range = tuple[int, int, Remains]
 
 _LEAST_SWEEP = 64
-_ALIKE = 4  # tensors and versions of which `find_alike` looks at records
+_ALIKE = 4  # keys that `find_alike` checks
 
 
 class Known:
-    """Ranges of a storage that records have, none within another: sorted by their begins, their ends are in order too.
+    """Ranges of a storage that have records, none within another: sorted by begin, and so by end.
 
-    Records are held weakly. A dead one is dropped when a search meets it, and all of them once in a while.
+    Holds records weakly. A dead one is dropped when a search meets it, and all of them once in a while.
     """
 
     __slots__ = ("_count", "_ranges", "_sweep_at")
@@ -42,7 +42,7 @@ class Known:
         self._sweep_at = _LEAST_SWEEP
 
     def find(self, root: Tensor, begin: int, end: int, owner: deque[Remains]) -> Record | None:
-        """Find a record of `owner` that has bytes `[begin, end)` of `root` as they are now; None if there is none."""
+        """Find a record of `owner` with bytes `[begin, end)` of `root` at its current version; None without one."""
         ranges = self._ranges.get((id(root), root._version, id(owner)))
         if ranges is None:
             return None
@@ -59,14 +59,14 @@ class Known:
         return None
 
     def find_alike(self, begin: int, end: int, owner: deque[Remains], *, pending: bool) -> Record | None:
-        """Find a record of `owner` of exactly the bytes `[begin, end)`, whichever tensor was saved with them.
+        """Find a record of `owner` with exactly the bytes `[begin, end)`, whichever tensor was saved with them.
 
-        It must not have been copied: another tensor may have edited the memory since, by a counter of its own. Only
-        what was saved last is looked at; if `pending`, only what no later save has passed on, however it will move.
+        It must not have been copied: another tensor may have edited the memory since, under its own version counter.
+        Only the last saved keys are checked; if `pending`, only records that no later save has passed on.
         """
         try:
             last = list(islice(reversed(self._ranges.items()), _ALIKE))
-        except RuntimeError as error:  # another engine, with a lock of its own, has just added a record
+        except RuntimeError as error:  # another engine, with its own lock, has just added a record
             interrupts.pass_on_from_call(error)
             return None
         for key, ranges in last:
@@ -82,7 +82,7 @@ class Known:
         return None
 
     def add(self, record: Record) -> None:
-        """Add a new record. It replaces records within its range, and records that could not be joined."""
+        """Add a new record. It replaces records within its range and records that could not be joined."""
         begin, end = record.begin, record.end
         ranges = self._ranges.setdefault((id(record.root()), record.saved_version, id(record.remains)), [])
         first = stop = bisect_left(ranges, (begin,))
@@ -96,8 +96,8 @@ class Known:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Drop dead records: a storage may outlive any number of records and versions."""
-        everything = self._ranges.copy().items()  # another engine, with a lock of its own, may add records
+        """Drop dead records: a storage may outlive many records and versions."""
+        everything = self._ranges.copy().items()  # another engine, with its own lock, may add records
         alive = {key: [entry for entry in ranges if entry[2]() is not None] for key, ranges in everything}
         self._ranges = {key: ranges for key, ranges in alive.items() if ranges}
         self._count = sum(map(len, self._ranges.values()))

@@ -1,7 +1,7 @@
-"""Plain: tensors that can be moved (strided, with a storage, in host or CUDA memory), and why another one cannot.
+"""Plain: tensors that can move (strided, with a storage, in host or CUDA memory), and why others cannot.
 
-A wrapper subclass (DTensor, quantised tensors) keeps its elements in inner tensors. Without them it is a `Shell`, which
-stays in the graph while they are moved.
+A wrapper subclass (DTensor, quantized tensors) keeps its elements in inner tensors. Without them it is a `Shell`, which
+stays in the graph while they move.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .._torch.modes import quiet
 from .._torch.private import DisableTorchFunction, innermost, taken_apart
 from .view import empty
 
-_COMMON = Tensor, nn.Parameter  # nearly all: a look for inner tensors would cost more than the rest of a hook
+_COMMON = Tensor, nn.Parameter  # nearly all tensors: looking for inner ones would cost more than the rest of a hook
 
 
 def why_not_plain(tensor: Tensor) -> str:
-    """Name what keeps a tensor from being plain, for statistics: its class, its layout or its device."""
+    """Name what keeps a tensor from being plain, for statistics: its class, layout or device."""
     if type(tensor) is not Tensor:
         return type(tensor).__name__
     if tensor.is_nested or tensor.is_quantized:
@@ -33,7 +33,7 @@ def why_not_plain(tensor: Tensor) -> str:
 
 
 def shown_bytes(tensor: Tensor) -> int:
-    """Count the bytes of a tensor's elements; 0 for an opaque tensor that does not tell."""
+    """Bytes of a tensor's elements; 0 for an opaque tensor."""
     try:
         return tensor.numel() * tensor.itemsize
     except RuntimeError:  # opaque
@@ -41,7 +41,7 @@ def shown_bytes(tensor: Tensor) -> int:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    """Count the bytes of a tensor's elements that this process has: of a wrapper subclass, those of its inner ones."""
+    """Bytes of a tensor's elements in this process; for a wrapper subclass, those of its inner tensors."""
     if type(tensor) in _COMMON:
         try:
             return tensor.nbytes
@@ -51,14 +51,14 @@ def held_bytes(tensor: Tensor) -> int:
 
 
 class Shell:
-    """A saved wrapper subclass without its inner tensors: all that is needed to make an equal one around equal ones.
+    """A saved wrapper subclass without its inner tensors: enough to make an equal one around equal inner tensors.
 
-    An in-place operator bumps the version of the wrapper, not that of the inner tensor that it edits. So the shell has
-    a tensor without bytes that shares the wrapper's version counter.
+    An in-place operator bumps the version of the wrapper, not of the inner tensor that it edits. So the shell keeps a
+    tensor without bytes that shares the wrapper's version counter.
 
     Attributes:
         counter: that tensor.
-        bound: whether an inner tensor stays in memory, so that edits of the wrapper reach it at any time.
+        bound: an inner tensor stays in memory, so edits of the wrapper may reach it at any time.
     """
 
     __slots__ = ("_context", "_kind", "_names", "_others", "_size", "_stride", "_version", "bound", "counter")
@@ -76,7 +76,7 @@ class Shell:
     def around(self, parts: Iterable[Any], unpack: Callable[[Any, Any], Tensor], asker: Any) -> Tensor:
         """Make the wrapper around inner tensors, each unpacked for `asker`.
 
-        Raises PyTorch's own RuntimeError if one that stayed was edited, and what `unpack` raises.
+        Raises PyTorch's own RuntimeError if an inner tensor that stayed was edited, and what `unpack` raises.
         """
         if self.bound and self.counter._version != self._version:
             name = f"{self._kind.__name__} {list(self._size)}"
@@ -89,9 +89,9 @@ class Shell:
 
 
 def opened(tensor: Tensor) -> tuple[Shell, list[Tensor]] | None:
-    """Take a wrapper subclass apart: its shell and inner tensors. None for one that cannot be, and for other tensors.
+    """Take a wrapper subclass apart into its shell and inner tensors; None if impossible, and for other tensors.
 
-    Nested tensors cannot: their sizes are symbols that belong to one inner tensor, and to no equal one.
+    Nested tensors cannot be taken apart: their sizes are symbols that belong to one inner tensor.
     """
     if tensor.is_nested:
         return None
@@ -107,7 +107,7 @@ def opened(tensor: Tensor) -> tuple[Shell, list[Tensor]] | None:
         try:
             for name, value in inner.items():
                 setattr(counter, name, empty(value.dtype, value.device))
-        except AttributeError:  # it cannot be set, and would keep its memory
+        except AttributeError:  # the attribute cannot be set, so the counter would keep the memory
             return None
         others = {name: value for name, value in attributes.items() if name not in inner}
         return Shell(tensor, counter, list(inner), others, context), list(inner.values())

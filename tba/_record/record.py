@@ -1,6 +1,6 @@
 """Record: one range of one storage at one version, and where its bytes are.
 
-The graph owns records: handles in autograd's nodes hold them, nothing else does for longer than a transfer needs.
+The graph owns records: handles in autograd's nodes hold them, and nothing else holds them longer than a transfer needs.
 When the last handle goes, the record goes, and its weak reference, `Remains`, is appended to a deque.
 """
 
@@ -25,28 +25,28 @@ from .view import View
 
 
 class RecordState(enum.Enum):
-    """Place where a record's bytes are."""
+    """Where a record's bytes are."""
 
     PENDING = enum.auto()  # in memory (`alias`); its operator's kernel may still be running, so not yet submitted
-    RESIDENT = enum.auto()  # in memory (`alias`): held back from writing, kept by decision, or its write failed
+    RESIDENT = enum.auto()  # in memory (`alias`): held back, kept by decision, or its write failed
     WRITING = enum.auto()  # in memory (`alias`) while a write is queued or running
-    STORED = enum.auto()  # in the tier only
-    READING = enum.auto()  # in the tier, on the way back
+    STORED = enum.auto()  # only in the tier
+    READING = enum.auto()  # in the tier, being read back
     RESTORED = enum.auto()  # in the tier and in memory (`restored`)
-    DERIVED = enum.auto()  # nowhere: made again from others (`derivations`)
-    POISONED = enum.auto()  # edited in place before the copy was finished: nobody may have it
+    DERIVED = enum.auto()  # nowhere: recomputed from others (`derivations`)
+    POISONED = enum.auto()  # edited in place before the copy was finished: unusable
 
 
-# By a name of its own: read off the class, a member costs as much as asking a tensor something.
+# Module names, because reading a member off the enum class costs as much as a tensor's attribute.
 PENDING, RESIDENT, WRITING, STORED, READING, RESTORED, DERIVED, POISONED = RecordState
-# A tuple: members are compared by identity there, while a set would call the enum's slow hash.
+# A tuple compares members by identity; a set would call the enum's slow hash.
 IN_MEMORY = (RESIDENT, WRITING, PENDING)
 
 
 class Remains(weakref.ref["Record"]):
-    """A weak reference to a record, which outlives it and knows what is to be given back then.
+    """A weak reference that outlives a record and knows what to give back then.
 
-    Its callback is `deque.append`: no Python code runs at a record's end, so nothing can interrupt it half way.
+    Its callback is `deque.append`: no Python code runs at a record's end, so nothing can interrupt it halfway.
     """
 
     __slots__ = ("number", "write")
@@ -55,7 +55,7 @@ class Remains(weakref.ref["Record"]):
 
 
 class Recipe(Protocol):
-    """Way to make a record's bytes again."""
+    """How to recompute a record's bytes."""
 
     @property
     def sources(self) -> Sequence[Any]:
@@ -63,10 +63,10 @@ class Recipe(Protocol):
 
     @property
     def depth(self) -> int:
-        """The most operators on a path to what is really kept."""
+        """The most operators on a path to what is kept."""
 
     def compute(self) -> Tensor:
-        """Make the tensor again. Raises what its sources raise."""
+        """Recompute the tensor. Raises what its sources raise."""
 
 
 class Record(Source):
@@ -86,24 +86,24 @@ class Record(Source):
     Attributes:
         number: position in the engine's pack sequence.
         stream: the producer's, on a device; None on a CPU.
-        codec, encoded, decoded: what may make the bytes smaller, how it has, and them unpacked (on which stream) while
-            further saved tensors of this record are still to be asked for (`compressor`). Once encoded, all fields
-            about memory are those of the packed bytes.
-        write, read: the transfer that took, or is to take, the bytes to the store; the one that brings them back.
-        staged: of a device's bytes that are being written: where they are in host memory, until the write has ended
-            well. They come back from there, and the device's own memory is free.
-        view: the lease, or device memory, that is being read into.
-        restored: flat over the bytes that are back in memory, of the first saver's dtype or of bytes.
+        codec, encoded, decoded: what may shrink the bytes; how it did; and the bytes unpacked (on which stream) while
+            backward still has to ask for other saved tensors of this record (`compressor`). Once encoded, all fields
+            about memory describe the packed bytes.
+        write, read: the transfer that writes the bytes to the store; the one that reads them back.
+        staged: for device bytes being written: their copy in host memory, until the write has succeeded. Reads use it,
+            and the device's own memory is free.
+        view: the lease or device memory that is being read into.
+        restored: flat over the restored bytes, of the first saver's dtype or of bytes.
         ready: on a device, what the consumer's stream waits for before it uses `restored`.
-        lent: the node that saved all of it has its memory, and nobody else looks at it.
-        last_view: of a restored record with several views, the last that an operator was given: the next wants it too.
-        recipe: how to make the bytes again; None where they are kept.
-        stays: compressed in place, never moved; or compressed to nothing, so that there is nothing to move.
-        examined: a device compares or encodes its bytes as they are now, and has not said what came of it.
-        goes: it is to be moved by plan, however much room there is.
-        wanted: read-ahead or backward asked for it while it was being written, or was to be: it stays in memory.
+        lent: the node that saved all of it has its memory, and nobody else uses it.
+        last_view: of a restored record with several views, the last one given out: the next request often wants it too.
+        recipe: how to recompute the bytes; None if they are kept.
+        stays: compressed in place and never moved; or compressed to nothing.
+        examined: a device is comparing or encoding its current bytes, and the result is not known yet.
+        goes: a plan moves it, however much room there is.
+        wanted: read-ahead or backward asked for it before it was written: it stays in memory.
         saves: how many saved tensors are views of it.
-        asks: how often one of them was asked for; from `saves` on, a backward that frees its graph needs it no more.
+        asks: how many requests for them came; at `saves`, a backward that frees its graph is done with it.
         logical_bytes: what it counts for in `offloaded_bytes` (if `offloaded`) or `kept_bytes`.
     """
 
@@ -156,7 +156,7 @@ class Record(Source):
         ref = Remains(self, died or remains.append)
         ref.number = number
         ref.write = None
-        self.ref = ref  # last: a record that could not be made leaves nothing to be given back
+        self.ref = ref  # last: a record that could not be made leaves nothing to give back
 
     # -- transitions -----------------------------------------------------------------------------------------------
 
@@ -166,57 +166,56 @@ class Record(Source):
         self.state = RESIDENT
 
     def derive(self, recipe: Recipe) -> None:
-        """Let the bytes go: `recipe` makes them again."""
+        """Drop the bytes: `recipe` recomputes them."""
         assert self.state is PENDING
         self.recipe, self.alias = recipe, None
         self.state = DERIVED
 
     def send(self, ticket: Ticket) -> None:
-        """Go to the store by the write `ticket`, which has been queued."""
+        """Go to the store by the queued write `ticket`."""
         assert self.state in (PENDING, RESIDENT)
         assert self.write is None
         self.write = self.ref.write = ticket
         self.state = WRITING
 
     def pass_on(self, ticket: Ticket) -> None:
-        """Go on by `ticket`: the copy out of the device is over, and its write begins."""
+        """Continue with `ticket`: the copy out of the device is over, and its write begins."""
         assert self.state is WRITING
         self.write = self.ref.write = ticket
 
     def stay(self) -> None:
-        """Stay in memory after all, now that the write has ended: the record is wanted."""
+        """Stay in memory, because the record is wanted, although its write has ended."""
         assert self.state is WRITING
         self.state = RESIDENT
 
     def take_back(self) -> Ticket | None:
-        """Become what plain PyTorch has, an alias; the write is worthless, and the caller's to discard."""
+        """Become an alias, as in plain PyTorch. Returns the worthless write, for the caller to discard."""
         assert self.state is WRITING
         ticket, self.write, self.ref.write = self.write, None, None
         self.state = RESIDENT
         return ticket
 
     def store(self, *, confirmed: bool, staged: Tensor | None = None) -> None:
-        """Let the memory go: the write has ended, or the bytes are `staged`. Unless `confirmed`, keep the counter."""
+        """Drop the memory: the write has ended, or the bytes are `staged`. Unless `confirmed`, keep the counter."""
         assert self.state is WRITING
         self.staged = staged
         self._drop_alias()
-        self._forget_root()
         self.state = STORED
         if confirmed:
             self.alias = None
 
     def written(self) -> None:
-        """Let what was staged go: the write has ended well."""
+        """Drop what was staged: the write has succeeded."""
         self.staged = None
 
     def unwritten(self) -> Ticket | None:
-        """Be staged for good: the write has failed, or was cancelled. Returns it, the caller's to discard."""
+        """Stay staged for good: the write failed or was cancelled. Returns it, for the caller to discard."""
         assert self.staged is not None
         ticket, self.write, self.ref.write = self.write, None, None
         return ticket
 
     def confirm(self) -> None:
-        """Note that nobody edited the source while it was being written."""
+        """Note that nobody edited the source during the write."""
         assert self.state not in IN_MEMORY
         self.alias = None
 
@@ -227,7 +226,7 @@ class Record(Source):
         self.state = READING
 
     def read_failed(self) -> None:
-        """Be in the store only, as before: a later unpack may try again."""
+        """Be only in the store again; a later unpack may retry."""
         assert self.state is READING
         self.read = self.view = self.ready = None
         self.state = STORED
@@ -240,9 +239,10 @@ class Record(Source):
         self.state = RESTORED
 
     def drop(self) -> None:
-        """Let go of bytes that are in the store too; where they are not, nothing changes.
+        """Drop bytes from memory that are in the store too; else do nothing.
 
-        A source that was edited, during the write or after it, is poisoned: nobody can tell which any more.
+        Poisons a record whose source was edited since the write began: nobody can tell any more whether before or after
+        the copy.
         """
         if self.state is RESTORED:
             self.restored = self.last_view = self.ready = None
@@ -257,7 +257,7 @@ class Record(Source):
             self.state = STORED
 
     def poison(self) -> None:
-        """Give the bytes to nobody any more: they were edited before the copy was finished."""
+        """Make the bytes unusable: they were edited before the copy was finished."""
         assert self.state not in (PENDING, DERIVED)
         self.state = POISONED
         if self.alias is not None and self.alias.untyped_storage().nbytes():
@@ -268,38 +268,37 @@ class Record(Source):
     # -- what changes beside the state -----------------------------------------------------------------------------
 
     def want(self, wanted: bool = True) -> None:
-        """Stay in memory when the write under way has ended, or unwritten where it waits for room; or no more."""
+        """Stay in memory when the current write has ended, or unwritten while waiting for room; or no longer."""
         self.wanted = wanted
 
     def go(self) -> None:
-        """Be moved by plan, once the operator has finished."""
+        """Move by plan once the operator has finished."""
         self.goes = True
 
     def add_saver(self) -> None:
-        """Count one more saved tensor, or one more recipe, that will ask for it."""
+        """Count one more saved tensor, or recipe, that will ask for it."""
         self.saves += 1
 
     def answer(self) -> bool:
-        """Count that one of its tensors was asked for; whether no other is to be expected."""
+        """Count a request for one of its tensors; return whether it was the last one expected."""
         self.asks += 1
         return self.asks >= self.saves
 
     def set_offloaded(self, offloaded: bool) -> int:
-        """Count from now on as handed to the tier, or as kept: the bytes by which what is handed over changes."""
+        """Count as offloaded or kept from now on; return the change in offloaded bytes."""
         change = self.logical_bytes * (offloaded - self.offloaded)
         self.offloaded = offloaded
         return change
 
     def use_codec(self, codec: Codec | None) -> None:
-        """Settle which codec may make it smaller; None for none."""
         self.codec = codec
 
     def plan(self, recipe: Recipe | None) -> None:
-        """Settle how the bytes may be made again; None where they are kept."""
+        """Set how to recompute the bytes; None to keep them."""
         self.recipe = recipe
 
     def become(self, payload: Tensor, encoded: Encoded) -> None:
-        """Replace the bytes by `payload`, uint8 [nbytes] with a storage of its own."""
+        """Replace the bytes by `payload`, uint8 [nbytes] with its own storage."""
         storage = payload.untyped_storage()
         self.alias, self.version, self.encoded = payload, payload._version, encoded
         self.own = True
@@ -312,11 +311,10 @@ class Record(Source):
         self.examined = examined
 
     def keep_decoded(self, whole: Tensor | None, stream: object = None) -> None:
-        """Keep the unpacked bytes, made on `stream`, for the next that asks; None to let them go."""
+        """Keep the bytes unpacked on `stream` for the next request; None to drop them."""
         self.decoded = None if whole is None else (whole, stream)
 
     def keep_view(self, view: View | None, tensor: Tensor | None = None) -> None:
-        """Keep the tensor made for `view` for the next that asks; None to let it go."""
         self.last_view = None if view is None or tensor is None else (view, tensor)
 
     def lend(self) -> None:
@@ -332,26 +330,26 @@ class Record(Source):
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of it before any codec."""
         return self.nbytes if self.encoded is None else self.encoded.end - self.encoded.begin
 
     def may_be_joined(self, root: Tensor) -> bool:
-        """Whether a save of `root`, at the version this was saved at, finds its bytes here."""
-        return self.state is not POISONED and self.is_of(root)
+        """Whether a save of `root`, at the version of this record's save, finds its bytes here."""
+        same = self.root() is root and all(counter._version == version for counter, version in self.joined)
+        return same and self.state is not POISONED
 
     def was_saved_together(self) -> bool:
-        """Whether one call of compiled code saved several tensors that look at it, and nobody else saved any."""
+        """Whether one call of compiled code saved several tensors over it, and nobody else saved any."""
         return 0 < self.together == len(self.joined) == self.saves - 1
 
     def shows(self) -> bool:
-        """Whether its bytes can be looked at where they are, now, as they were saved."""
+        """Whether its bytes are in memory now, as they were saved."""
         if self.state is RESTORED:
             return self.encoded is None
         alias = self.alias
         return self.state is RESIDENT and self.encoded is None and alias is not None and not self.is_edited()
 
     def is_where_it_was(self) -> bool:
-        """Whether its bytes are in the memory that was saved, and nowhere else, nor about to be elsewhere."""
+        """Whether its bytes are only in the memory that was saved, and not about to be elsewhere."""
         if self.examined:
             return False
         if self.state is not PENDING and (self.state is not RESIDENT or self.write is not None):
@@ -360,7 +358,7 @@ class Record(Source):
         return alias is not None and self.encoded is None and not self.was_moved() and not self.is_edited()
 
     def is_whole(self) -> bool:
-        """Whether its alias is one dense tensor over exactly its bytes, so that no other view shows more."""
+        """Whether its alias is one dense tensor over exactly its bytes."""
         alias = self.alias
         assert alias is not None
         spec = Spec.of(alias)
@@ -373,6 +371,6 @@ class Record(Source):
         )
 
     def check(self) -> None:
-        """Raise PyTorch's own RuntimeError if what is in memory was edited in place."""
+        """Raise PyTorch's own RuntimeError if its bytes in memory were edited in place."""
         if self.state is POISONED or (self.state in IN_MEMORY and self.is_edited()):
             raise edited_in_place(self.name(), *self.versions())

@@ -1,7 +1,6 @@
 """Restore: rebuilds a saved tensor for autograd over a record's bytes, wherever in memory they are.
 
-Guarantee: it is bit for bit as it was saved, unless a lossy codec has packed the record; then it comes back with equal
-bits each time.
+Guarantee: it is bit for bit as saved, unless a lossy codec packed the record; then it has equal bits each time.
 
 All but `restore_in_child` and `restore_apart` must be called with the engine's lock held.
 """
@@ -22,7 +21,7 @@ from .view import View, apart, counted, is_edited
 def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
     """Rebuild one saved tensor of a record in memory; `alone`: without sharing its version counter.
 
-    Raises TransferError for an emptied storage.
+    Raises TransferError if the storage was emptied.
     """
     if record.encoded is not None:
         return view.on_plain(_decoded(record, record.encoded), record.encoded.begin)
@@ -42,20 +41,20 @@ def restore(record: Record, view: View, *, alone: bool = False) -> Tensor:
         return tensor
     assert record.alias is not None
     storage = record.alias.untyped_storage()
-    if storage.nbytes() < record.end:  # `set_` would grow it, and give out what happens to be there
+    if storage.nbytes() < record.end:  # `set_` would grow it and expose arbitrary memory
         raise emptied(record)
     return view.on(record.alias)
 
 
 def restore_apart(record: Record, view: View, read: Callable[[Record], Tensor]) -> Tensor:
-    """Rebuild a saved tensor in memory of its own, with nothing counted or changed.
+    """Rebuild a saved tensor in its own memory, counting and changing nothing.
 
-    Wants no lock; the record may be in the midst of a change. `read` gives what is in the store, flat over memory that
-    nobody else has.
+    Needs no lock; the record may be in the middle of a change. `read` returns what is in the store, flat over memory
+    that nobody else has.
 
     Raises:
         RuntimeError: PyTorch's own, for a tensor that was edited in place.
-        ClosedError, TransferError: what `read` raises.
+        ClosedError, TransferError: from `read`.
     """
     if record.state is DERIVED and record.recipe is not None:
         return view.over(record.recipe.compute().clone().untyped_storage(), 0)
@@ -72,14 +71,10 @@ def restore_apart(record: Record, view: View, read: Callable[[Record], Tensor]) 
         flat = alias
     else:
         flat, begin = read(record).to(record.device), record.begin
-    storage = flat.untyped_storage()
-    if record.encoded is not None:
-        storage, begin = record.encoded.unpack(record.encoded.payload(storage)), record.encoded.begin
-    return apart(view.over(storage, begin))
+    return apart(_over(record, view, flat.untyped_storage(), begin))
 
 
 def emptied(record: Record) -> TransferError:
-    """Make the error for a record whose storage somebody has emptied."""
     assert record.alias is not None
     return TransferError(
         f"{record.name()}: its storage has {record.alias.untyped_storage().nbytes()} bytes, it had "
@@ -93,10 +88,7 @@ def restore_in_child(record: Record, view: View, *_: object) -> Tensor:
         return view.over(record.recipe.compute().clone().untyped_storage(), 0)
     restored = record.state is RESTORED and record.restored is not None
     if restored or (record.state in IN_MEMORY and record.alias is not None):
-        storage, begin = _storage(record), record.begin if restored else 0
-        if record.encoded is not None:
-            storage, begin = record.encoded.unpack(record.encoded.payload(storage)), record.encoded.begin
-        return view.over(storage, begin)
+        return _over(record, view, _storage(record), record.begin if restored else 0)
     raise ClosedError(
         f"{record.name()} was offloaded by the parent process; a forked child has no access to its storage. "
         "Run backward in the process that ran forward"
@@ -104,7 +96,7 @@ def restore_in_child(record: Record, view: View, *_: object) -> Tensor:
 
 
 def _decoded(record: Record, encoded: Encoded) -> Tensor:
-    """Unpack an encoded record, once for all of its tensors that are asked for on one stream."""
+    """Unpack an encoded record, once for all of its tensors requested on one stream."""
     stream, decoded = streams.current(record.device), record.decoded
     if decoded is not None and decoded[1] == stream and not is_edited(decoded[0]):
         whole = decoded[0]
@@ -118,8 +110,13 @@ def _decoded(record: Record, encoded: Encoded) -> Tensor:
 
 
 def _storage(record: Record) -> UntypedStorage:
-    if record.state is RESTORED:
-        assert record.restored is not None
-        return record.restored.untyped_storage()
-    assert record.alias is not None
-    return record.alias.untyped_storage()
+    whole = record.restored if record.state is RESTORED else record.alias
+    assert whole is not None
+    return whole.untyped_storage()
+
+
+def _over(record: Record, view: View, storage: UntypedStorage, begin: int) -> Tensor:
+    """Make a tensor over a record's bytes in `storage`, which begin at byte `begin` unless they are encoded."""
+    if record.encoded is not None:
+        storage, begin = record.encoded.unpack(record.encoded.payload(storage)), record.encoded.begin
+    return view.over(storage, begin)

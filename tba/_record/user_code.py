@@ -1,8 +1,8 @@
 """User code: gives a program's own code saved tensors in memory that nothing else uses.
 
-PyTorch's operators only read the tensors they saved; a custom Function may edit one, keep it, or return it as a
-gradient. In plain PyTorch the version counter tells of an edit, and a gradient that is referenced elsewhere is copied
-when it is accumulated. A view that was made in unpack has neither that counter nor those references.
+PyTorch's operators only read saved tensors. A custom Function may edit one, keep it, or return it as a gradient. In
+plain PyTorch the version counter shows an edit, and a gradient that is referenced elsewhere is copied when it is
+accumulated. A view made in unpack has neither that counter nor those references.
 
 All but `goes_to_code` and `kept_for_code` must be called with the engine's lock held.
 """
@@ -27,12 +27,9 @@ from .record import RESTORED, Record
 from .restore import restore
 from .view import View, apart
 
-# References to a storage that one tensor uses: the tensor's, and that of the wrapper through which they are counted.
-_ALONE = 2
-# How many nodes Python looks at in one backward in search of Functions written in C++: see `weights.Chains`.
-_LOOKS = 512
-# The package that unpacks saved tensors to pass them to operators.
-_RECIPES = "tba._derive"
+_ALONE = 2  # references to the storage of one tensor: the tensor's, and that of the wrapper used to count them
+_LOOKS = 512  # nodes inspected per backward in search of C++ Functions: see `weights.Chains`
+_RECIPES = "tba._derive"  # the package that unpacks saved tensors to pass them to operators
 
 
 def is_for_operators(asker: FrameType) -> bool:
@@ -41,13 +38,13 @@ def is_for_operators(asker: FrameType) -> bool:
 
 
 class Detached(tuple):  # type: ignore[type-arg]  # mypy wants an argument that a plain pair has no use for
-    """(alias, its version): returned by pack for a tensor that stays, if it is not the saved tensor itself."""
+    """(alias, its version): what pack returns for a tensor that stays, unless it returns the saved tensor itself."""
 
     __slots__ = ()
 
 
 class _Looks(threading.local):
-    """State of a thread: the backward (graph task) under way, and how many of its nodes may still be looked at."""
+    """A thread's current backward (graph task), and how many of its nodes may still be inspected."""
 
     def __init__(self) -> None:
         self.task = -1
@@ -60,10 +57,10 @@ _looks = _Looks()
 def goes_to_code(task: int, asker: FrameType | None) -> bool:
     """Whether a program's own code asks for a tensor, in backward (graph task `task`) or outside it (-1).
 
-    That is the backward of a custom Function, of compiled code too, or code that reads `y.grad_fn._saved_self`.
-    `asker` is the innermost Python frame outside the hook. The node would tell as well, but looking at every node makes
-    a graph of 100,000 of them crash when it is freed (`nodes`). So Functions written in C++, which have no frame, are
-    found only among the first `_LOOKS` nodes of a backward.
+    That is the backward of a custom Function, including compiled code, or code that reads `y.grad_fn._saved_self`.
+    `asker` is the innermost Python frame outside the hook. The node would tell too, but inspecting every node makes a
+    graph of 100,000 nodes crash when it is freed (`nodes`). So Functions written in C++, which have no frame, are found
+    only among the first `_LOOKS` nodes of a backward.
     """
     if task == -1:
         return True
@@ -78,7 +75,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
 
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
-    """Rebuild a tensor in memory of its own; also whether that memory was the record's, which must let go of it."""
+    """Rebuild a tensor in memory of its own; also return whether that memory was the record's, which must drop it."""
     only_once = task != -1 and not graph_is_kept()
     if only_once and record.was_saved_together() and record.encoded is None:
         return _lend(record, view)
@@ -87,11 +84,11 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
         tensor = restore(record, view)
         record.keep_decoded(None)
         return tensor, False
-    record.keep_view(None)  # else it would count as another owner of the memory
+    record.keep_view(None)  # it would count as another owner of the memory
     tensor = restore(record, view, alone=True)
     restored = record.state is RESTORED
-    # Hand restored memory over to its last saver, as it can be read again; hand over an alias only to its sole saver,
-    # and only when the graph is being freed.
+    # Restored memory goes to its last saver, because it can be read again. An alias goes only to its sole saver, and
+    # only when the graph is being freed.
     may_go = record.asks >= record.saves if restored else only_once and record.saves == 1
     if may_go and _owners(tensor) <= _ALONE + 1:  # the record's own tensor
         return tensor, restored
@@ -99,9 +96,9 @@ def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
 
 
 def _lend(record: Record, view: View) -> tuple[Tensor, bool]:
-    """As `look_for_code`, for the one node that saved all tensors of a record and asks for each in turn.
+    """As `look_for_code`, for the node that saved all tensors of a record and asks for each in turn.
 
-    They share memory as they did when they were saved: a copy for each would take the spanned memory once a tensor.
+    They share memory as they did when saved. A copy for each would take the spanned memory once per tensor.
     """
     record.keep_view(None)
     tensor = restore(record, view, alone=True)
@@ -125,9 +122,9 @@ def kept_for_code(packed: tuple[Any, ...], *, shared: bool) -> Tensor:
 def _guard(leaf: Tensor) -> None:
     """Keep the running node from returning a gradient in the memory of `leaf`, such as a weight.
 
-    In plain PyTorch a Function may return a tensor it saved: it is copied when accumulated, as the program refers to it
-    too. PyTorch assumes that a tensor returned by an unpack hook is unshared, and would store it as `.grad` without a
-    copy. The gradient would then be in the weight's memory.
+    In plain PyTorch a Function may return a tensor it saved: accumulation copies it, because the program references it
+    too. PyTorch assumes that a tensor from an unpack hook is unshared and would store it as `.grad` without a copy. The
+    gradient would then be in the weight's memory.
     """
 
     def copied(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...] | None:

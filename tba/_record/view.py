@@ -1,4 +1,4 @@
-"""View: the layout of one saved tensor in its storage, and tensors with that layout over memory of the engine's."""
+"""View: the layout of one saved tensor in its storage, and tensors with that layout over the engine's memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 @cache
 def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without elements. One serves all callers, as nobody can write to it."""
+    """A tensor without elements, shared by all callers, as nobody can write to it."""
     with torch.inference_mode(False):  # tensors made in inference mode cannot be used outside it
         return torch.empty(0, dtype=dtype, device=device)
 
@@ -34,9 +34,9 @@ class View(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> View:
         dtype = tensor.dtype
-        conj = dtype in _COMPLEX and tensor.is_conj()  # the look-up costs less than asking each tensor
-        # Not by View(...), which is a Python function and would be called for every saved tensor. A plain tuple is
-        # nothing that the garbage collector looks at twice, as a torch.Size is.
+        conj = dtype in _COMPLEX and tensor.is_conj()  # the lookup costs less than asking each tensor
+        # `View(...)` is a Python function, called for every saved tensor. The garbage collector stops tracking plain
+        # tuples, but not a torch.Size.
         return tuple.__new__(
             View, (dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), conj, tensor.is_neg())
         )
@@ -80,22 +80,23 @@ class View(NamedTuple):
 
 
 def counted(storage: torch.UntypedStorage) -> Tensor:
-    """Make a tensor over the bytes of a storage, uint8 [nbytes], whose version counter is at 0: see `is_edited`."""
+    """Make a tensor over the bytes of a storage, uint8 [nbytes], with its version counter at 0: see `is_edited`."""
     flat = empty(torch.uint8, storage.device).new_empty(0)
     flat.set_(storage)
-    return flat.data  # `set_` has been counted as an edit
+    return flat.data  # `set_` counted as an edit
 
 
 def is_edited(tensor: Tensor) -> bool:
-    """Whether memory that the engine has filled was edited through any view of this tensor.
+    """Whether memory that the engine filled was edited through any view of this tensor.
 
-    Hooks that look at their node's tensors, and code that recomputes, get memory that operators share, and may edit it.
+    Node hooks that read their node's tensors, and code that recomputes, get memory that operators share, and may edit
+    it.
     """
     return not tensor.is_inference() and tensor._version != 0
 
 
 def span(tensor: Tensor, view: View) -> tuple[int, int]:
-    """Return the range of bytes `[begin, end)` that a non-empty strided tensor with this view spans in its storage."""
+    """The range of bytes `[begin, end)` that a non-empty strided tensor with this view spans in its storage."""
     itemsize = view.dtype.itemsize
     begin = view.offset * itemsize
     if tensor.is_contiguous():
@@ -107,13 +108,13 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
 def is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a tensor over `storage` still shares memory with its base, a strided tensor.
 
-    It does not if one of them was given other memory (`x.data = ...`), or if the base is sparse or nested.
+    It does not if one of them got other memory (`x.data = ...`), or if the base is sparse or nested.
     """
     return base.layout is torch.strided and not base.is_nested and base.untyped_storage() is storage
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """Copy a strided, non-empty tensor to memory of its own, with its offset: the copy has the bytes it spans."""
+    """Copy a strided, non-empty tensor to its own memory, keeping its offset: the copy has the bytes it spans."""
     view = View.of(tensor)
     begin, end = span(tensor, view)
     ours = torch.empty(end, dtype=torch.uint8, device=tensor.device)

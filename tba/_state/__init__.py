@@ -1,1 +1,1 @@
-"""What a call may change: found, read, compared and put back."""
+"""What a call may change: found, read, compared and restored."""

@@ -7,9 +7,9 @@ from functools import lru_cache
 from types import CodeType
 
 
-@lru_cache(4096)  # each keeps a function's code alive
+@lru_cache(4096)  # each entry keeps a function's code alive
 def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Give the globals that a function's code names, inner functions' included, and all names that it has."""
+    """The globals that a function's code names, including inner functions', and all names in it."""
     found: set[str] = set()
     names = {*code.co_names, *(each for each in code.co_consts if type(each) is str)}
     raw, more = code.co_code, 0
@@ -18,7 +18,7 @@ def names_of(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
         operation = dis.opname[raw[at]]
         if operation == "EXTENDED_ARG":
             more = number << 8
-        elif operation == "LOAD_GLOBAL":  # whose lowest bit is no part of the name
+        elif operation == "LOAD_GLOBAL":  # the lowest bit of its argument is a flag
             found.add(code.co_names[number >> 1])
         elif operation in ("STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "IMPORT_NAME"):
             found.add(code.co_names[number])

@@ -1,13 +1,13 @@
-"""State: what a block's forward may change, as it was when a call of it began; compared with now, and put back.
+"""State: what a block's forward may change, as it was when a call began; compared with now, and restored.
 
-A forward that runs again must find what it found the first time, and leave no trace. So what it finds is read before
-its first run and put back for the second; what was there in between is put back after that.
+A forward that runs again must find what it found the first time, and leave no trace. So its state is read before its
+first run and restored for the second; the state in between is restored after that.
 
 Guarantees:
 
-1. Reading, comparing and putting back run none of the program's code.
+1. Reading, comparing and restoring run none of the program's code.
 2. After a region of `as_found` everything that was read is as before it, whatever the region did and however it ended,
-   except what `lost` names: what a large tensor held, once it was edited in place.
+   except what `lost` names: the contents of a large tensor that was edited in place.
 
 Assumption: no other thread changes it in that region; such a change is undone.
 """
@@ -35,7 +35,7 @@ class State:
     """What holders hold when this is made.
 
     Attributes:
-        unseen: why not all can be read; "" if it can.
+        unseen: why not everything can be read; "" if it can.
     """
 
     def __init__(
@@ -52,17 +52,16 @@ class State:
         self._versions = [version(weight) for weight in weights]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Be nothing in a copy of the module that it is kept with."""
+        """Become None in a copy of the module that keeps it."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
     def again(self) -> State:
-        """Read the same holders anew."""
         return State(self._holders, self._weights, self.unseen)
 
     def now(self) -> State | None:
-        """Be as of now, if nothing but weights has changed since, as they do in each step; else None."""
+        """Return the current state if nothing but weights has changed since, as they do in each step; else None."""
         if self.unseen or self._difference():
             return None
         return State(self._holders, self._weights, self.unseen, self._readings)
@@ -79,18 +78,18 @@ class State:
         return ""
 
     def lost(self) -> str:
-        """Name something that has changed since and cannot be put back; "" if all can."""
+        """Name something that has changed since and cannot be restored; "" if everything can."""
         for holder, reading in zip(self._holders, self._readings, strict=True):
             if not holder.undoes and not equal(reading, holder.read()):
                 return holder.name
         return "its weights" if self.weights_changed() else ""
 
     def weights_changed(self) -> bool:
-        """Whether a weight has been edited in place since."""
+        """Whether a weight was edited in place since."""
         return any(version(weight) != before for weight, before in zip(self._weights, self._versions, strict=True))
 
     def put_back(self, now: State | None = None) -> None:
-        """Have all holders hold what they held; `now` is what they hold, if that has been read. Weights stay."""
+        """Make all holders hold what they held; `now` is what they hold, if that was read. Weights stay."""
         readings = (holder.read() for holder in self._holders) if now is None else now._readings
         for holder, before, found in zip(self._holders, self._readings, readings, strict=True):
             if not equal(before, found):
@@ -98,9 +97,9 @@ class State:
 
 
 class Found:
-    """What a call of a block's forward finds: the state of the block, and of the objects that it is given.
+    """What a call of a block's forward finds: the state of the block, and of the objects passed to it.
 
-    A cache that is given may change in the call; the block itself may not, if it is to run twice.
+    A cache that is passed in may change in the call; the block itself may not, if it is to run twice.
     """
 
     def __init__(self, block: State, given: State) -> None:
@@ -109,9 +108,9 @@ class Found:
 
     @classmethod
     def of(cls, module: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
-        """Read it. What is known of the block from its last call is looked through again only if it has changed."""
-        # Kept with the module, where the garbage collector sees it, as it may hold what holds the module; as an
-        # attribute of the dictionary of its hooks, where nobody looks.
+        """Read it. The block's state is walked again only if it has changed since its last call."""
+        # Kept with the module, so that the garbage collector sees cycles through it; as an attribute of the dictionary
+        # of its hooks, where nobody looks.
         notes: dict[str, Any] = getattr(module._forward_hooks, "__dict__", {})
         before: State | None = notes.get(_NOTE)
         known = before.now() if before is not None else None
@@ -127,16 +126,14 @@ class Found:
 
     @property
     def unseen(self) -> str:
-        """Why not all of it can be read; "" if it can."""
         return self.block.unseen or self.given.unseen
 
     def lost(self) -> str:
-        """Name something that cannot be put back any more; "" if all can."""
         return self.block.lost() or self.given.lost()
 
     @contextmanager
     def as_found(self) -> Iterator[None]:
-        """Put it back for a region; afterwards all is as it was before the region."""
+        """Restore it for a region; afterwards everything is as before the region."""
         block, given = self.block.again(), self.given.again()
         try:
             self.block.put_back(block)
@@ -148,7 +145,7 @@ class Found:
 
 
 def plain_leaves(value: Any) -> Iterator[Any]:
-    """Give what lies in tuples, lists and dictionaries that are nothing else."""
+    """Yield what lies in plain tuples, lists and dictionaries, not in subclasses."""
     if type(value) in (tuple, list):
         for each in value:
             yield from plain_leaves(each)
@@ -160,7 +157,7 @@ def plain_leaves(value: Any) -> Iterator[Any]:
 
 
 def fingerprint(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Sum the bytes of weights, eight at a time: an edit that moves no version counter (`weight.data`) shows in it."""
+    """Sum the bytes of weights, eight at a time, to detect edits that bump no version counter (`weight.data`)."""
     sums = []
     for part in (part for weight in weights for part in innermost(weight.detach())):
         if part.device.type == "meta" or part.layout is not torch.strided or not part.numel():

@@ -1,4 +1,4 @@
-"""Generators: objects that draw random numbers, whose state can be read and put back."""
+"""Generators: objects that draw random numbers, whose state can be read and restored."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import torch
 
 from .holders import Generator, Holder
 
-# The generators that a program shares and no recomputation restores; both live as long as the process.
+# The generators that a program shares and checkpointing does not restore; both live as long as the process.
 SHARED_GENERATORS: tuple[Any, ...] = (random.random.__self__, np.random.mtrand._rand)  # type: ignore[attr-defined]
 _SHARED = dict(zip(map(id, SHARED_GENERATORS), ("Python's random numbers", "NumPy's random numbers"), strict=True))
 
 
 def generator(value: Any, name: str) -> Holder | None:
-    """Make the holder of a generator of random numbers."""
     label = _SHARED.get(id(value)) or name or type(value).__name__
     if isinstance(value, random.SystemRandom):
         return None

@@ -1,14 +1,12 @@
-"""Holders: objects whose contents a forward may change, each read, compared and put back without running its own code.
+"""Holders: objects whose contents a forward may change, each read, compared and restored without running its code.
 
-A holder reads what its object holds now as a tuple. Two readings are compared element by element: objects by identity,
-plain values by type and value. So an attribute that is set to an equal number has not changed, and one that is set to
-an equal tensor has.
+A holder reads its object as a tuple. Readings are compared element by element: objects by identity, plain values by
+type and value. So an attribute set to an equal number has not changed; one set to an equal tensor has.
 """
 
 from __future__ import annotations
 
 import operator
-import weakref
 from array import array
 from collections import OrderedDict, deque
 from contextvars import ContextVar
@@ -16,16 +14,16 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch.private import keeping_version
 
-# Values that are what they are: equal ones are the same.
+# Values without identity: equal ones are the same.
 PLAIN = (
     *(bool, int, complex, str, bytes, type(None), type(...), range, slice),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
-# Contents of larger tensors are not copied: of them, the version and the address tell.
+# Larger tensors are not copied: only their version and address are compared.
 COPIED_BYTES = 64 << 10
 
 Reading = tuple[Any, ...]
@@ -33,7 +31,7 @@ MISSING: Any = object()
 
 
 class Value:
-    """Contents that are compared by `==` as a whole; `raw` is what they are put back from."""
+    """Contents compared by `==` as a whole; `raw` is what they are restored from."""
 
     __slots__ = ("raw", "value")
 
@@ -43,21 +41,21 @@ class Value:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two objects that were read at different times show that nothing has changed."""
+    """Whether two objects read at different times show no change."""
     if one is other:
         return True
     kind = type(one)
     if kind is not type(other):
         return False
     if kind is float:
-        return bool(one.hex() == other.hex())  # also of two zeros, or of what is no number
+        return bool(one.hex() == other.hex())  # distinguishes the two zeros, and equates NaNs
     if kind is tuple:
         return len(one) == len(other) and all(map(same, one, other))
     return (kind in PLAIN and bool(one == other)) or (kind is Value and bool(one.value == other.value))
 
 
 def equal(one: Reading, other: Reading) -> bool:
-    """`same` of all that two readings hold."""
+    """`same` for all elements of two readings."""
     if len(one) != len(other):
         return False
     return all(map(operator.is_, one, other)) or all(map(same, one, other))
@@ -68,8 +66,8 @@ class Holder:
 
     Attributes:
         of: the object.
-        name: what a message calls it.
-        undoes: whether it can put back all that it reads.
+        name: for messages.
+        undoes: whether it can restore everything that it reads.
     """
 
     __slots__ = ("name", "of")
@@ -80,19 +78,19 @@ class Holder:
         self.name = name
 
     def read(self) -> Reading:
-        """Return what it holds now."""
+        """What it holds now."""
         raise AssertionError("each holder reads in its own way")
 
     def write(self, reading: Reading) -> None:
-        """Have it hold what it held when it was read so. Called only where that differs from what it holds now."""
+        """Restore a reading. Called only if it differs from the present."""
 
     def difference(self, one: Reading, other: Reading) -> str:
-        """Name what differs in two readings."""
+        """Name what differs between two readings."""
         return self.name
 
 
 class Dict(Holder):
-    """A dictionary, also one of a subclass, whose own methods are not called."""
+    """A dictionary, or a subclass's, whose own methods are not called."""
 
     __slots__ = ()
 
@@ -109,12 +107,10 @@ class Dict(Holder):
 
 
 def _kind(held: dict[Any, Any]) -> Any:
-    return OrderedDict if isinstance(held, OrderedDict) else dict  # which keeps an order of its own
+    return OrderedDict if isinstance(held, OrderedDict) else dict  # OrderedDict keeps its own order
 
 
 class Attributes(Dict):
-    """The attributes of an object, by its `__dict__`."""
-
     __slots__ = ()
 
     def difference(self, one: Reading, other: Reading) -> str:
@@ -125,52 +121,52 @@ class Attributes(Dict):
         return f"{self.name}.{next(names, '')}".rstrip(".")
 
 
-class Module(Attributes):
-    """The attributes of a module, but for those named in `apart`; `of` is a weak reference to it."""
+class _Part(Dict):
+    """A dictionary, except for the keys named in `apart`."""
 
     __slots__ = ("_apart",)
 
-    def __init__(self, of: weakref.ref[nn.Module], name: str, apart: frozenset[str]) -> None:
+    def __init__(self, of: Any, name: str, apart: frozenset[str]) -> None:
         super().__init__(of, name)
         self._apart = apart
 
+    def _held(self) -> dict[str, Any]:
+        held: dict[str, Any] = self.of
+        return held
+
     def read(self) -> Reading:
-        module = self.of()
-        held = vars(module) if module is not None else {}
+        held = self._held()
         names = [name for name in held if name not in self._apart]
         return (*names, *map(held.__getitem__, names))
 
     def write(self, reading: Reading) -> None:
-        if (module := self.of()) is not None:
-            held, half = vars(module), len(reading) // 2
-            before = dict(zip(reading[:half], reading[half:], strict=True))
-            kept = {name: value for name, value in held.items() if name in self._apart}
-            held.clear()
-            held.update(before | kept)
+        held, half = self._held(), len(reading) // 2
+        before = dict(zip(reading[:half], reading[half:], strict=True))
+        kept = {name: value for name, value in held.items() if name in self._apart}
+        kind = _kind(held)
+        kind.clear(held)
+        kind.update(held, before | kept)
 
 
-class Parameters(Dict):
-    """The parameters of a module, but for those named in `apart`."""
+class Module(_Part):
+    """The attributes of a module, except those named in `apart`; `of` is a weak reference to it."""
 
-    __slots__ = ("_apart",)
+    __slots__ = ()
 
-    def __init__(self, of: dict[str, Any], name: str, apart: frozenset[str]) -> None:
-        super().__init__(of, name)
-        self._apart = apart
+    def _held(self) -> dict[str, Any]:
+        module = self.of()
+        return vars(module) if module is not None else {}
 
-    def read(self) -> Reading:
-        names = [name for name in self.of if name not in self._apart]
-        return (*names, *map(self.of.__getitem__, names))
+    difference = Attributes.difference
 
-    def write(self, reading: Reading) -> None:
-        kept = {name: value for name, value in self.of.items() if name in self._apart}
-        super().write(reading)
-        self.of.update(kept)
+
+class Parameters(_Part):
+    """The parameters of a module, except those named in `apart`."""
+
+    __slots__ = ()
 
 
 class List(Holder):
-    """A list."""
-
     __slots__ = ()
 
     def read(self) -> Reading:
@@ -181,8 +177,6 @@ class List(Holder):
 
 
 class Deque(Holder):
-    """A double-ended queue."""
-
     __slots__ = ()
 
     def read(self) -> Reading:
@@ -194,7 +188,7 @@ class Deque(Holder):
 
 
 class Set(Holder):
-    """A set; one that was not changed gives its elements in the same order."""
+    """A set. If unchanged, it gives its elements in the same order."""
 
     __slots__ = ()
 
@@ -207,7 +201,7 @@ class Set(Holder):
 
 
 class Slots(Holder):
-    """The slots of an object: `of` is the object with the descriptors of its slots."""
+    """The slots of an object: `of` is the object with its slots' descriptors."""
 
     __slots__ = ()
 
@@ -232,7 +226,7 @@ def _slot(owner: Any, slot: Any) -> Any:
 
 
 class Cell(Holder):
-    """A variable that functions share by their closures."""
+    """A variable that functions share in their closures."""
 
     __slots__ = ()
 
@@ -247,7 +241,7 @@ class Cell(Holder):
 
 
 def cell_contents(cell: CellType) -> Any:
-    """What a cell holds; MISSING if that is nothing."""
+    """The contents of a cell; MISSING if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -272,8 +266,6 @@ class Global(Holder):
 
 
 class Class(Holder):
-    """The attributes of a class."""
-
     __slots__ = ()
 
     def read(self) -> Reading:
@@ -293,7 +285,7 @@ class Class(Holder):
 
 
 class Bytes(Holder):
-    """Numbers in memory of their own: a bytearray, an array, an array of NumPy."""
+    """Numbers in their own memory: a bytearray, an array, a NumPy array."""
 
     __slots__ = ()
 
@@ -305,15 +297,15 @@ class Bytes(Holder):
         if len(view) == len(held):
             view[:] = held
             return
-        view.release()  # with which it could not grow
+        view.release()  # else it could not be resized
         del self.of[:]
         self.of.frombytes(held) if isinstance(self.of, array) else self.of.extend(held)
 
 
 class Tensors(Holder):
-    """A tensor that is no parameter: its version, where its memory is and, if it is small, what that holds.
+    """A tensor that is no parameter: its version, its address and, if it is small, its contents.
 
-    What was edited in place can be put back only if it is small.
+    An in-place edit can be undone only for a small tensor.
     """
 
     __slots__ = ("undoes",)
@@ -350,7 +342,7 @@ class Contents:
     __hash__ = None  # type: ignore[assignment]
 
     def fill(self, tensor: Tensor) -> None:
-        """Have a tensor be where it was, and hold what it held."""
+        """Give a tensor its old memory and contents back."""
         with torch.no_grad(), keeping_version(tensor):
             if tensor.data_ptr() != self.alias.data_ptr() or tensor.shape != self.alias.shape:
                 tensor.data = self.alias
@@ -358,7 +350,6 @@ class Contents:
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors are equal bit for bit."""
     if one.shape != other.shape or one.dtype is not other.dtype:
         return False
     one, other = (each.detach().resolve_conj().resolve_neg().contiguous().view(-1) for each in (one, other))
@@ -366,12 +357,12 @@ def equal_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def version(tensor: Tensor) -> int:
-    """Return the version of a tensor; -1 for one that counts none."""
+    """The version of a tensor; -1 for one without."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def address(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins; -1 for one that does not tell."""
+    """The address of a tensor's memory; -1 for one without."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -379,7 +370,7 @@ def address(tensor: Tensor) -> int:
 
 
 class Generator(Holder):
-    """A generator of random numbers: `of` gives its state, takes it back, and makes of it what can be compared."""
+    """A random number generator: `of` gets its state, sets it, and converts it into something comparable."""
 
     __slots__ = ()
 
@@ -392,8 +383,6 @@ class Generator(Holder):
 
 
 class Context(Holder):
-    """A context variable."""
-
     __slots__ = ()
 
     def read(self) -> Reading:
@@ -409,7 +398,7 @@ class Context(Holder):
 
 
 class Calls(Holder):
-    """A function that remembers its results (`functools.lru_cache`); they are true whenever they were made."""
+    """A function with cached results (`functools.lru_cache`); they are valid whenever they were made."""
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
 """Origins: whose code a file or a class is, and so whether it may keep state of the program's.
 
 - "program": what is not installed. All of it is followed, and what cannot be read in it is named.
-- "library": installed packages. They are followed, and what cannot be read in them is passed over.
-- "apart": PyTorch, NumPy, the standard library and the engine itself, whose functions are not followed.
+- "library": installed packages. They are followed, and what cannot be read in them is ignored.
+- "apart": PyTorch, NumPy, the standard library and the engine, whose functions are not followed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ OURS = (
 _NUMERIC = tuple(_folder(os.path.dirname(package.__file__ or "")) for package in (torch, np))
 _INSTALLED = tuple(_folder(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 _STANDARD = tuple(_folder(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
-_PYTEST = os.path.join("", "_pytest", "")  # which writes calls of its own into assertions
+_PYTEST = os.path.join("", "_pytest", "")  # pytest rewrites assertions to call it
 _COMPILED = tuple(EXTENSION_SUFFIXES)
 
-# Objects of classes of these modules are no state of a program's.
+# Objects of these modules' classes are not the program's state.
 _STATELESS = frozenset(
     {
         *("torch._C", "torch._dynamo", "torch._ops", "torch.distributed", "torch.fx", "torch.jit"),
@@ -50,15 +50,14 @@ _STATELESS = frozenset(
         *("typing", "re", "datetime", "decimal", "pathlib", "uuid", "importlib", "builtins"),
     }
 )
-# Built-in classes whose objects are, beside those whose name ends with "iterator".
+# Built-in classes whose objects are state, besides those named "...iterator".
 _GO_ON = ("generator", "coroutine", "async_generator", "enumerate", "zip", "map", "filter", "reversed")
-# Modules of compiled classes whose objects show all that they hold.
+# Modules of compiled classes whose objects show everything that they hold.
 _SHOWN = ("__main__", "builtins", "collections", "torch", "_abc")
 
 
 @cache
 def of_file(file: str) -> Origin:
-    """Tell whose code a file is."""
     if file.startswith((*OURS, *_NUMERIC, "<frozen")) or _PYTEST in file:
         return "apart"
     if file.startswith(_INSTALLED):
@@ -67,7 +66,6 @@ def of_file(file: str) -> Origin:
 
 
 def is_compiled(module: ModuleType) -> bool:
-    """Whether a module is no Python code."""
     return _is_built_in(module) or (getattr(module, "__file__", None) or "").endswith(_COMPILED)
 
 
@@ -76,20 +74,19 @@ def _is_built_in(module: ModuleType) -> bool:
 
 
 def of_module(module: ModuleType) -> Origin:
-    """Tell whose code a module is."""
     file = getattr(module, "__file__", None)
     if file is not None:
         return of_file(file)
-    return "apart" if _is_built_in(module) else "program"  # made at run time
+    return "apart" if _is_built_in(module) else "program"  # created at run time
 
 
 class Kind(NamedTuple):
-    """What is known of a class.
+    """What we know about a class.
 
     Attributes:
         origin: whose code it is.
         hidden: it is made from compiled code, whose objects hold what nobody can read.
-        stateless: its objects are no state of a program's.
+        stateless: its objects are not the program's state.
         slots: descriptors of its objects' slots.
     """
 
@@ -100,7 +97,6 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, kind: type) -> Kind:
-        """Find out about a class, once."""
         found = _kinds.get(kind)
         if found is None:
             stateless = _is_stateless(kind)

@@ -1,1 +1,1 @@
-"""What is known of the inside of PyTorch: the stack of hooks, modes, weights, nodes, private functions."""
+"""What we know about PyTorch's internals: the hook stack, modes, weights, nodes, private functions."""

@@ -1,8 +1,8 @@
-"""Foreign: finds what keeps tensors from our hooks: another pair inside the context, a cache of checkpointing.
+"""Foreign: finds what keeps tensors from our hooks: another pair inside the context, or a cache of checkpointing.
 
-PyTorch calls the innermost pair only. If a forward has saved nothing through ours, a hook on each module of the model
-looks for the owner of the innermost pair during the next forward, and is removed after it. The first forward goes
-without, because hooks that come and go have compiled modules compiled again.
+PyTorch calls only the innermost pair. If a forward saved nothing through ours, a hook on each module of the model looks
+for the owner of the innermost pair during the next forward, and is removed afterwards. The first forward goes without,
+because adding and removing hooks recompiles compiled modules.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .module_hooks import ModelHook
 from .private import tree_leaves
 from .user_frames import Notices
 
-# Files of torch's Python functions through which checkpointing saves the input of a region (the second one's: 2.11).
+# Files of the functions through which checkpointing saves a region's input (the second: torch 2.11).
 SAVES_INPUTS = frozenset(map(str, (checkpoint.__file__, function.__file__)))
 _CACHE: Any = getattr(checkpoint, "_CachedTorchDispatchMode", ())  # of torch's selective checkpointing
-# From 2.14 on it hands what it caches to hooks where this argument of `checkpoint` says so: an attribute of the
-# mode that fills the cache.
+# From 2.14 on it passes what it caches to hooks if this argument of `checkpoint` is set: an attribute of the mode that
+# fills the cache.
 _SWITCH = "respect_saved_tensors_hooks"
 _HAS_SWITCH = _SWITCH in inspect.signature(checkpoint.checkpoint).parameters
-_HANDS_OVER = "wrap"  # its function that does
+_HANDS_OVER = "wrap"  # the name of its function that does so
 
-# Offloaders that people know, by the start of the module that has their hooks: what to delete.
+# What to delete, for well-known offloaders by the prefix of the module with their hooks.
 _LINES = {
     "torch.autograd.graph.save_on_cpu": "delete `with torch.autograd.graph.save_on_cpu(...)`, or `offload=True` of the "
     "framework that enters it",
@@ -43,13 +43,13 @@ _LINES = {
 
 
 def line_to_delete(owner: str) -> str:
-    """Say how to switch off the hooks of an owner (`module.Class`)."""
+    """How to switch off the hooks of an owner (`module.Class`)."""
     known = (line for start, line in _LINES.items() if owner.startswith(start))
     return next(known, "switch that offloading off")
 
 
 class Foreign:
-    """Looks for foreign hooks in one forward, from `watch` to `end`, if an earlier one makes it `suspect` them."""
+    """Looks for foreign hooks during one forward, from `watch` to `end`, if an earlier one makes it `suspect` them."""
 
     def __init__(self, pack: Pack) -> None:
         self._name: str | None = None
@@ -63,7 +63,7 @@ class Foreign:
             self._suspects = nothing_came
 
     def watch(self, model: nn.Module | None) -> None:
-        """Put hooks on the modules of `model` at the beginning of a forward, once, if foreign hooks are suspected."""
+        """If foreign hooks are suspected, put hooks on the modules of `model` when a forward begins, once."""
         if self._suspects and model is not None:
             self._suspects = False
             hook = ModelHook(self._look)
@@ -84,10 +84,10 @@ class Foreign:
 
 
 class Caches:
-    """Has torch's selective checkpointing show our hooks its policy's results, or counts what its cache keeps of them.
+    """Makes torch's selective checkpointing pass its results to our hooks, or counts what its cache keeps of them.
 
-    Torch shows them from 2.14 on, and unless it is asked to, only says that it will later on. Where a program may edit
-    them, which the engine would refuse, the cache is left alone.
+    Torch can pass them from 2.14 on; unless asked to, it only warns that it will later. If a program may edit them,
+    which the engine would refuse, the cache is left alone.
     """
 
     def __init__(self, tier: str) -> None:
@@ -96,13 +96,13 @@ class Caches:
         self._notices = Notices()
 
     def look(self, frame: FrameType | None) -> bool:
-        """Look, while the input of a region is saved, for the cache that its forward is about to fill.
+        """While a region's input is being saved, look for the cache that its forward will fill.
 
         Args:
-            frame: of one of `SAVES_INPUTS`, which calls the pack hook.
+            frame: the frame that calls the pack hook, of a file in `SAVES_INPUTS`.
 
         Returns:
-            Whether it is the cache that calls, with a result of its policy's.
+            Whether the cache itself calls, with a result of its policy's.
         """
         if frame is not None and frame.f_code.co_name == _HANDS_OVER:
             return True
@@ -119,10 +119,10 @@ class Caches:
         return False
 
     def count(self) -> int:
-        """Count the bytes in the caches that have been filled since it was last called; backward empties them."""
+        """Count the bytes in caches filled since the last call; backward empties them."""
         modes = [mode for reference in self._found if (mode := reference()) is not None]
         self._found = [weakref.ref(mode) for mode in modes if not mode.storage]
-        # Of each operator, a dict of its results; up to torch 2.12 a list.
+        # A dict of results per operator; a list up to torch 2.12.
         kept = [each for mode in modes for each in mode.storage.values()]
         entries = tree_leaves([list(each.values()) if isinstance(each, dict) else each for each in kept])
         tensors = [value for entry in entries if isinstance(value := getattr(entry, "val", None), Tensor)]
@@ -132,14 +132,14 @@ class Caches:
         how = f"leave out {_SWITCH}=False and allow_cache_entry_mutation=True, or " if _HAS_SWITCH else ""
         self._notices.say(
             "cache",
-            "torch's selective checkpointing keeps what its policy saves in a cache of its own, where no hook sees it: "
-            f"that stays in memory. To store it as any other saved tensor, {how}write `from "
+            "torch's selective checkpointing keeps what its policy saves in a cache of its own, which no hook sees, so "
+            f"it stays in memory. To store it like any other saved tensor, {how}write `from "
             "tba.integrations.checkpoint import create_selective_checkpoint_contexts` and pass that to context_fn",
         )
 
 
 def _shows(filling: Any, cache: Any) -> bool:
-    """Whether hooks are shown what a cache gets; asked for here where the program leaves that open."""
+    """Whether hooks get what a cache gets; switches that on if the program leaves it open."""
     if not _HAS_SWITCH or not hasattr(filling, _SWITCH):
         return False
     if getattr(filling, _SWITCH) is None and getattr(cache, "allow_cache_entry_mutation", None) is False:

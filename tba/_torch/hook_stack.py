@@ -1,20 +1,19 @@
 """Hook stack: the pairs of saved-tensor hooks that tba has pushed on this thread.
 
-PyTorch keeps a stack of pairs for each thread and calls the innermost pair only.
+PyTorch keeps a stack of pairs per thread and calls only the innermost pair.
 
 Guarantees:
 
-1. A pair of others is popped when they say so, though ours may stand above it, and ours stays: torch alone would pop
-   whatever is innermost. So contexts may be left in any order.
-2. Where torch refuses hooks (`torch.func` transforms that make gradients, `disable_saved_tensors_hooks`) ours step
-   aside if there are no others, and come back behind it. What is saved in between stays in memory.
+1. Another owner's pair is popped when that owner says so, even if ours is above it, and ours stays; torch alone would
+   pop whatever is innermost. So contexts may be left in any order.
+2. If torch refuses hooks (`torch.func` transforms that compute gradients, `disable_saved_tensors_hooks`), ours step
+   aside unless there are others, and come back afterwards. Tensors saved in between stay in memory.
 
-Both are done by functions that stand in for torch's own, which torch's Python code looks up by name at each call. Where
-a pair of ours has been popped by another way, that is noticed when it is left.
+Functions that replace torch's own do both: torch's Python code looks these up by name at each call. If a pair of ours
+was popped in another way, leaving it notices that.
 
-A pair that a model's forward has pushed is popped when the forward ends, except by KeyboardInterrupt: torch does not
-call a module's closing hooks then. So before anything is pushed, pairs are popped whose forward is no longer on the
-Python stack.
+A pair pushed by a model's forward is popped when the forward ends, but not by KeyboardInterrupt, for which torch skips
+a module's closing hooks. So before anything is pushed, pairs are popped whose forward is no longer on the Python stack.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ _Hooks = tuple[Pack, Unpack]
 
 
 class Pair:
-    """A pair of hooks of tba's on this thread's stack.
+    """A pair of tba's hooks on this thread's stack.
 
     Args:
         forward: the model whose forward pushes it, held weakly; None for a `with` statement.
-        on_dead: called when the forward turns out to have ended without popping the pair.
+        on_dead: called if the forward turns out to have ended without popping the pair.
         owner: what enters it, for others to ask about.
 
     Attributes:
-        pushed: whether the hooks are on the stack.
-        armed: whether interrupts are held back for it.
-        mode_below: the torch-function mode that was the innermost at the entry.
-        unwatch: ends what follows the model's forward while the pair is entered.
+        pushed: the hooks are on the stack.
+        armed: interrupts are held back for it.
+        mode_below: the innermost torch-function mode at the entry.
+        unwatch: stops following the model's forward.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class Pair:
         self.owner = owner
         steps_aside(pack)
         self._forward = forward
-        # The number of this model's calls on the Python stack when it was made; 0 for a `with` statement.
+        # Calls of this model on the Python stack when the pair was made; 0 for a `with` statement.
         self._depth = _depth(forward) if forward is not None else 0
         self.pushed = False
         self._refused = False  # has warned that hooks are disabled
@@ -78,7 +77,7 @@ class Pair:
         self.unwatch: Callable[[], None] = lambda: None
 
     def enter(self, *, push: bool) -> None:
-        """Become one of this thread's pairs; its hooks stay off for now unless `push`."""
+        """Become one of this thread's pairs; push the hooks if `push`."""
         clear_dead(self._forward)
         self._beneath = _stack()
         if push:
@@ -87,7 +86,7 @@ class Pair:
 
     def push(self) -> None:
         """Make its hooks the innermost. Inside torch's `disable_saved_tensors_hooks` it only warns."""
-        tracer, self.pushed = interrupts.tracer(), True  # ahead of it: `pop` finds out what is there
+        tracer, self.pushed = interrupts.tracer(), True  # first: `pop` finds out what is there
         try:
             private.push_hooks(self.pack, self.unpack)
         except RuntimeError as error:
@@ -96,10 +95,10 @@ class Pair:
             warn(f"saved-tensor hooks are disabled here ({error}); nothing is offloaded until this context is left")
 
     def push_late(self) -> bool:
-        """Push its hooks after all, if the stack is then as if they had been pushed at the entry.
+        """Push its hooks after all, if the stack is as it was at the entry.
 
-        It does not push above hooks of others that came later, as the innermost acts; nor in a node's backward, which
-        has a stack of its own; nor where hooks are lifted.
+        Not above hooks of others that came later, as the innermost acts; nor in a node's backward, which has its own
+        stack; nor while hooks are lifted.
         """
         if not (
             self._refused
@@ -117,9 +116,9 @@ class Pair:
             self.pushed = False
 
     def pop(self) -> None:
-        """Cease to be one of this thread's pairs; its hooks go, even from beneath hooks that others left there.
+        """Stop being one of this thread's pairs. Removes its hooks, even from beneath hooks that others left there.
 
-        May be called again, where the first call was broken off.
+        May be called again after an interrupted call.
         """
         if self in _ours.pairs:
             _ours.pairs.remove(self)
@@ -146,10 +145,10 @@ class Pair:
         return self.pushed and private.top_hooks(True) == (self.pack, self.unpack)
 
     def was_taken(self) -> bool:
-        """Note that hooks of others, which have ended above a dead pair, have popped its hooks instead of their own.
+        """Note that hooks of others, which ended above a dead pair, popped its hooks instead of their own.
 
-        What they left goes too. False if its hooks are still there, or torch lets none be pushed back here, so that
-        nobody can look.
+        What they left goes too. False if its hooks are still there, or if torch currently lets none be pushed back, so
+        that nobody can look.
         """
         if not private.hooks_are_enabled():
             return False
@@ -162,7 +161,7 @@ class Pair:
         return taken
 
     def _drop_left(self, pairs: list[_Hooks]) -> None:
-        """Drop what was left when this pair was popped instead: of all that was beneath it, what is still there."""
+        """Drop the pair that was left when this one was popped instead: the innermost of others' beneath it."""
         still = 0
         for there, was in zip(reversed(pairs), reversed(self._beneath), strict=False):
             if there != was:
@@ -181,11 +180,11 @@ class Pair:
 
 
 class _Ours(threading.local):
-    """State of a thread: the pairs that were entered, from the outermost."""
+    """A thread's entered pairs, from the outermost."""
 
     def __init__(self) -> None:
         self.pairs: list[Pair] = []
-        self.lifted = 0  # regions of `lifted` under way
+        self.lifted = 0  # open regions of `lifted` and `bare`
         self.aside: list[_Hooks] = []  # off the stack while torch refuses hooks, from the outermost
 
 
@@ -193,7 +192,7 @@ _ours = _Ours()
 
 
 def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
-    """Pop the innermost pairs whose forward has ended in a KeyboardInterrupt."""
+    """Pop the innermost pairs whose forward ended in a KeyboardInterrupt."""
     while _ours.pairs and (pair := _ours.pairs[-1]).is_dead(entering):
         if pair.pushed and not pair._is_innermost() and not pair.was_taken():
             return  # another pair is the innermost
@@ -202,14 +201,13 @@ def clear_dead(entering: weakref.ref[nn.Module] | None = None) -> None:
 
 
 def _stack() -> list[_Hooks]:
-    """List the pairs of hooks on this thread's stack, from the innermost."""
     pairs = _take()
     _push(reversed(pairs))
     return pairs
 
 
 def _take() -> list[_Hooks]:
-    """Pop all pairs, and list them from the innermost."""
+    """Pop all pairs; return them from the innermost."""
     pairs = []
     while (top := private.top_hooks(True)) is not None:
         private.pop_hooks()
@@ -218,7 +216,7 @@ def _take() -> list[_Hooks]:
 
 
 def _push(pairs: Iterable[_Hooks]) -> None:
-    """Push pairs, from the outermost, that have just been popped: also where torch refuses hooks by now."""
+    """Push back pairs, from the outermost, even if torch refuses hooks by now."""
     why = None
     if not private.hooks_are_enabled() and private.why_disabled and private.enable_hooks and private.disable_hooks:
         why = private.why_disabled()
@@ -230,17 +228,15 @@ def _push(pairs: Iterable[_Hooks]) -> None:
 
 
 def _is_entered(pair: _Hooks) -> bool:
-    """Whether a pair is one of those that were entered on this thread."""
     return any(each.pushed and (each.pack, each.unpack) == pair for each in _ours.pairs)
 
 
 def owners() -> list[object]:
-    """List the owners of the pairs that were entered on this thread, from the outermost."""
+    """List the owners of this thread's entered pairs, from the outermost."""
     return [pair.owner for pair in _ours.pairs]
 
 
 def _depth(model: weakref.ref[nn.Module]) -> int:
-    """Count the calls of a model on this thread's Python stack."""
     depth, frame = 0, sys._getframe()
     while frame is not None:
         if frame.f_code is _CALL and frame.f_locals.get("self") is model():
@@ -250,7 +246,7 @@ def _depth(model: weakref.ref[nn.Module]) -> int:
 
 
 _CALL = nn.Module._call_impl.__code__
-# Where it calls closing hooks for a forward that has raised, it takes what they raise for theirs.
+# When it calls closing hooks after a forward has raised, it swallows what they raise.
 interrupts.takes_errors(_CALL)
 
 
@@ -258,8 +254,8 @@ interrupts.takes_errors(_CALL)
 def lifted(pack: Pack) -> Iterator[None]:
     """Pop every pair at the top of the stack whose pack is `pack`, for a region.
 
-    Other pairs stay; if one of them is the innermost, ours does not act anyway. `torch.func` transforms, which refuse
-    any active hooks, work in the region if ours are the only ones.
+    Other pairs stay; if one of them is innermost, ours does not act anyway. `torch.func` transforms, which refuse any
+    active hooks, work in the region if ours are the only ones.
     """
     removed = []
     while (top := private.top_hooks(True)) is not None and top[0] == pack:
@@ -276,24 +272,24 @@ def lifted(pack: Pack) -> Iterator[None]:
             _ours.aside += reversed(removed)
 
 
-# -- in the place of torch's functions -------------------------------------------------------------------------------
+# -- replacements of torch's functions -------------------------------------------------------------------------------
 
-_STEPS_ASIDE = "steps_aside"  # an attribute of pack hooks: a backward's threads inherit the stack, but not `_ours`
+_STEPS_ASIDE = "steps_aside"  # an attribute of pack hooks, as a backward's threads inherit the stack but not `_ours`
 
 
 def steps_aside(pack: Pack | None = None) -> None:
-    """Have pairs with this pack hook step aside where torch refuses hooks; without one, the innermost pair of all."""
+    """Make pairs with this pack hook, or else the innermost pair of all, step aside when torch refuses hooks."""
     if pack is None:
         top = private.top_hooks(True)
         if top is None:
             return
         pack = top[0]
-    with suppress(AttributeError, TypeError):  # of a class whose objects take no attributes
+    with suppress(AttributeError, TypeError):  # objects that take no attributes
         setattr(getattr(pack, "__func__", pack), _STEPS_ASIDE, True)
 
 
 def _disable(*args: Any, **kwargs: Any) -> None:
-    """Refuse hooks on this thread, as torch's function does. Ours step aside for it, if there are no others."""
+    """Refuse hooks on this thread, as torch's function does. Ours step aside for it if there are no others."""
     assert private.disable_hooks is not None
     refuses = kwargs.get("fail_if_non_empty", args[1] if len(args) > 1 else True)
     if refuses and (pairs := _take()):
@@ -304,12 +300,12 @@ def _disable(*args: Any, **kwargs: Any) -> None:
     try:
         private.disable_hooks(*args, **kwargs)
     finally:
-        if private.hooks_are_enabled():  # it was called in another way than it can be
+        if private.hooks_are_enabled():  # it was called with wrong arguments
             _come_back()
 
 
 def _enable() -> None:
-    """Allow hooks on this thread again, as torch's function does, with those that have stepped aside."""
+    """Allow hooks on this thread again, as torch's function does, and bring back those that stepped aside."""
     assert private.enable_hooks is not None
     private.enable_hooks()
     _come_back()
@@ -321,7 +317,7 @@ def _come_back() -> None:
 
 
 def _pop() -> None:
-    """Pop a pair as torch's function does, but not one of ours that stands above it."""
+    """Pop a pair as torch's function does, but not one of ours above it."""
     ours = []
     while (top := private.top_hooks(True)) is not None and _is_entered(top):
         private.pop_hooks()
@@ -329,7 +325,7 @@ def _pop() -> None:
     if top is not None or not ours:
         private.pop_hooks()
     else:
-        del ours[0]  # there is no other: somebody takes off whatever is there
+        del ours[0]  # there is no other: the caller pops whatever is there
     _push(reversed(ours))
 
 
@@ -341,9 +337,9 @@ if private.disable_hooks is not None and private.enable_hooks is not None and pr
 
 @contextmanager
 def bare(in_hook: bool) -> Iterator[None]:
-    """Take all hooks off this thread's stack, ours and those of others, for a region: a signal's handler runs in it.
+    """Take all hooks, ours and others', off this thread's stack for a region: a signal handler runs in it.
 
-    It is none of what the hooks are for: a block that runs twice saves the same tensors each time. `in_hook`: it is
+    Hooks must not see what a handler does: a block that runs twice saves the same tensors each time. `in_hook`: it is
     called from within a hook, where autograd records nothing; there it does.
     """
     removed = []
@@ -361,7 +357,7 @@ def bare(in_hook: bool) -> Iterator[None]:
 
 
 def innermost() -> tuple[Pack, Unpack] | None:
-    """Return the innermost pair of ours that is pushed on this thread, whatever others stand above it; else None."""
+    """The innermost pair of ours that is pushed on this thread, whatever others stand above it; else None."""
     if _ours.lifted or _ours.aside:
         return None
     return next(((pair.pack, pair.unpack) for pair in reversed(_ours.pairs) if pair.pushed), None)
@@ -380,8 +376,7 @@ def owner_of_innermost(but: Pack) -> str | None:
     return f"{module}.{name.partition('.<locals>')[0].removesuffix('.__init__')}"
 
 
-# What the errors contain with which torch refuses active hooks.
-_REFUSED = "saved tensor hooks"
+_REFUSED = "saved tensor hooks"  # part of the errors with which torch refuses active hooks
 _HINT = (
     "tba: the hooks that torch refuses here are those of an offload_context or attach; call this inside "
     "`with offload.suspend():`, where nothing is offloaded"
@@ -389,9 +384,9 @@ _HINT = (
 
 
 def hint(error: BaseException | None) -> None:
-    """Add a note on how to lift our hooks to an error with which torch refuses them, as `torch.func.grad` does.
+    """Add a note on how to lift our hooks to an error with which torch refuses them, such as `torch.func.grad`'s.
 
-    Where they can step aside, it is others that torch refuses.
+    If ours can step aside, torch refuses others.
     """
     refused = isinstance(error, RuntimeError) and _REFUSED in str(error) and not private.hooks_step_aside
     if refused and _HINT not in getattr(error, "__notes__", ()):

@@ -1,4 +1,4 @@
-"""Modes: hides the engine's own tensor operations from the modes a user has switched on."""
+"""Modes: hides the engine's own tensor operations from modes that the user has switched on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_MODES: AbstractContextManager[None] = nullcontext()
 def quiet() -> AbstractContextManager[None]:
     """Hide the operations of a region from modes (FLOP counter, selective checkpointing, default device).
 
-    The engine's operations are not subject to autocast, and draw no random numbers.
+    The engine's operations are not subject to autocast and draw no random numbers.
     """
     return _hidden() if private.dispatch_mode_count() or private.function_mode_count() else _NO_MODES
 
@@ -25,9 +25,9 @@ def _hidden() -> Iterator[None]:
 
 
 def programs() -> bool:
-    """Whether a mode of the program's is on, which sees what is run, and may count or change it.
+    """Whether a mode of the program's is on, which sees operations and may count or change them.
 
-    A default device is none, nor are the engine's own.
+    A default device does not count, nor do the engine's own modes.
     """
     return bool(private.dispatch_mode_count()) or any(map(_is_programs, private.function_modes()))
 

@@ -1,4 +1,4 @@
-"""Module hooks: follow a model's forward, and are not inherited by copies of the model."""
+"""Module hooks: follow a model's forward; copies of the model do not inherit them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ModelHook:
     The pickle holds `sys.audit`, which takes any arguments and returns None, so loading it does not need tba.
 
     Args:
-        action: is called as the hook.
-        copied: is called ahead of a copy or pickle. A module's hooks are copied before the modules inside of it.
+        action: called as the hook.
+        copied: called before a copy or pickle. A module's hooks are copied before the modules inside it.
     """
 
     def __init__(self, action: Callable[..., None], copied: Callable[[], None] | None = None) -> None:
@@ -33,11 +33,11 @@ class ModelHook:
 
     @not_compiled
     def __call__(self, *args: Any) -> None:
-        """Act, but not where the model is exported: what is traced there is to hold nothing of the hooks."""
+        """Act, unless the model is being exported: the trace must contain nothing of the hooks."""
         if not is_exporting():
             self._act(*args)
 
-    @untraced  # else attached models could not be compiled whole: their graph would break here
+    @untraced  # else the graph of an attached model would break here
     def _act(self, *args: Any) -> None:
         self._action(*args)
         if interrupts.pending:
@@ -45,7 +45,7 @@ class ModelHook:
 
     @property
     def __name__(self) -> str:
-        """Raise AttributeError for a TorchScript whose `_without_hooks` is not called: it compiles a module's hooks."""
+        """Raise AttributeError for TorchScript, which compiles a module's hooks, if `_without_hooks` is not called."""
         raise AttributeError(
             "tba has a hook on this module, which torch.jit.script cannot compile: call close() on what `attach` "
             "returned (or leave the `with` of an `offload_context`), and script the model then"
@@ -64,7 +64,7 @@ class ModelHook:
 
 @contextmanager
 def _none_on(model: nn.Module) -> Iterator[None]:
-    """Take our hooks off a model for a region, and put them back where they were among others."""
+    """Take our hooks off a model for a region; put them back in the same order among others."""
     found = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
     kept = [
         (hooks, list(hooks.items())) for hooks in found if any(isinstance(hook, ModelHook) for hook in hooks.values())
@@ -87,11 +87,11 @@ def _without_hooks(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return private.create_script_module(model, *args, **kwargs)
 
 
-private.script_by(_without_hooks)  # what it makes has none of our hooks
+private.script_by(_without_hooks)  # its results have none of our hooks
 
 
 def not_attached(*_: Any) -> None:
-    """Do nothing: takes the place of our hook in a copy of the model within this process."""
+    """Do nothing: replaces our hook in a copy of the model within this process."""
 
 
 def tie(
@@ -102,10 +102,10 @@ def tie(
 ) -> Callable[[], None]:
     """Call `enter(args, kwargs)` before the model's forward and `leave` after it, also when it raises an `Exception`.
 
-    `copied()` is called ahead of a copy or pickle of the model: a KeyboardInterrupt may have ended its forward, after
-    which nobody calls `leave`. Returns a function that removes the hooks.
+    `copied()` is called before a copy or pickle of the model: if a KeyboardInterrupt ended its forward, nobody called
+    `leave`. Returns a function that removes the hooks.
     """
-    ModelHook(lambda: None)()  # the first that is called imports a part of torch, in whose midst no handler is to run
+    ModelHook(lambda: None)()  # the first call imports a part of torch, during which no handler may run
     before = ModelHook(lambda _, args, kwargs: enter(args, kwargs), copied)
     first = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
     last = model.register_forward_hook(ModelHook(lambda *_: leave()), always_call=True)

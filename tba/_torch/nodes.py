@@ -1,11 +1,11 @@
-"""Nodes: looks at autograd's graph from Python so that freeing a deep graph does not overflow the stack.
+"""Nodes: inspects autograd's graph from Python so that freeing a deep graph does not overflow the stack.
 
-Looking at a node (`tensor.grad_fn`, `node.next_functions`) makes a Python object for it, which torch keeps as long as
-the node lives. C++ frees a chain of such nodes recursively, one stack frame or more for each: past some 100,000 of them
+Inspecting a node (`tensor.grad_fn`, `node.next_functions`) makes a Python object for it, which torch keeps as long as
+the node lives. C++ frees a chain of such nodes recursively, at least one stack frame each: beyond some 100,000 of them
 the process dies of a stack overflow. PyTorch frees nodes without Python objects in a loop.
 
 `seal` gives each such object a tuple of the next ones. A chain is then freed through Python's containers, whose
-deallocation is bounded in depth however long the chain is. A node is sealed once, at about the cost of looking at it.
+deallocation has bounded depth. A node is sealed once, at about the cost of inspecting it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SEAL: Final = "tba_next"  # the key in a node's metadata
 
 
 def maker(tensor: Tensor) -> Any:
-    """Return the node that made `tensor`, sealed; None for a leaf. To be used instead of `tensor.grad_fn`."""
+    """The node that made `tensor`, sealed; None for a leaf. Use it instead of `tensor.grad_fn`."""
     node = tensor.grad_fn
     if node is not None:
         seal(node)
@@ -26,7 +26,7 @@ def maker(tensor: Tensor) -> Any:
 
 
 def seal(node: Any) -> None:
-    """Have `node` and all nodes it leads to freed without deep recursion. Cheap if those are sealed already."""
+    """Let `node` and all nodes it leads to be freed without deep recursion. Cheap if those are sealed already."""
     unsealed = [node]
     while unsealed:
         node = unsealed.pop()

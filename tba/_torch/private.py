@@ -1,8 +1,8 @@
-"""Private functions of torch that the engine needs, in one place: each belongs to a feature, and is checked at import.
+"""Private functions of torch that the engine needs, in one place: each belongs to a feature and is checked at import.
 
-Each is used because no public function tells as much. Without those that exactness rests on the package refuses to be
-imported, by their names. Any other that a torch lacks, or has in another form, switches its feature off: `missing`
-tells which, and the package says so once, when it is imported.
+Each is here because no public function tells as much. Without those that exactness depends on, the package refuses to
+be imported and names them. Any other that a torch lacks, or has in another form, switches its feature off: `missing`
+lists them, and the package says so once, at import.
 """
 
 from __future__ import annotations
@@ -29,26 +29,23 @@ from .versions import TESTED, lacking, newer
 class Feature(enum.Enum):
     """What a private function is for; the value says what a torch without it means for training."""
 
-    EXACT = "gradients cannot be shown to be exact"
-    STEP_ASIDE = "hooks do not step aside where torch refuses them: torch.func transforms in a forward raise"
-    COMPILED = "compiled graphs are not told apart: their tensors move one by one, also where nothing is gained"
-    CODE = "custom code is not told from PyTorch's operators: each tensor that comes back to either is a copy"
+    EXACT = "tba cannot guarantee exact gradients"
+    STEP_ASIDE = "hooks cannot step aside when torch refuses them, so torch.func transforms in a forward raise"
+    COMPILED = "compiled graphs are not recognized: their tensors move one by one, even if that gains nothing"
+    CODE = "custom code is not distinguished from PyTorch's operators: both get copies of saved tensors"
     DERIVE = "no saved tensor is derived from others"
-    RECOMPUTE = "plans recompute no block"
+    RECOMPUTE = "plans do not recompute blocks"
     LOSSY = "lossy presets of compress= leave every tensor exact"
     CHECKPOINT = "tba.integrations.checkpoint is torch's own: what its policies save stays in memory"
     SCRIPT = "torch.jit.script refuses attached models: close() them first"
-    TRACE = "torch.compile does not look into forwards with hooks of ours: graphs break there"
+    TRACE = "torch.compile does not trace forwards with our hooks: graphs break there"
 
 
-# All names that are looked up below, and what needs them.
-names: dict[str, tuple[Feature, ...]] = {}
 # The private functions that this torch lacks, or has in another form, by the feature that is off.
 missing: dict[Feature, list[str]] = {}
 
 
 def has(feature: Feature) -> bool:
-    """Whether this torch has all that a feature needs."""
     return feature not in missing
 
 
@@ -63,10 +60,9 @@ def _find(
     Args:
         path: its dotted name.
         features: what needs it.
-        works: tells whether what was found has the form that is expected. It may call it.
+        works: whether the found object has the expected form. It may call it.
         otherwise: what to use without it.
     """
-    names[path] = features = features if isinstance(features, tuple) else (features,)
     try:
         found = _at(path)
         if works(found):
@@ -76,12 +72,12 @@ def _find(
         problem = "does not have"
     except Exception:
         problem = "has in another form"
-    if Feature.EXACT in features:
+    if features is Feature.EXACT:
         raise ImportError(
             f"tba needs {path}, which torch {torch.__version__} {problem}: without it {Feature.EXACT.value}. "
             f"tba was tested with torch {TESTED[0]} to {TESTED[-1]}: install one of these"
         )
-    for feature in features:
+    for feature in features if isinstance(features, tuple) else (features,):
         missing.setdefault(feature, []).append(path)
     return otherwise
 
@@ -95,12 +91,11 @@ def _at(path: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError:
-            found = import_module(name)  # a module that nothing has imported yet
+            found = import_module(name)  # a module that is not imported yet
     return found
 
 
 def _gives(*kinds: type, to: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
-    """Return a check that a function gives one of these types."""
     return lambda found: isinstance(found(*to), kinds)
 
 
@@ -109,7 +104,7 @@ def _is_exact(path: str, works: Callable[[Any], bool] = callable) -> Any:
 
 
 def _is_context(*arguments: Callable[[], Any]) -> Callable[[Any], bool]:
-    """Return a check that a function gives a context; `arguments` are made when it is called."""
+    """Check that a function returns a context; `arguments` are made when it is called."""
 
     def works(found: Any) -> bool:
         with found(*(argument() for argument in arguments)):
@@ -119,7 +114,7 @@ def _is_context(*arguments: Callable[[], Any]) -> Callable[[Any], bool]:
 
 
 def _answers(found: Any) -> bool:
-    """Whether a function that tells of the running backward can be asked; outside one it may refuse to say."""
+    """Whether a function about the running backward can be called; outside a backward it may refuse."""
     with suppress(RuntimeError):
         found()
     return True
@@ -130,7 +125,7 @@ def _zero() -> Tensor:
 
 
 def _takes_pair(push: Any) -> bool:
-    """Whether hooks can be pushed and seen; where they are refused, as an import may be, that is not known."""
+    """Whether hooks can be pushed and seen; True if hooks are refused here, as during an import."""
     if hooks_are_enabled():
         push(_hook, _hook)
         return top_hooks(True) == (_hook, _hook)
@@ -189,18 +184,18 @@ def _shows_packed(kind: Any) -> bool:
 
 # -- exactness --------------------------------------------------------------------------------------------------------
 
-# -1 outside backward, else a number unique to the running call of backward.
+# -1 outside backward, else a number unique to the running call of it.
 current_graph_task_id: Callable[[], int] = _is_exact("torch._C._current_graph_task_id", _gives(int))
-# Whether the running backward keeps its graph (retain_graph or create_graph). It raises outside one.
+# Whether the running backward keeps its graph (retain_graph or create_graph). Raises outside one.
 graph_is_kept: Callable[[], bool] = _is_exact("torch._C._autograd._get_current_graph_task_keep_graph", _answers)
-# The number the next node made on this thread will get: once it has moved on, the last operator's kernel has returned.
+# The number of the next node made on this thread: once it has advanced, the last operator's kernel has returned.
 sequence_nr: Callable[[], int] = _is_exact("torch._C._autograd._get_sequence_nr", _gives(int))
 # The node whose backward runs on this thread.
 current_node: Callable[[], Any] = _is_exact("torch._C._current_autograd_node", _answers)
 # How many tensors and wrappers share a storage, by `storage._cdata`.
 storage_use_count: Callable[[int], int] = _is_exact("torch._C._storage_Use_Count", _counts)
 hooks_are_enabled: Callable[[], bool] = _is_exact("torch._C._autograd._saved_tensors_hooks_is_enabled", _gives(bool))
-# The innermost pair of hooks on this thread, or None; the argument asks for it even while compiling.
+# The innermost pair of hooks on this thread, or None; the argument returns it even while compiling.
 top_hooks: Callable[[bool], tuple[Callable[..., Any], Callable[..., Any]] | None] = _is_exact(
     "torch._C._autograd._top_saved_tensors_default_hooks", _gives(tuple, type(None), to=(True,))
 )
@@ -215,19 +210,18 @@ DisableTorchFunction: Callable[[], Any] = _is_exact("torch._C.DisableTorchFuncti
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = _is_exact(
     "torch.utils._python_dispatch._disable_current_modes", _is_context()
 )
-# Whether a tensor is of a class that keeps its elements in other tensors, and can be taken apart and rebuilt.
+# Whether a tensor's class keeps its elements in other tensors, and can be taken apart and rebuilt.
 is_wrapper: Callable[[Any], bool] = _is_exact(
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass", _gives(bool, to=(None,))
 )
-# Tensors among nested arguments and results.
 tree_leaves: Callable[[Any], list[Any]] = _is_exact("torch.utils._pytree.tree_leaves", _gives(list, to=((),)))
-# A view whose elements are negated when they are read.
+# A view whose elements are negated when read.
 negative_view: Callable[[Tensor], Tensor] = _is_exact("torch._neg_view", lambda found: found(_zero()).is_neg())
 
 # -- features ---------------------------------------------------------------------------------------------------------
 
-# Refuse hooks on this thread, by default only if there are none, and allow them again. Torch's own code finds both, and
-# `pop_hooks`, by these names each time.
+# Refuse hooks on this thread, by default only if there are none, and allow them again. Torch's own code looks up both,
+# and `pop_hooks`, by these names at each call.
 enable_hooks: Callable[[], None] | None = _find(
     "torch._C._autograd._saved_tensors_hooks_enable",
     Feature.STEP_ASIDE,
@@ -241,24 +235,24 @@ why_disabled: Callable[[], str | None] | None = _find(
     Feature.STEP_ASIDE,
     _gives(str, type(None)),
 )
-# Whether a pair can step aside where torch refuses hooks, and come back.
+# Whether a pair can step aside when torch refuses hooks, and come back.
 hooks_step_aside = has(Feature.STEP_ASIDE)
 _MODES = (Feature.LOSSY, Feature.RECOMPUTE)
 _function_mode_at: Callable[[int], Any] = _find("torch._C._get_function_stack_at", _MODES, _shows_modes)
 _pop_function_mode: Callable[[], Any] = _find("torch._C._pop_torch_function_stack", _MODES, _pops_modes)
 push_function_mode: Callable[[Any], None] = _find("torch._C._push_on_torch_function_stack", _MODES, _pushes_modes)
-# Whether `torch.func` transforms are under way: they want Functions of another form, and run graphs of their own.
+# Whether `torch.func` transforms are running: they need Functions of another form, and run their own graphs.
 transforming: Callable[[], bool] = _find(
     "torch._C._are_functorch_transforms_active", _MODES, _gives(bool), lambda: True
 )
-# Whether kernels of oneDNN are used, for the process (`torch.backends.mkldnn.flags` is the public way, a context).
+# Whether the process uses oneDNN's kernels (`torch.backends.mkldnn.flags` is the public way, a context).
 mkldnn_enabled: Callable[[], bool] = _find("torch._C._get_mkldnn_enabled", Feature.DERIVE, _gives(bool))
 enable_mkldnn: Callable[[bool], None] = _find(
     "torch._C._set_mkldnn_enabled", Feature.DERIVE, lambda found: found(mkldnn_enabled()) is None
 )
-# Whether a node shows what a pack hook returned without calling the unpack hook.
+# Shows what a pack hook returned without calling the unpack hook.
 _find("torch._C._autograd.SavedTensor", Feature.DERIVE, _shows_packed)
-# A context in which edits of a tensor do not count as new versions of it.
+# A context in which edits of a tensor do not bump its version.
 keeping_version: Callable[[Tensor], AbstractContextManager[None]] = _find(
     "torch.autograd._unsafe_preserve_version_counter", Feature.RECOMPUTE, _is_context(_zero), nullcontext
 )
@@ -272,7 +266,7 @@ _ModeKey: Any = _find("torch._C._TorchDispatchModeKey", Feature.CHECKPOINT, lamb
 _dispatch_mode: Callable[[Any], Any] = _find(
     "torch._C._get_dispatch_mode", Feature.CHECKPOINT, lambda found: found(_ModeKey.PROXY) is None or True
 )
-# Compiles a module and those in it to TorchScript, with their hooks.
+# Compiles a module and its submodules to TorchScript, with their hooks.
 create_script_module: Callable[..., Any] | None = _find(
     "torch.jit._recursive.create_script_module",
     Feature.SCRIPT,
@@ -283,7 +277,7 @@ untraced: Callable[[Callable[..., None]], Callable[..., None]] = _find(
     "torch._compile._disable_dynamo", Feature.TRACE, lambda found: callable(found(_zero)), torch.compiler.disable
 )
 _frames: Any = _find("torch._C._dynamo.eval_frame", Feature.TRACE, lambda found: callable(found.set_code_exec_strategy))
-# The code that calls autograd's engine: for an operator it is the innermost Python frame.
+# The code that calls autograd's engine: the innermost Python frame for an operator.
 _calls_engine: Any = _find(
     "torch.autograd.graph._engine_run_backward", Feature.CODE, lambda found: "t_outputs" in signature(found).parameters
 )
@@ -295,11 +289,11 @@ DeviceContext: Any = _find(
     lambda found: issubclass(found, TorchFunctionMode),
     otherwise=(),
 )
-# Asked for each saved tensor, and for each block: as plain values, since the hash of an Enum is a call of Python.
+# Read for each saved tensor and block, so plain values: hashing an Enum calls Python code.
 derives, recomputes = has(Feature.DERIVE), has(Feature.RECOMPUTE)
-# Up to 2.13 what calls a Function is Python code, as here; from 2.14 on it is built in.
+# The Python code that calls a Function, up to torch 2.13; from 2.14 on that is built in.
 _APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
-# Where AOTAutograd calls the Function of a compiled graph.
+# The modules in which AOTAutograd calls the Function of a compiled graph.
 _AOT = "torch._functorch._aot_autograd"
 
 
@@ -307,7 +301,7 @@ def tell(silenced_by: str) -> None:
     """Warn of what is off with this torch, and if it is newer than any tested.
 
     Args:
-        silenced_by: the environment variable that keeps the latter from being told where it is `allow`.
+        silenced_by: the environment variable whose value `allow` silences the latter.
     """
     off = {feature.value: names for feature, names in missing.items()}
     for told in (*lacking(torch.__version__, off), *newer(torch.__version__, silenced_by)):
@@ -315,34 +309,34 @@ def tell(silenced_by: str) -> None:
 
 
 def stand_in(function: Callable[..., Any], by: Callable[..., Any]) -> None:
-    """Have torch's own Python code call `by` instead of one of the functions about hooks above."""
+    """Make torch's own Python code call `by` instead of one of the hook functions above."""
     name = function.__name__
     if getattr(torch._C._autograd, name, None) is function:
         setattr(torch._C._autograd, name, functools.update_wrapper(by, function))
 
 
 def script_by(by: Callable[..., Any]) -> None:
-    """Have torch's own Python code call `by` instead of `create_script_module`."""
+    """Make torch's own Python code call `by` instead of `create_script_module`."""
     if create_script_module is not None:
         torch.jit._recursive.create_script_module = functools.wraps(create_script_module)(by)
 
 
 def function_modes() -> list[Any]:
-    """List the torch-function modes of this thread, from the outermost; None for each that torch does not show."""
+    """List this thread's torch-function modes, from the outermost; None for each that torch does not show."""
     unknown = [None] * function_mode_count()
     return unknown if _function_mode_at is None else [_function_mode_at(number) for number in range(len(unknown))]
 
 
 def take_function_modes() -> list[Any]:
-    """Take all torch-function modes off this thread's stack; lists them from the outermost."""
+    """Take all torch-function modes off this thread's stack; return them from the outermost."""
     count = function_mode_count() if _pop_function_mode is not None else 0
     return [_pop_function_mode() for _ in range(count)][::-1]
 
 
 def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Have torch.compile leave a function alone, but for going into it from code that it compiles or exports.
+    """Make torch.compile leave a function alone, except when code that it compiles or exports calls it.
 
-    Where torch has no such switch it does not go into it either (`untraced`).
+    If torch has no such switch, it does not enter the function either (`untraced`).
     """
     try:
         skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
@@ -353,16 +347,15 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def top_function_mode() -> object:
-    """Return the innermost torch-function mode of this thread; None without any."""
     count = function_mode_count()
     return _function_mode_at(count - 1) if count else None
 
 
 def take_function_mode(mode: object, below: object) -> None:
-    """Take a torch-function mode off this thread's stack, from beneath others too.
+    """Take a torch-function mode off this thread's stack, even from beneath others.
 
-    If it is not there, another mode's end has popped it: what that has left goes instead, if `below`, the innermost one
-    when `mode` was entered, is the innermost now.
+    If it is not there, another mode's end has popped it. Then that mode, which is left over, goes instead, if `below`,
+    the innermost one when `mode` was entered, is the innermost now.
     """
     above = []
     while function_mode_count():
@@ -377,21 +370,20 @@ def take_function_mode(mode: object, below: object) -> None:
 
 
 def in_place_is_seen() -> AbstractContextManager[None]:
-    """Have detached tensors share a version counter with their source in a dispatch mode too, beneath autograd."""
+    """Make detached tensors share their source's version counter even in a dispatch mode, beneath autograd."""
     return _exclude_key(_DispatchKey.ADInplaceOrView, False)  # type: ignore[no-any-return]
 
 
 def compiles() -> bool:
-    """Whether torch.compile traces what is called."""
     traced = has(Feature.CHECKPOINT) and _dispatch_mode(_ModeKey.PROXY) is not None
     return torch.compiler.is_compiling() or traced
 
 
 def compiled_graph(frame: FrameType | None) -> int | None:
-    """Return the number of the compiled graph whose node calls the pack hook that runs in `frame`; None for others.
+    """The number of the compiled graph whose node calls the pack hook running in `frame`; None for other callers.
 
-    Each compiled graph is a Function of its own, which torch numbers. The frame around the hook's is that of the
-    Function's `apply`, or that calls it.
+    Each compiled graph is a Function of its own, numbered by torch. The frame around the hook's is that of the
+    Function's `apply`, or calls it.
     """
     while frame is not None and str(frame.f_globals.get("__name__")).startswith("tba."):
         frame = frame.f_back
@@ -413,17 +405,17 @@ def compiled_graph(frame: FrameType | None) -> int | None:
 def is_operator(kind: type) -> bool:
     """Whether this type of node is PyTorch's own, made for one operator, and lives as long as the process.
 
-    Each custom Function has a type of its own, which dies with it, so that nothing may be remembered by it; custom
-    Functions written in C++ share one type.
+    Each custom Function has its own type, which dies with it, so nothing may be keyed by it; custom Functions written
+    in C++ share one type.
     """
     return not issubclass(kind, BackwardCFunction) and kind.__name__ != "CppFunction"
 
 
 def taken_apart(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
-    """Take a wrapper subclass apart: its attributes, inner tensors among them, and a context; None for other tensors.
+    """Take a wrapper subclass apart: its attributes, inner tensors among them, and a context. None for other tensors.
 
-    `type(tensor).__tensor_unflatten__` makes an equal one of them. Inner tensors may be wrappers too. A result that a
-    collective is still computing is waited for, as the operator that saves it is about to do.
+    `type(tensor).__tensor_unflatten__` makes an equal one of these. Inner tensors may be wrappers too. If a collective
+    is still computing the result, this waits for it, as the operator that saves it is about to do.
     """
     if not is_wrapper(tensor):
         return None
@@ -434,7 +426,7 @@ def taken_apart(tensor: Tensor) -> tuple[dict[str, Any], Any] | None:
 
 
 def innermost(tensor: Tensor) -> list[Tensor]:
-    """Return the tensors that hold the elements of a wrapper subclass; of any other tensor, the tensor itself."""
+    """The tensors that hold the elements of a wrapper subclass; for any other tensor, the tensor itself."""
     apart = taken_apart(tensor)
     if apart is None:
         return [tensor]
@@ -442,15 +434,15 @@ def innermost(tensor: Tensor) -> list[Tensor]:
 
 
 def is_shard(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor whose local tensor has elements of it, rather than terms of a sum."""
-    module = sys.modules.get("torch.distributed.tensor")  # not imported: then there is none
+    """Whether a tensor is a DTensor whose local tensor has some of its elements, rather than terms of a sum."""
+    module = sys.modules.get("torch.distributed.tensor")  # if it is not imported, there is no DTensor
     if module is None or not isinstance(tensor, module.DTensor):
         return False
     return not any(placement.is_partial() for placement in tensor.placements)
 
 
 def process_groups() -> list[Any] | None:
-    """Return the groups of `torch.distributed` that this process is in; None where torch does not tell."""
+    """The groups of `torch.distributed` that this process is in; None if torch does not tell."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     if module is None:
         return []

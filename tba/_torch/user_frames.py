@@ -24,9 +24,9 @@ def _directory(file: str) -> str:
     return os.path.join(os.path.dirname(os.path.abspath(file)), "")
 
 
-# Besides our own packages: `attach` is reached through torch, a generator of ours through contextlib.
+# Besides our own packages: torch calls `attach`'s hooks, contextlib our generators.
 _BETWEEN = (
-    _directory(os.path.dirname(__file__)),  # this package's
+    _directory(os.path.dirname(__file__)),
     *(_directory(file) for file in map(str, (compact.__file__, io_backends.__file__, torch.__file__))),
     *(_directory(importlib.__file__), contextlib.__file__, threading.__file__, "<frozen importlib"),
 )
@@ -40,38 +40,38 @@ def between(file: str) -> bool:
 def warn(message: str) -> None:
     """Give an OffloadWarning that points at the user's line: the `with`, the call or the forward that led here.
 
-    No user code has called a worker's thread, so the warning points at where the main thread is now.
+    No user code has called a worker's thread, so such a warning points at where the main thread is now.
     """
-    # No name here may stay bound to a frame of ours: it would hold itself, and through its callers what they pack.
+    # No name here may stay bound to a frame of ours: the frame would hold itself, and its callers what they pack.
     main = threading.main_thread().ident or 0
     frame = _users_frame(sys._getframe()) or _users_frame(_frames().get(main))
     if frame is None:
         warnings.warn(message, OffloadWarning, stacklevel=2)
         return
     place = frame.f_globals
-    registry = place.setdefault("__warningregistry__", {})  # once for each line, as `warnings.warn` does
+    registry = place.setdefault("__warningregistry__", {})  # once per line, as `warnings.warn` does
     file, line = frame.f_code.co_filename, frame.f_lineno
     warnings.warn_explicit(message, OffloadWarning, file, line, place.get("__name__"), registry)
 
 
 class Notices:
-    """What is said once, by a key. It takes no lock: two threads at the same moment may both say it."""
+    """Messages given once each, by key. Takes no lock: two threads at the same moment may both give one."""
 
     def __init__(self) -> None:
         self.said: set[str] = set()
 
     def say(self, key: str, text: str, *, advice: bool = False) -> None:
-        """Warn, the first time. What is only `advice` is logged instead, so that `python -W error` goes on."""
+        """Warn the first time. Mere `advice` is logged instead, so that `python -W error` continues."""
         if key not in self.said:
-            self.said.add(key)  # ahead of it, as a warning may be raised
+            self.said.add(key)  # first, as the warning may be raised
             (logging.getLogger("tba").warning if advice else warn)(text)
 
 
 def _frames() -> dict[int, FrameType]:
-    """Return the frame that each thread is at.
+    """Each thread's current frame.
 
-    CPython 3.11.7 and others may collect garbage while they look, under a lock that the end of a `threading.local`
-    waits for: the whole process then stands still (python/cpython#106883).
+    CPython 3.11.7 and others may collect garbage meanwhile, under a lock that the end of a `threading.local` waits for:
+    the whole process then deadlocks (python/cpython#106883).
     """
     collects = gc.isenabled()
     if collects:
@@ -84,14 +84,13 @@ def _frames() -> dict[int, FrameType]:
 
 
 def _users_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame of the user's code; None if there is none."""
     while frame is not None and between(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
 
 def users_part(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback from the user's first frame on; None if it has no such frame."""
+    """The traceback from the user's first frame on; None if it has no such frame."""
     while trace is not None and between(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     return trace

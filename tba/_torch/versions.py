@@ -1,16 +1,16 @@
-"""Versions: the torch releases that the tests passed on, and what to say of others."""
+"""Versions: the torch releases that the tests passed on, and what to say about others."""
 
 from __future__ import annotations
 
 import os
 import re
 
-# Releases that the core tests passed on: docs/versions.md says when, and how many.
+# Releases that the core tests passed on; docs/versions.md has details.
 TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 def untested(version: str) -> str | None:
-    """Return the release of a torch that is newer than any tested, such as `2.16`; None for others."""
+    """The release of a torch that is newer than any tested, such as `2.16`; None for others."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None:
         return None
@@ -28,8 +28,8 @@ def lacking(version: str, missing: dict[str, list[str]]) -> list[str]:
     for meaning, names in missing.items():
         meanings.setdefault(tuple(names), []).append(meaning)
     return [
-        f"torch {version} has no {' and no '.join(names)} in the form that tba knows: {'; '.join(each)}. All else "
-        f"works, and stays exact. tba was tested with torch {TESTED[0]} to {TESTED[-1]}"
+        f"torch {version} has no {' and no '.join(names)} in the form that tba knows: {'; '.join(each)}. Everything "
+        f"else works and stays exact. tba was tested with torch {TESTED[0]} to {TESTED[-1]}"
         for names, each in meanings.items()
     ]
 
@@ -40,6 +40,6 @@ def newer(version: str, silenced_by: str) -> list[str]:
     if release is None or os.environ.get(silenced_by) == "allow":
         return []
     return [
-        f"torch {release} is newer than any that tba was tested with ({TESTED[0]} to {TESTED[-1]}). It may well work; "
-        f"please report what does not. {silenced_by}=allow in the environment silences this"
+        f"torch {release} is newer than any that tba was tested with ({TESTED[0]} to {TESTED[-1]}). It will probably "
+        f"work; please report what does not. {silenced_by}=allow in the environment silences this"
     ]

@@ -1,12 +1,12 @@
-"""Weights: recognises parameters and buffers in all forms in which autograd saves them.
+"""Weights: recognizes parameters and buffers in every form in which autograd saves them.
 
-A weight stays where it is: it is in memory anyway, so moving it frees nothing. Recognised without a model are an
-`nn.Parameter`; a view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); and a chain of view and
-cast nodes that ends in the AccumulateGrad of one (the cast copies that autocast makes). With a model every view of its
-parameters' and buffers' storages is recognised too, by a mark on the storage object.
+A weight stays where it is: it is in memory anyway, so moving it frees nothing. Without a model, three forms are
+recognized: an `nn.Parameter`; a view whose `_base` is one (`W.t()`, frozen or not, FSDP2's gathered ones); and a chain
+of view and cast nodes that ends in the AccumulateGrad of one (autocast's cast copies). With a model, so is every view
+of its parameters' and buffers' storages, by a mark on the storage object.
 
 Casts that autograd does not link to a parameter (a frozen weight under autocast, casts inside compiled code) are not
-recognised and count as activations.
+recognized and count as activations.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from torch.nn.parameter import is_lazy
 from .nodes import maker
 from .private import innermost, is_operator, is_wrapper
 
-# The attribute of an untyped storage that the engine sets: WEIGHT or the records of the storage. A storage object lives
-# exactly as long as its memory, so a mark can never be mistaken for that of another tensor at a reused address.
+# The engine's attribute of an untyped storage: WEIGHT, or the storage's records. A storage object lives exactly as long
+# as its memory, so its mark cannot be mistaken for that of another tensor at a reused address.
 MARK: Final = "_tba_mark"
-
-
 WEIGHT: Final = object()
 
 # Freeing a graph of some 100,000 nodes with Python objects overflows the stack; see `Chains`.
@@ -32,7 +30,7 @@ _LOOKS_PER_STEP: Final = 1024
 _LOOKS_PER_KIND: Final = 64
 _MAX_KINDS: Final = 4096
 
-_MAX_CHAIN = 8  # no chain of views and casts of a weight seen in practice is longer than four
+_MAX_CHAIN = 8  # no chain of views and casts of a weight that we have seen is longer than four
 _VIEWS_AND_CASTS: Final = frozenset(
     f"{name}Backward{number}"
     for name in (
@@ -42,13 +40,13 @@ _VIEWS_AND_CASTS: Final = frozenset(
     )
     for number in range(6)
 )
-_passes: dict[type, bool] = {}  # per type of node: names are compared once, not for every saved tensor
+_passes: dict[type, bool] = {}  # by type of node, so that names are compared only once
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is an `nn.Parameter`, or of a class made from it."""
+    """Whether a tensor is an `nn.Parameter`, or of a class derived from it."""
     kind = type(tensor)
-    # `isinstance` calls Python code of the class Parameter, which takes half as long as the whole hook.
+    # `isinstance` calls Python code of Parameter's metaclass, which takes half as long as the whole hook.
     return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
@@ -89,13 +87,13 @@ def _comes_from_parameter(tensor: Tensor) -> bool:
 
 
 class Chains:
-    """Finds casts of weights among saved tensors by `leads_to_parameter`, and looks at few nodes to do so.
+    """Finds casts of weights among saved tensors by `leads_to_parameter`, inspecting few nodes.
 
-    A node that Python has looked at keeps a Python object until it is freed, and PyTorch frees a chain of such nodes
-    recursively (`nodes`): a graph of some 100,000 of them overflows the stack. To seal them all would take as long as
-    the hooks. So tensors of one dtype and shape are looked at until `_LOOKS_PER_KIND` of them have turned out to be
-    activations and none a weight, and at most `_LOOKS_PER_STEP` activations are looked at in a step. Beyond that a cast
-    of a weight counts as an activation, which costs its transfer and changes no gradient.
+    An inspected node keeps a Python object until it is freed, and a graph of some 100,000 of those overflows the stack
+    (`nodes`). Sealing them all would take as long as the hooks. So tensors of one dtype and shape are inspected until
+    `_LOOKS_PER_KIND` of them were activations and none a weight, and at most `_LOOKS_PER_STEP` activations are
+    inspected per step. Beyond that, a cast of a weight counts as an activation, which costs its transfer and changes no
+    gradient.
     """
 
     def __init__(self) -> None:
@@ -103,11 +101,10 @@ class Chains:
         self._left = _LOOKS_PER_STEP
 
     def end_step(self) -> None:
-        """End a training step: the next one has a graph of its own."""
         self._left = _LOOKS_PER_STEP
 
     def lead_to_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone; False if no more looks are left."""
+        """Whether views and casts alone make `tensor` from an `nn.Parameter`; False if no inspections are left."""
         if tensor.is_leaf:
             return False
         kind = tensor.dtype, tensor.shape
@@ -129,7 +126,7 @@ def mark_weights(model: nn.Module) -> None:
     """Mark the storages of the model's parameters and buffers. Repeated every step, because storages are replaced."""
     for tensors in (model.parameters(), model.buffers()):
         for tensor in tensors:
-            if is_lazy(tensor):  # it has no memory yet, and another storage once it has
+            if is_lazy(tensor):  # it has no memory yet
                 continue
             for inner in innermost(tensor):
                 if type(inner.data) is Tensor and inner.layout is torch.strided and inner.device.type != "meta":

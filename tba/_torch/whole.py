@@ -1,9 +1,9 @@
-"""Whole: keeps the saved tensors of compiled graphs that are nearly the whole step, as moving them saves no memory.
+"""Whole: keeps the saved tensors of compiled graphs that make up nearly the whole step, as moving them saves nothing.
 
-A compiled backward asks for everything its graph has saved when it begins. If the graph is that of the whole model,
-all of it comes back at once and takes as much memory as in plain PyTorch, so every byte was written for nothing. From
-the second step on the tensors of such a graph stay in memory, and the user is told. If a model is compiled block by
-block, one block comes back at a time, and its tensors move.
+A compiled backward asks for everything its graph saved when it begins. If the graph is that of the whole model, all of
+it comes back at once and takes as much memory as in plain PyTorch, so every byte was written for nothing. From the
+second step on such a graph's tensors stay in memory, and the user is told. If a model is compiled block by block, one
+block comes back at a time, and its tensors move.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import threading
 from .private import compiled_graph
 from .user_frames import Notices
 
-# A compiled graph that saves at least this share of a step's bytes counts as the whole model: moving its tensors could
-# lower the peak by the remaining share at most, which is no more than the buffers take.
+# A compiled graph that saves at least this share of a step's bytes counts as the whole model: moving its tensors lowers
+# the peak at most by the remaining share, about what the buffers take.
 _WHOLE_STEP_SHARE = 0.8
 
 
 class _Run(threading.local):
-    """State of a thread: the node that is saving, and how much it has saved so far."""
+    """A thread's saving node, and how much it has saved so far."""
 
     def __init__(self) -> None:
         self.sequence_nr = -1
@@ -36,19 +36,18 @@ class Whole:
         self._tier = tier
         self._run = _Run()
         self._graphs: set[int] = set()
-        # The compiled graph that has saved most in this step: how much, and its number.
-        self._largest: tuple[int, int] | None = None
+        self._largest: tuple[int, int] | None = None  # most bytes that a compiled graph saved in this step; its number
         self._notices = Notices()
 
     def keeps(self, sequence_nr: int, nbytes: int) -> bool:
-        """Count a tensor that a node saves at this sequence number of autograd. Whether it stays, as its graph does.
+        """Count a tensor that a node saves at this sequence number of autograd; return whether its graph stays.
 
-        To be called within the pack hook, because the graph is found from the caller of the hook.
+        Call it within the pack hook, because the graph is found from the hook's caller.
         """
         run = self._run
         if run.sequence_nr != sequence_nr:
             run.sequence_nr, run.nbytes, run.looked, run.graph = sequence_nr, nbytes, False, None
-            if not self._graphs:  # a look costs more than the rest, and most operators save one tensor
+            if not self._graphs:  # a lookup costs more than the rest, and most operators save one tensor
                 return False
         else:
             run.nbytes += nbytes
@@ -61,14 +60,14 @@ class Whole:
         return run.graph in self._graphs
 
     def tell_exact(self, preset: str) -> None:
-        """Say once that what compiled code saves stays exact under a lossy preset, if such code calls the pack hook."""
+        """If compiled code calls the pack hook, say once that what it saves stays exact under a lossy preset."""
         if "exact" in self._notices.said or compiled_graph(sys._getframe(1)) is None:
             return
         self._notices.say(
             "exact",
             f"compress={preset!r}: what compiled code saves stays exact, because nothing tells which of its operators "
-            "saved it; tier and budget count it at full size. Leave the layers whose activations should shrink "
-            "uncompiled, or compile without compress=",
+            "saved it; tier and budget count it at full size. Do not compile layers whose activations should shrink, "
+            "or compile without compress=",
         )
 
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
@@ -85,5 +84,5 @@ class Whole:
                 "whole",
                 f"tier={self._tier!r}: {nbytes:,} of the {step_bytes:,} bytes that a step saves are compiled as one "
                 "graph, which gets them all back at once when its backward begins; they stay in memory from now on. "
-                "Compile each block instead (`block.compile()`), and one block comes back at a time",
+                "Compile each block instead (`block.compile()`), so that one block comes back at a time",
             )

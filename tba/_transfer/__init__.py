@@ -1,1 +1,1 @@
-"""Out of memory and back: the store and its paths, and what is in flight."""
+"""Out of memory and back: the store and its paths, and transfers in flight."""

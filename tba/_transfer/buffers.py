@@ -7,13 +7,12 @@
     back       pageable host memory,      pinned host memory, copied from on a stream of its own; or
                which then backs it        device memory, which then backs it
 
-A device's own memory is used where the store moves it itself (GPUDirect). Small transfers are cheaper
-through host memory.
+A device's own memory is used if the store moves it itself (GPUDirect). Small transfers are cheaper through host memory.
 
-Assumption: the caller keeps what is returned until the transfer has ended. A buffer keeps its memory alive, and of a
-device's tensor the copies under way too (`streams.Departure`, `streams.Arrival`).
+Assumption: the caller keeps what is returned until the transfer has ended. A buffer keeps its memory alive and, for a
+device's tensor, the copies in flight (`streams.Departure`, `streams.Arrival`).
 
-Wants the engine's lock held.
+Must be called with the engine's lock held.
 """
 
 from __future__ import annotations
@@ -32,25 +31,23 @@ Wait = Callable[[], None]
 
 
 class Buffers:
-    """Memory for the transfers of one engine, of `memory` where it is not the tensors' own."""
+    """Memory for the transfers of one engine, from `memory` unless it is the tensors' own."""
 
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
-        self._host: BufferPool | None = None  # that for a CPU's tensors, once made: asking again would cost each read
+        self._host: BufferPool | None = None  # for CPU tensors, once made: a lookup would cost each read
 
     def out(
         self, record: Record, alias: Tensor, store: Store, *, timed: bool
     ) -> tuple[Buffer, streams.Departure | None, bool]:
         """Find what to write, what tells when that may begin, and whether the source's memory is free then.
 
-        `timed`: a device is to say how long its copy took.
-
-        Raises RuntimeError, MemoryError, StoreFull.
+        `timed`: the device measures how long its copy takes. Raises RuntimeError, MemoryError, StoreFull.
         """
         begin, nbytes, stream = record.begin, record.nbytes, record.stream
         if stream is None:
             buffer, departure = streams.out(alias, begin, nbytes, stream, None)
-            if record.logical_bytes < nbytes and not record.is_whole():  # others may edit what lies between its bytes
+            if record.logical_bytes < nbytes and not record.is_whole():  # others may edit the gaps
                 buffer = buffer._replace(shared=True)
             return buffer, departure, False
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
@@ -64,7 +61,7 @@ class Buffers:
         """Find where to read a record to; `host`: where the store has it in memory, if so.
 
         Returns the bytes, the buffer over them, what `streams.use` takes for them (None: nothing), and what to call
-        before they are touched. Raises RuntimeError, MemoryError, StoreFull.
+        before they are used. Raises RuntimeError, MemoryError, StoreFull.
         """
         nbytes, ticket = record.nbytes, record.write
         assert ticket is not None
@@ -81,9 +78,9 @@ class Buffers:
         return leased, buffer, None, None
 
     def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
-        """Give a record its bytes; to a device they go from here. Raises RuntimeError where that has no memory.
+        """Give a record its bytes; a device's are copied from here. Raises RuntimeError if the device has no memory.
 
-        Returns what knows of that copy; with `timed`, how long it took as well.
+        Returns the copy; with `timed`, it tells how long it took.
         """
         memory = None if record.stream is None else self._memory.of(record.device)
         try:
@@ -92,5 +89,5 @@ class Buffers:
             if record.state is READING:
                 record.read_failed()
             raise
-        record.restore(restored if memory is None else restored.data, arrival)  # `.data` does not count the copy
+        record.restore(restored if memory is None else restored.data, arrival)  # `.data` resets the version
         return arrival

@@ -1,4 +1,4 @@
-"""Opening: what settings ask for, made: the store, and the mover with its limits."""
+"""Opening: makes what the settings ask for: the store, and the mover with its limits."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .scratch_paths import Directory, free_disk_bytes, storage_directories
 
 
 def directories(config: OffloadConfig) -> tuple[Directory, ...]:
-    """Find where scratch files go, none for tiers without any: a wrong path is an error now, not in the first step.
+    """Find where scratch files go (none for tiers without any), so that a wrong path fails now, not in the first step.
 
     Raises:
-        ConfigError: settings that do not go together.
+        ConfigError: settings that conflict.
         StorageError: the storage path cannot be used.
     """
     for name in ("checksum", "max_write_rate", "max_read_rate") if config.io_backend == "kvikio" else ():
@@ -36,15 +36,15 @@ def directories(config: OffloadConfig) -> tuple[Directory, ...]:
 
 
 def open_store(config: OffloadConfig, directories: Sequence[Directory], on_device: bool) -> Store:
-    """Make the store for a tier, without any file or thread: the first transfer makes those.
+    """Make the store for a tier, without any file or thread; the first transfer makes those.
 
     Args:
         config: the settings.
         directories: where scratch files go; none for tier "cpu".
-        on_device: whether what is saved is on a device. Tier "auto" then fills host memory before it writes to disk.
+        on_device: what is saved is on a device. Tier "auto" then fills host memory before it writes to disk.
 
     Raises:
-        StoreError: the backend asked for cannot be used here.
+        StoreError: the requested backend cannot be used here.
     """
     if not directories:
         return HostStore(budget_bytes=cpu_budget_bytes(config), timeout_s=config.io_timeout)
@@ -55,7 +55,7 @@ def open_store(config: OffloadConfig, directories: Sequence[Directory], on_devic
     stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
     store = stores[0] if len(stores) == 1 else StripedStore(stores)
     if config.tier == "auto" and on_device:
-        # The rest of the budget is for copies under way in both directions, which go through the same pinned memory.
+        # The rest of the budget is for copies in flight in both directions, which use the same pinned memory.
         kept_bytes = cpu_budget_bytes(config) * 3 // 4
         host = HostStore(timeout_s=config.io_timeout)
         return TwoLevelStore(host, store, kept_bytes, timeout_s=config.io_timeout)
@@ -69,7 +69,7 @@ def make_mover(
     counters: Counters,
     open_store: Callable[[bool], Store],
 ) -> Mover:
-    """Make a mover within the limits of the settings, of this machine, and of the devices the model is on."""
+    """Make a mover within the limits of the settings, this machine, and the devices that the model is on."""
     limits = _limits.limits(
         config.staging_bytes,
         config.prefetch_bytes,
@@ -79,21 +79,20 @@ def make_mover(
     )
     # Tier "cpu" writes to no drive.
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
-    # What is kept for transfers to come, too, stays within what the settings allow those to take.
+    # Memory kept for future transfers also stays within what the settings allow these to take.
     memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
-    # Of a budget for host memory, tier "auto" keeps most in its store (`open_store`); reads go through it as well.
+    # Tier "auto" keeps most of the budget in its store (`open_store`); reads need some too.
     staged_bytes = cpu_budget_bytes(config) * 3 // 4 if config.tier != "auto" else cpu_budget_bytes(config) // 8
     return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes)
 
 
 def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
-    """Count of workers per storage path, on this machine."""
+    """Workers per storage path, on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return _limits.io_threads(config.io_threads, on_device=on_device, cores=cores)
 
 
 def cpu_budget_bytes(config: OffloadConfig) -> int:
-    """Host memory this process may use for what it offloads."""
     return budgets.cpu_budget_bytes(config.cpu_budget, free_memory.total_bytes(), budgets.local_ranks(os.environ))
 
 
@@ -113,7 +112,7 @@ def _open_file(
         threads=threads,
         checksum=config.checksum,
         capacity_bytes=capacity_bytes,
-        # Of the whole process: each of several paths gets its share.
+        # The limits hold for the process: each of several paths gets its share.
         write_rate_bytes_per_s=None if config.max_write_rate is None else config.max_write_rate / count,
         read_rate_bytes_per_s=None if config.max_read_rate is None else config.max_read_rate / count,
         timeout_s=config.io_timeout,

@@ -1,14 +1,15 @@
-"""Copies: what is on its way out of a device, and what becomes of it once the device has got so far.
+"""Copies: what is being copied out of a device, and what happens to it once the device has finished.
 
 Guarantees:
 
-1. Nobody sleeps until the device has got so far. Hooks ask (`over`) as they come by. While none comes, a thread asks
-   every 10 ms, as long as there is something to ask for.
-2. Of each device only the copy that was queued first is asked for: a device's copies end in that order.
-3. The write of a copy begins when the copy is over, so a worker of a store that waits never waits for a device. A
-   device that stands still (a straggler among ranks, a compilation) is therefore no disk that has stalled.
+1. Nobody sleeps until the device has finished. Hooks ask (`over`) when they run. While none runs, a thread asks every
+   10 ms, as long as there is something to ask about.
+2. Only the oldest copy of each device is asked about: a device's copies end in order.
+3. The write of a copy begins when the copy is over, so a store's worker never waits for a device. So a device that
+   pauses (a straggler among ranks, a compilation) does not look like a stalled disk.
 
-Wants the engine's lock held, but for the thread, which takes it if it is free: whoever has it asks for itself.
+Must be called with the engine's lock held, except by the thread, which takes it if it is free; whoever holds it asks
+itself.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from io_backends import Buffer, Ticket
 from .._device.streams import Departure
 from .._record.record import Record
 
-# How often the thread asks, and after how many times without a copy it ends: one for each step would cost more.
+# How often the thread asks, and after how many times without a copy it ends: a new thread per step would cost more.
 PERIOD_S = 0.01
 LINGERS = 20
 
 
 class Unbegun(Ticket):
-    """Stands for a write until the store has it: whoever takes the record back meanwhile cancels this."""
+    """Stands in for a write until the store has it: whoever takes the record back meanwhile cancels this."""
 
     def __init__(self, buffer: Buffer) -> None:
         super().__init__(buffer, None, _never)
@@ -42,14 +43,14 @@ def _never(ticket: Ticket) -> None:
 
 
 class Copy(NamedTuple):
-    """One copy under way, or one wait for the kernels that use memory which a store moves itself.
+    """One copy in flight, or one wait for kernels that use memory which a store moves itself.
 
     Attributes:
-        ticket: the record's, until there is that of the store.
+        ticket: the record's, until the store's exists.
         record: a weak reference.
         buffer: what will be written.
-        departure: tells whether the device has got so far.
-        frees: whether the device's own memory is free then, as the bytes are in host memory.
+        departure: tells whether the device has finished.
+        frees: the device's own memory is free then, because the bytes are in host memory.
     """
 
     ticket: Unbegun
@@ -63,9 +64,9 @@ class Copies:
     """The copies of one engine.
 
     Attributes:
-        watched: whether a thread asks for them.
-        used: whether there has ever been one.
-        count: how many are under way; hooks look at it for each saved tensor.
+        watched: a thread asks about them.
+        used: there has been one.
+        count: how many are in flight; hooks read it for each saved tensor.
     """
 
     def __init__(self) -> None:
@@ -74,13 +75,12 @@ class Copies:
         self._queues: dict[torch.device, deque[Copy]] = {}
 
     def add(self, copy: Copy, device: torch.device) -> None:
-        """Add one that has been queued on a device."""
         self.used = True
         self.count += 1
         self._queues.setdefault(device, deque()).append(copy)
 
     def over(self) -> Iterator[Copy]:
-        """Give, one by one, those that are over."""
+        """Yield, one by one, those that are over."""
         for queue in list(self._queues.values()):
             while queue and queue[0].departure.over():
                 copy = queue.popleft()
@@ -88,13 +88,12 @@ class Copies:
                 yield copy
 
     def give_up(self) -> list[Copy]:
-        """Give all, over or not, and forget them."""
+        """Return all, over or not, and forget them."""
         copies = [copy for queue in self._queues.values() for copy in queue]
-        for queue in self._queues.values():  # `over` may be at one of them, as a finaliser may close
+        for queue in self._queues.values():  # not replaced: a finalizer may close while `over` iterates
             queue.clear()
         self.count = 0
         return copies
 
     def watch(self, watched: bool) -> None:
-        """Note whether a thread asks for them."""
         self.watched = watched

@@ -10,12 +10,12 @@ from io_backends import Ticket
 from .._plan import clock
 from .._plan.clock import Carried
 
-_TOO_FEW_BYTES = 4 << 20  # to tell a rate by
+_TOO_FEW_BYTES = 4 << 20  # for a rate
 
 
 @dataclass
 class Way:
-    """One direction of a link: what it has carried, and how long it was busy with that.
+    """One direction of a link: what it carried, and how long it was busy.
 
     Attributes:
         nbytes: carried.
@@ -27,28 +27,27 @@ class Way:
     _until_s: float = float("-inf")
 
     def add(self, nbytes: int, carried: Carried) -> None:
-        """Count a transfer that has ended."""
         self.nbytes += nbytes
         self.busy_s += max(0.0, carried.ended_s - max(carried.started_s, self._until_s))
         self._until_s = max(self._until_s, carried.ended_s)
 
     def sample(self, nbytes: int, seconds: float) -> None:
-        """Count a copy that a device has timed; only some are."""
+        """Count a copy that a device has timed; only some are timed."""
         if seconds:
             self.nbytes += nbytes
             self.busy_s += seconds
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second while busy; 0 where too little was carried to tell."""
+        """Bytes per second while busy; 0 if too little was carried."""
         return self.nbytes / self.busy_s if self.nbytes >= _TOO_FEW_BYTES and self.busy_s else 0.0
 
 
 class Aside(Protocol):
-    """Where what is none of a step's own is marked on a device (`_blocks.timeline`)."""
+    """Marks, on a device, time that is not a step's own (`_blocks.timeline`)."""
 
     def step_aside(self) -> Any:
-        """Mark its begin."""
+        """Mark its beginning."""
 
     def step_back(self, begun: Any) -> None:
         """Mark its end."""
@@ -56,16 +55,16 @@ class Aside(Protocol):
 
 @dataclass
 class Cost:
-    """What transfers cost a step, by their CPU time on the threads that move them, and by waiting for them.
+    """What transfers cost a step, by the CPU time of the threads that move them, and by waiting for them.
 
-    A CPU second of theirs counts once: over a whole step, 0.7 to 1 of them were seen to be lost. Where the link is too
-    slow the step waits instead, and the larger of the two costs counts.
+    A CPU second of theirs counts once: over a whole step, we saw 0.7 to 1 of them lost. If the link is too slow the
+    step waits instead, and the larger of the two costs counts.
 
     Attributes:
         nbytes: moved, out or back.
         cpu_s: CPU seconds that this took.
-        least_cpu_s_per_byte: of the transfer that took least; so much does a further byte cost one that goes anyway.
-        waited_s: seconds that forward and backward stood still for transfers.
+        least_cpu_s_per_byte: of the cheapest transfer; that much another byte costs in a transfer that happens anyway.
+        waited_s: seconds that forward and backward waited for transfers.
         out, back: the two directions.
         device: where waits are marked, if the model is on a device.
     """
@@ -79,7 +78,7 @@ class Cost:
     device: Aside | None = None
 
     def add(self, ticket: Ticket, way: Way | None) -> None:
-        """Count a transfer that has ended, on its `way`: none where the store had nothing to move."""
+        """Count a transfer that has ended, on its `way`: None if the store had nothing to move."""
         nbytes = ticket.moved_bytes
         if not nbytes:
             return
@@ -93,22 +92,21 @@ class Cost:
         self.cpu_s += cpu_s
 
     def mark_waits(self, device: Aside | None) -> None:
-        """Mark waits on a device from now on, where the model is on one."""
+        """Mark waits on a device from now on, if the model is on one."""
         self.device = device
 
     def begin_wait(self) -> Any:
-        """Mark that a wait begins; give the result to `wait` at its end."""
+        """Mark that a wait begins; pass the result to `wait` at its end."""
         return None if self.device is None else self.device.step_aside()
 
     def wait(self, seconds: float, begun: Any = None) -> None:
-        """Count a wait."""
         self.waited_s += clock.current.waited_s(seconds)
         if self.device is not None:
             self.device.step_back(begun)
 
     @property
     def busy_per_byte_s(self) -> float:
-        """Seconds of the step for each byte that goes out and comes back, where nobody waits."""
+        """Seconds of the step for each byte that goes out and comes back, if nobody waits."""
         return 2 * self.cpu_s / self.nbytes if self.nbytes else 0.0
 
     @property
@@ -118,5 +116,5 @@ class Cost:
 
     @property
     def per_further_byte_s(self) -> float:
-        """Seconds of the step for each byte by which a transfer, out and back, is larger."""
+        """Seconds of the step for each byte by which a transfer, out and back, grows."""
         return 2 * max(self.least_cpu_s_per_byte, self.waited_s / self.nbytes) if self.nbytes else 0.0

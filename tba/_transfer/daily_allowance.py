@@ -2,19 +2,19 @@
 
 Guarantees:
 
-1. The bytes one process takes in a day, added to those the file has counted for that day, never pass the limit.
+1. The bytes that one process takes in a day, plus those the file has counted for that day, never exceed the limit.
 2. The file is an SQLite database in a private directory of the user; no link is followed, nobody else can write to it.
-3. `take` opens the file every `SYNC_S` at most, and hardly waits for a process that has stopped while it holds a lock.
+3. `take` opens the file every `SYNC_S` at most, and hardly waits for a process that was stopped while it holds a lock.
 4. Without a limit nothing is counted and no file is opened. A forked child starts counting from zero.
 
-Assumptions: bytes that other processes took since this one last opened the file are not known yet, so together they may
-pass the limit by what they take in `SYNC_S`; a process that is killed forgets as much.
+Assumptions: this process does not know the bytes that others took since it last opened the file, so together they may
+exceed the limit by what they take in `SYNC_S`; a killed process forgets as much.
 
 Two processes that add at once: SQLite's lock puts one after the other, and each adds a difference (`bytes + ?`), never
 a total, so no order of the two loses a byte. One that finds the file locked keeps its difference for the next time.
 
-Days are those of UTC: they all have 24 hours, and processes in different time zones agree on them. Each day has a count
-of its own, so a clock set back neither renews the allowance nor takes it away.
+Days are those of UTC: they all have 24 hours, and processes in different time zones agree on them. Each day has its own
+count, so setting a clock back neither renews the allowance nor takes it away.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .._torch.user_frames import Notices
 from .scratch_paths import make_private
 
 SYNC_S = 5.0
-# A writer holds the file for about a millisecond. One that has been stopped must not stop a training step here.
+# A writer holds the file for about a millisecond. One that was stopped must not stop a training step here.
 _PATIENCE_S = 0.05
 _PATIENCE_AT_CLOSE_S = 1.0
 
 
 class Allowance(ForkAware):
-    """Count of the bytes that may still be written today. Thread-safe.
+    """Counts the bytes that may still be written today. Thread-safe.
 
     Args:
         limit_bytes: physical bytes a day, the setting `max_write_bytes_per_day`; None: no limit, nothing is counted.
@@ -53,19 +53,19 @@ class Allowance(ForkAware):
     def __init__(self, limit_bytes: int | None, file: Path | None = None) -> None:
         self.limit_bytes = limit_bytes
         self._file = file or counts_file(os.environ, os.path.expanduser("~"), platform.node())
-        self._lock = threading.RLock()  # held while warning, and a hook that shows warnings may read statistics
+        self._lock = threading.RLock()  # held while warning; a hook that shows warnings may read statistics
         self._closed = False
-        # The day on which the file was last opened, and when it is next due: at the first `take`.
+        # The day on which the file was last opened, and when it is due next: at the first `take`.
         self._day, self._sync_at_s = "", 0.0
-        # Bytes by day: taken by this process, the part of them that is in the file, and the file's count as last read.
+        # Bytes by day: taken by this process, the part of these that is in the file, and the file's last known count.
         self._taken, self._added, self._in_file = Counter[str](), Counter[str](), Counter[str]()
         self._notices = Notices()
         self.heed_forks()
 
     def take(self, nbytes: int) -> bool:
-        """Count `nbytes` about to be written, unless the day's limit would be passed.
+        """Count `nbytes` about to be written, unless that would exceed the day's limit.
 
-        Warns once a day that the limit is reached, and once of a file that cannot be kept: counting goes on in memory.
+        Warns once a day when the limit is reached, and once if no file can be kept: counting goes on in memory.
 
         Returns:
             Whether they may be written.
@@ -85,17 +85,17 @@ class Allowance(ForkAware):
             self._notices.say(
                 f"limit of {day}",
                 f"endurance allowance: {self._counted(day):,} of the {self.limit_bytes:,} bytes that may be written "
-                f"on {day} (UTC) have been: until the next day tensors stay in memory; raise max_write_bytes_per_day "
-                "(TBA_MAX_WRITE_BYTES_PER_DAY) or offload less",
+                f"on {day} (UTC) have been written: until the next day tensors stay in memory; raise "
+                "max_write_bytes_per_day (TBA_MAX_WRITE_BYTES_PER_DAY) or offload less",
             )
             return False
 
     def give_back(self, nbytes: int) -> None:
-        """Uncount bytes that were taken and not written: the write was cancelled before it started."""
+        """Uncount bytes that were taken and not written, because the write was cancelled before it started."""
         if self.limit_bytes is not None:
             with self._lock:
                 day = self._today()
-                # Bytes taken before midnight stay with the day before: today's count is of today's writes.
+                # Bytes taken before midnight stay with the previous day.
                 self._taken[day] -= min(nbytes, self._taken[day])
 
     @property
@@ -124,7 +124,7 @@ class Allowance(ForkAware):
         self._added.clear()
 
     def _today(self) -> str:
-        """Return the day, after adding to the file when that is due."""
+        """Return the day, after adding to the file if that is due."""
         day = time.strftime("%Y-%m-%d", time.gmtime(time.time()))
         due = day != self._day or time.monotonic() >= self._sync_at_s
         self._day = day
@@ -133,11 +133,11 @@ class Allowance(ForkAware):
         return day
 
     def _counted(self, day: str) -> int:
-        # A file that was lost in the meantime does not renew the allowance.
+        # Losing the file does not renew the allowance.
         return max(self._in_file[day] - self._added[day], 0) + self._taken[day]
 
     def _sync(self, patience_s: float) -> None:
-        """Add this process's bytes to the file and read its count. Where that fails, counts stay in memory."""
+        """Add this process's bytes to the file and read its count. If that fails, counts stay in memory."""
         self._sync_at_s = time.monotonic() + SYNC_S
         reason = _problem(self._file)
         if reason is None:
@@ -148,7 +148,7 @@ class Allowance(ForkAware):
                 return
             except sqlite3.Error as error:
                 if getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-                    return  # locked: it is tried again in `SYNC_S`
+                    return  # locked: try again in `SYNC_S`
                 reason = f"does not work ({error})"
         self._notices.say(
             "no file",
@@ -158,9 +158,9 @@ class Allowance(ForkAware):
 
 
 def counts_file(environment: Mapping[str, str], home: str, host: str) -> Path:
-    """Path of the counts, by the XDG Base Directory Specification; relative where no home is known.
+    """Path of the counts, by the XDG Base Directory Specification; relative if no home is known.
 
-    The file bears the host's name, as homes are often shared by machines.
+    The host's name is part of the file's, because machines often share homes.
     """
     state = environment.get("XDG_STATE_HOME", "")
     if not os.path.isabs(state):  # the specification says to ignore relative ones
@@ -176,7 +176,7 @@ def projected_bytes_per_day(nbytes: int, elapsed_s: float) -> int:
 def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: float) -> int:
     """Add pending bytes to the file and return its count of `day`. Raises sqlite3.Error."""
     with closing(sqlite3.connect(path, timeout=patience_s)) as database, database:
-        # Not synced to the disk, as that may take long while the disk is busy: a power cut loses the last counts.
+        # Not synced, which may take long while the disk is busy: a power cut loses the last counts.
         database.execute("PRAGMA synchronous = OFF")
         database.execute("CREATE TABLE IF NOT EXISTS written (day TEXT PRIMARY KEY, bytes INTEGER NOT NULL)")
         database.executemany(
@@ -189,7 +189,7 @@ def _exchange(path: Path, pending: Mapping[str, int], day: str, patience_s: floa
 
 
 def _problem(path: Path) -> str | None:
-    """Make the file if it is missing; return why that cannot be, or None. SQLite's journal takes the file's mode."""
+    """Make the file if it is missing; return why that fails, or None. SQLite's journal takes the file's mode."""
     if not path.is_absolute():
         return "cannot be kept: no home directory is known"
     if reason := make_private(path.parent):

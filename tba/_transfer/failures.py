@@ -1,9 +1,9 @@
-"""Failures: transfers that did not come about, counted, told of once, and named in the errors that others raise.
+"""Failures: transfers that failed: counted, reported once, and the errors that others raise for them.
 
-A failed write is no error: the tensor stays in memory, and the first of them is a warning. A failed read is one, for
-whoever needs the bytes. What the engine itself has called off is neither (`Mover.closed`).
+A failed write is not an error: the tensor stays in memory, and the first one is a warning. A failed read is an error
+for whoever needs the bytes. What the engine itself cancelled is neither (`Mover.closed`).
 
-Wants the engine's lock held, except for making an error.
+Must be called with the engine's lock held, except to make an error.
 """
 
 from __future__ import annotations
@@ -30,40 +30,36 @@ class Failures:
         self._notices = Notices()
 
     def end_step(self) -> None:
-        """Count anew."""
         self.in_step = 0
 
     # -- of writes -----------------------------------------------------------------------------------------------
 
     def no_room(self) -> None:
-        """Note that writes in flight have stalled, so that no other could be queued."""
+        """Writes in flight have stalled, so no other could be queued."""
         self._warn(f"no transfer has ended for {self._timeout_s:g} s; tensors stay in memory")
 
     def not_queued(self, error: BaseException) -> None:
-        """Note that the store did not take a write."""
         self._warn(f"a write could not be queued ({error}); tensors stay in memory")
 
     def not_written(self, record: Record, error: BaseException) -> None:
-        """Note that the write of a record has failed."""
         self._warn(f"the write of {record.name()} failed ({error}); it stays in memory")
 
     def not_flushed(self, where: str) -> StalledError:
-        """Make the error of a `flush` in which no write ends; `where`: what has stalled."""
+        """The error of a `flush` in which no write ends; `where`: what has stalled."""
         return StalledError(f"flush: no write has ended for {self._timeout_s:g} s; {where} has stalled {_HOW_LONG}")
 
     # -- of reads ------------------------------------------------------------------------------------------------
 
     def not_read(self, record: Record, error: BaseException) -> TransferError:
-        """Count a read that has failed; returns its error."""
+        """Count a failed read; return its error."""
         self._count()
         return self.unreadable(record, error)
 
     def unreadable(self, record: Record, error: BaseException) -> TransferError:
-        """Make the error of a read that could not be queued, or that has failed."""
         return TransferError(f"{_sized(record)} could not be read back: {error}")
 
     def late(self, record: Record, error: BaseException | None = None) -> StalledError:
-        """Make the error of a read that does not end; `error` of the store, if it says why."""
+        """The error of a read that does not end; `error` of the store, if it says why."""
         if error is not None:
             return StalledError(f"{_sized(record)} was not read back: {error} {_HOW_LONG}")
         return StalledError(
@@ -71,7 +67,6 @@ class Failures:
         )
 
     def closed(self, record: Record) -> ClosedError:
-        """Make the error of a read after `close`."""
         return ClosedError(
             f"backward asked for {record.name()}, but its Offloader was closed and the stored bytes are gone; "
             "close it only after the last backward of its graphs"

@@ -1,18 +1,18 @@
-"""Landing: what becomes of a record whose write has ended.
+"""Landing: what happens to a record when its write has ended.
 
 Guarantees:
 
 1. A copy counts as finished only when it is certain that nobody edited the source meanwhile. The version counter is
    compared when the write ends; but an in-place kernel that is still running has not bumped it yet, and only a later
-   look can tell. If the storage is ours alone nobody can be editing it. Otherwise the record is `unconfirmed` until
-   a later hook of any thread (no operator of that thread runs then) or `flush`: a counter that has moved poisons it.
+   check can tell. If the storage is ours alone, nobody can be editing it. Otherwise the record is `unconfirmed` until a
+   later hook of any thread (no operator of that thread runs then) or `flush`: a moved counter poisons it.
 2. If the storage's address or size changed under the writer, the copy is worthless and the record becomes an alias
-   again, which is what plain PyTorch has.
-3. A failed write leaves the tensor in memory, and is told. One that the store calls off because we are closing it is
-   not told: it has not failed.
+   again, as in plain PyTorch.
+3. A failed write leaves the tensor in memory and is reported. A write that the store cancels because we close it has
+   not failed and is not reported.
 
-Wants the engine's lock held. A write may land on the worker that ended it, while hooks of other threads wait for the
-lock; nothing here waits, or runs code of the program's.
+Must be called with the engine's lock held. A write may land on the worker that ended it, while hooks of other threads
+wait for the lock. Nothing here waits or runs the program's code.
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from .failures import Failures
 
 MOVED = "storage resized or replaced before it was written"
 CLOSED = "closed"
-# A storage that only our alias (1) and the wrapper we look at it with (1) refer to.
-_OURS_ALONE = 2
+_OURS_ALONE = 2  # references to a storage: our alias, and the wrapper used to count them
 
 
 class Landing:
-    """Gives back the memory of what was written, or takes back the write.
+    """Frees the memory of what was written, or takes the write back.
 
     Attributes:
-        unconfirmed: written records whose sources are still to be looked at (guarantee 1).
-        closing: whether the store is being closed by us.
+        unconfirmed: written records whose sources must still be checked (guarantee 1).
+        closing: we are closing the store.
     """
 
     def __init__(self, counters: Counters, failures: Failures) -> None:
@@ -51,7 +50,6 @@ class Landing:
         self._failures = failures
 
     def settle(self, record: Record, ticket: Ticket, store: Store) -> None:
-        """Settle what becomes of a record that is being written, now that its write has ended."""
         alias = record.alias
         assert alias is not None
         if record.was_moved():
@@ -71,15 +69,15 @@ class Landing:
             self._let_go(record, alias, None)
 
     def stage(self, record: Record, host: Tensor) -> bool:
-        """Give back a device's memory, as the bytes are in `host`, and being written from there; False if it stays."""
+        """Free a device's memory, because the bytes are in `host` and being written from there; False if it stays."""
         alias = record.alias
         if alias is None or record.state is not WRITING or record.was_moved() or record.is_edited():
-            return False  # `settle` says what becomes of it
+            return False  # `settle` decides
         self._let_go(record, alias, host)
         return True
 
     def settle_staged(self, record: Record, ticket: Ticket, store: Store) -> None:
-        """Settle what becomes of a staged record whose write has ended."""
+        """Settle what happens to a staged record whose write has ended."""
         if ticket.error is None:
             record.written()
             return
@@ -90,16 +88,16 @@ class Landing:
             self._failures.not_written(record, ticket.error)
 
     def call_off(self, record: Record, store: Store) -> None:
-        """Settle what becomes of a record whose copy is under way when the engine is closed."""
+        """The engine is closed during a record's copy."""
         self._keep(record, store, CLOSED)
 
     def not_begun(self, record: Record, error: BaseException, store: Store) -> None:
-        """Settle what becomes of a record whose copy is over, and which the store did not take."""
+        """The store did not accept a record whose copy is over."""
         self._keep(record, store, policy.NOT_WRITTEN)
         self._failures.not_queued(error)
 
     def confirm(self) -> None:
-        """Check, at a hook, whether anything written was edited before its copy was finished."""
+        """At a hook, check whether anything written was edited before its copy was finished."""
         unconfirmed, self.unconfirmed = self.unconfirmed, []
         for reference in unconfirmed:
             record = reference()
@@ -111,7 +109,7 @@ class Landing:
                 record.confirm()
 
     def take_back(self, record: Record, store: Store) -> None:
-        """Make the record what it was in plain PyTorch, an alias: its write was cancelled, or is worthless."""
+        """Make the record an alias, as in plain PyTorch: its write was cancelled or is worthless."""
         ticket = record.take_back()
         if ticket is not None and not isinstance(ticket, Unbegun):
             store.discard(ticket)

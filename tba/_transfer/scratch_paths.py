@@ -1,6 +1,6 @@
 """Scratch paths: directories for scratch files, and why a directory is refused.
 
-The facts of a path (`PathFacts`) are looked up once; pure functions of those facts decide whether it can be used.
+The facts of a path (`PathFacts`) are looked up once; pure functions of those facts decide whether it is usable.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ _RAM_DEVICES = ("/dev/ram", "/dev/zram")
 _NETWORK_FILE_SYSTEMS = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "ncpfs", "fuse.sshfs", "fuse.glusterfs", "fuse.s3fs"}
 )
-# Less than this does not hold one saved tensor that is worth moving.
-_MIN_FREE_BYTES = 1 << 20
+_MIN_FREE_BYTES = 1 << 20  # less does not hold one saved tensor that is worth moving
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mount:
-    """Mounted file system that holds a path, in the kernel's words; "" where it is not known."""
+    """Mounted file system that holds a path, in the kernel's words; "" if unknown."""
 
     point: str = ""
     kind: str = ""
@@ -44,7 +43,6 @@ class Mount:
 
     @property
     def over_network(self) -> bool:
-        """Whether its files travel over a network."""
         return self.kind in _NETWORK_FILE_SYSTEMS
 
 
@@ -58,25 +56,25 @@ class PathFacts:
     writable: bool = True
     read_only: bool = False
     free_bytes: int | None = None  # None: the file system does not say
-    device: int | None = None  # the file system's number (st_dev); None where the path does not exist
+    device: int | None = None  # the file system's number (st_dev); None if the path does not exist
     mount: Mount = Mount()
 
 
 class Directory(NamedTuple):
-    """Directory for scratch files, and the number of the file system it was on when it was checked."""
+    """Directory for scratch files, and the number of the file system that it was on when checked."""
 
     path: Path
     device: int | None
 
 
 def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
-    """Check the directories of `storage_paths`, or choose a private default, which is made if missing.
+    """Check the directories of `storage_paths`, or choose a private default and make it if missing.
 
     Without `storage_paths`: `tba` below `XDG_CACHE_HOME` or `~/.cache`, else `tba-<uid>` below the temp directory or
-    /var/tmp, mode 0700, the first that can be used.
+    /var/tmp, mode 0700, the first usable one.
 
     Raises:
-        StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default can be used.
+        StorageError: a named path is missing, no directory, not writable, full or in RAM; or no default is usable.
     """
     if config.storage_paths is None:
         return (_default_directory(),)
@@ -88,7 +86,7 @@ def storage_directories(config: OffloadConfig) -> tuple[Directory, ...]:
 
 
 def free_disk_bytes(directories: Iterable[str | os.PathLike[str]]) -> int | None:
-    """Free bytes of the file systems that hold existing directories, each counted once; None where one does not say.
+    """Free bytes of the file systems that hold existing directories, each counted once; None if one does not say.
 
     Raises:
         OSError: a directory does not exist.
@@ -115,7 +113,7 @@ def _default_directory() -> Directory:
 
 
 def _of_rank(environment: Mapping[str, str]) -> str:
-    """Say which of several ranks, on which machine, has refused: the others wait for it at their next collective."""
+    """Say which rank, on which machine, has refused: the others wait for it at their next collective."""
     rank, ranks = environment.get("RANK"), environment.get("WORLD_SIZE", "1")
     if rank is None or ranks == "1":
         return ""
@@ -126,7 +124,7 @@ def _of_rank(environment: Mapping[str, str]) -> str:
 
 
 def refusal(facts: PathFacts) -> str | None:
-    """Decide why a path cannot hold scratch files, and what to do about it; None where it can."""
+    """Decide why a path cannot hold scratch files, and what to do about it; None if it can."""
     if not facts.exists:
         return "there is no such directory; make it or name another one"
     if not facts.is_directory:
@@ -148,23 +146,22 @@ def refusal(facts: PathFacts) -> str | None:
 def mount_of(path: str, mounts: Iterable[Any]) -> Mount:
     """Find the mount that holds an absolute path without symbolic links, in a list of `psutil.disk_partitions`."""
     above = [m for m in mounts if Path(path).is_relative_to(m.mountpoint)]
-    # The later of two mounts at one point is on top.
+    # Of two mounts at one point, the later is on top.
     top = max(reversed(above), key=lambda mount: len(mount.mountpoint), default=None)
     return Mount(point=top.mountpoint, kind=top.fstype, source=top.device) if top is not None else Mount()
 
 
 def default_directories(environment: Mapping[str, str], home: str, temporary: str, user_id: int) -> tuple[Path, ...]:
-    """List the directories to try where no storage path is set, the preferred one first."""
+    """List the directories to try without a storage path, the preferred one first."""
     cache = environment.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the specification says to ignore relative ones
         cache = os.path.join(home, ".cache")
     # The temp directory is often in RAM, /var/tmp by convention never.
     shared = [Path(place, f"tba-{user_id}") for place in dict.fromkeys((temporary, "/var/tmp"))]
-    return (*([Path(cache, "tba")] if os.path.isabs(cache) else []), *shared)  # relative where no home is known
+    return (*([Path(cache, "tba")] if os.path.isabs(cache) else []), *shared)  # relative if no home is known
 
 
 def look_at(path: str | os.PathLike[str]) -> PathFacts:
-    """Look up the facts of a path, which need not exist."""
     real = os.path.realpath(path)
     try:
         found = os.stat(real)
@@ -183,7 +180,7 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
 
 
 def _free_bytes(space: os.statvfs_result) -> int | None:
-    """Free bytes, without those reserved for the superuser; None where the file system does not say."""
+    """Free bytes, without those reserved for the superuser; None if the file system does not say."""
     if not space.f_blocks:
         return None
     if space.f_files and not space.f_favail:
@@ -195,13 +192,13 @@ def make_private(path: Path, *, directory: bool = True) -> str | None:
     """Make a directory or an empty file for this user alone, or check one that another user may have made first.
 
     Returns:
-        Why it cannot be used; None where it can.
+        Why it is unusable; None if it is usable.
     """
     try:
         if directory:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         else:
-            # An existing file is not opened: closing it would drop the locks that SQLite holds on it in this process.
+            # Do not open an existing file: closing it would drop the locks that SQLite holds on it in this process.
             with suppress(FileExistsError):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         found = path.lstat()
@@ -229,4 +226,4 @@ def _mounts() -> list[Any]:
     try:
         return psutil.disk_partitions(all=True)
     except OSError:
-        return []  # no /proc: no mount is known, so none is refused for its type
+        return []  # no /proc: no mount is refused for its type

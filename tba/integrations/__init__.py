@@ -1,1 +1,1 @@
-"""Integrations: one file for each framework, imported only when asked for, e.g. `tba.integrations.transformers`."""
+"""Integrations: one file per framework, imported only on request, e.g. `tba.integrations.transformers`."""

@@ -1,4 +1,4 @@
-"""Figures: what an Offloader has done so far, by the names under which loggers show it."""
+"""Figures: what an Offloader has done so far, under the names that loggers show."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SHOWN = ("offloaded_bytes", "written_bytes", "read_bytes", "kept_bytes", "wait_
 
 
 def figures(offload: Offloader) -> dict[str, float]:
-    """Return bytes and waits since training began, and the peak of memory since the process did."""
+    """Bytes and waits since training began, and the peak of memory since the process did."""
     stats = offload.stats()
     shown = {f"tba/{name}": float(getattr(stats, name)) for name in _SHOWN}
     return shown | {"tba/peak_memory_bytes": float(_peak_bytes())}
 
 
 def _peak_bytes() -> int:
-    """Return the most memory held at once: on the device if there is one, else resident in this process."""
+    """The most memory held at once: on the device if there is one, else resident in this process."""
     on_device = getattr(torch.get_device_module(), "max_memory_allocated", None)
     if on_device is not None and torch.accelerator.is_available():
         return int(on_device())

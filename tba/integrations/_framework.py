@@ -1,4 +1,4 @@
-"""Framework: loads the library that an integration is for, and refuses what of it offloads activations too."""
+"""Framework: loads the library of an integration, and refuses that library's own activation offloading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def framework(name: str, *, extra: str) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name.partition(".")[0]:
-            raise  # the framework is there, and something that it needs itself is not
+            raise  # something that the framework needs is missing
         raise ImportError(
             f"tba.integrations.{name.partition('.')[0]} needs {name}, which is not installed here; run: "
             f"pip install 'tba-offload[{extra}]'",
@@ -28,12 +28,12 @@ def framework(name: str, *, extra: str) -> Any:
 
 
 def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings where the user writes them, before a training begins. Raises ConfigError."""
+    """Check settings when the user writes them, before training begins. Raises ConfigError."""
     OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})
 
 
 def refuse(found: Iterable[tuple[str, str]]) -> None:
-    """Raise if another offloader is switched on, as both would act on the same tensors.
+    """Raise if another offloader is on, because both would act on the same tensors.
 
     Args:
         found: the name of each that is on, and the setting to delete.
@@ -47,6 +47,15 @@ def refuse(found: Iterable[tuple[str, str]]) -> None:
             f"two offloaders on one model, and only the inner one would get its tensors. {'; '.join(lines)}; or delete "
             "the line that attaches tba"
         )
+
+
+def of_accelerate(state: Any, setting: str) -> Iterable[tuple[str, str]]:
+    """Yield what plugins of accelerate move, given its state; `setting`: how the caller writes FSDP's."""
+    if getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
+        yield "accelerate's activation_checkpointing_offload", setting
+    plugin = getattr(state, "deepspeed_plugin", None)
+    if plugin is not None:
+        yield from of_deepspeed(plugin.deepspeed_config)
 
 
 def of_deepspeed(config: Mapping[str, Any]) -> Iterable[tuple[str, str]]:

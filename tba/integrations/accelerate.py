@@ -1,4 +1,4 @@
-"""Accelerate: attaches to a model that `Accelerator.prepare` has given back.
+"""Accelerate: attaches to a model that `Accelerator.prepare` has returned.
 
 from tba.integrations.accelerate import attach
 
@@ -8,7 +8,6 @@ offload = attach(accelerator, model, tier="nvme")
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -16,7 +15,7 @@ from torch import nn
 from .. import ConfigError, Offloader
 from .. import attach as _attach
 from ._figures import figures
-from ._framework import framework, of_deepspeed, refuse
+from ._framework import framework, of_accelerate, refuse
 
 __all__ = ["attach", "figures"]
 
@@ -24,13 +23,13 @@ _library = framework("accelerate", extra="hf")
 
 
 def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
-    """Offload during every forward of a prepared model from now on. `close()` on what is returned ends it.
+    """Offload during every forward of a prepared model from now on. `close()` on the result ends it.
 
     `accelerator.log(figures(offload), step=...)` sends what was moved to the trackers.
 
     Args:
-        accelerator: the one that has prepared the model, with any plugin (FSDP, DeepSpeed) or none.
-        model: what `accelerator.prepare` has returned for the model.
+        accelerator: the one that prepared the model, with any plugin (FSDP, DeepSpeed) or none.
+        model: what `accelerator.prepare` returned for the model.
         settings: those of `tba.attach`.
 
     Raises:
@@ -44,17 +43,6 @@ def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
             f"this {type(model).__name__} is not what the Accelerator trains; write `model = "
             "accelerator.prepare(model)` before attach(accelerator, model), and give it what prepare returned"
         )
-    refuse(_others(accelerator.state))
+    where = "activation_checkpointing_offload=True from FullyShardedDataParallelPlugin(...)"
+    refuse(of_accelerate(accelerator.state, where))
     return _attach(model, **settings)
-
-
-def _others(state: Any) -> Iterator[tuple[str, str]]:
-    """Yield the offloaders that plugins switch on."""
-    if getattr(getattr(state, "fsdp_plugin", None), "activation_checkpointing_offload", False):
-        yield (
-            "accelerate's activation_checkpointing_offload",
-            "activation_checkpointing_offload=True from FullyShardedDataParallelPlugin(...)",
-        )
-    plugin = getattr(state, "deepspeed_plugin", None)
-    if plugin is not None:
-        yield from of_deepspeed(plugin.deepspeed_config)

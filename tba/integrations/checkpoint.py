@@ -6,7 +6,7 @@
     with offload_context(model, tier="nvme"):
         y = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=context_fn)
 
-torch's function of that name keeps what its policy chooses in a cache of its own, where no hook sees it.
+torch's function of that name keeps what its policy chooses in a cache of its own, which no hook sees.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Policy = Callable[..., CheckpointPolicy | bool]
 States = dict[torch.device, Tensor]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# Torch 2.11 shows a policy no result: there it decides before the operator runs.
+# In torch 2.11 a policy decides before the operator runs and sees no result.
 _SHOWS_RESULT = "op_output" in signature(SelectiveCheckpointContext).parameters
-_COLLECTIVES = "_c10d_functional"  # the namespace of operators that return before their result is there
+_COLLECTIVES = "_c10d_functional"  # the namespace of operators that return before their result is ready
 _STORED = frozenset(
     {
         *(CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE),
@@ -48,19 +48,19 @@ _STORED = frozenset(
 
 
 def create_selective_checkpoint_contexts(policy: Policy | Sequence[OpOverload]) -> Contexts:
-    """Return the two contexts that `context_fn=` of `torch.utils.checkpoint.checkpoint` asks for.
+    """Return the two contexts for `context_fn=` of `torch.utils.checkpoint.checkpoint`.
 
     Inside an `offload_context` the results that the policy chooses go where saved tensors go; under a lossy preset they
-    stay exact, as others are computed from them. Outside of one they stay in memory. A graph that is kept may be asked
-    again. Views and in-place operators are always run again. Compiled code gets torch's own contexts: there its saved
-    tensors pass the hooks anyway.
+    stay exact, because others are computed from them. Outside of one they stay in memory. A retained graph may be asked
+    again. Views and in-place operators always rerun. Compiled code gets torch's own contexts: its saved tensors pass
+    the hooks anyway.
 
     Args:
-        policy: called as torch's is, with a `SelectiveCheckpointContext`, the operator and its arguments; it returns a
-            `CheckpointPolicy` or a bool; to save and to offload are one here. Or the operators to store, in a list.
+        policy: called as torch's is, with a `SelectiveCheckpointContext`, the operator and its arguments; returns a
+            `CheckpointPolicy` or a bool (saving and offloading are the same here). Or a list of the operators to store.
 
     Raises:
-        TypeError: something else, such as `torch.ops.aten.mm` without its overload `.default`.
+        TypeError: anything else, such as `torch.ops.aten.mm` without its overload `.default`.
     """
     if compiles() or not has(Feature.CHECKPOINT):
         return checkpoint.create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return]
@@ -77,7 +77,7 @@ def create_selective_checkpoint_contexts(policy: Policy | Sequence[OpOverload]) 
 
 
 class _Results:
-    """Stored results of one checkpointed region, of each operator in turn; None where it runs again."""
+    """Stored results of one checkpointed region, by operator in order; None if one reruns."""
 
     def __init__(self, pack: Pack, unpack: Unpack) -> None:
         self.pack, self.unpack = pack, unpack
@@ -85,7 +85,7 @@ class _Results:
 
 
 class _Result:
-    """A stored result, and the states of the default generators that the operator has changed, before and after it."""
+    """A stored result, and the states of the default generators that the operator changed, before and after it."""
 
     __slots__ = ("after", "before", "packed")
 
@@ -104,7 +104,7 @@ class _Store(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let compiled code run inside: it is run again as a whole."""
+        """Allow compiled code inside: it reruns as a whole."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,7 +121,7 @@ class _Store(TorchDispatchMode):
             )
         stored = None
         if chosen in _STORED:
-            if func.namespace == _COLLECTIVES:  # it may still be under way, and nothing of its result tells
+            if func.namespace == _COLLECTIVES:  # it may still be running, and its result does not tell
                 tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, out)
             with in_place_is_seen(), unclassed():
                 stored = _Result(tree_map_only(Tensor, self._packed, out), before, _states(before))
@@ -130,13 +130,13 @@ class _Store(TorchDispatchMode):
 
     def _packed(self, tensor: Tensor) -> _Packed:
         packed = self._results.pack(tensor)
-        if packed[0] is tensor:  # it is about to get its node, which would hold itself by it
+        if packed[0] is tensor:  # it is about to get its node, which would then hold itself
             packed = (tensor.detach(), packed[1])
         return _Packed(packed)
 
 
 class _Packed:
-    """What a pack hook returned; a leaf for `tree_map_only`, which a tuple is not."""
+    """What a pack hook returned; a leaf for `tree_map_only`, unlike a tuple."""
 
     __slots__ = ("value",)
 
@@ -145,7 +145,7 @@ class _Packed:
 
 
 class _Load(TorchDispatchMode):
-    """Runs the region again in backward, with the stored results in the place of their operators."""
+    """Reruns the region in backward, with stored results instead of their operators."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -154,7 +154,6 @@ class _Load(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """As `_Store`."""
         return True
 
     def __enter__(self) -> Any:
@@ -170,7 +169,7 @@ class _Load(TorchDispatchMode):
         if count >= len(results):
             raise RuntimeError(
                 f"selective checkpointing: {func} ran {len(results)} times in forward and now runs once more in "
-                "backward; the region depends on something that has changed between the two"
+                "backward; the region depends on something that changed between the two"
             )
         if (result := results[count]) is None:
             return func(*args, **(kwargs or {}))
@@ -206,15 +205,13 @@ def _give(packed: tuple[Tensor, int]) -> Tensor:
     return tensor
 
 
-# An operator that draws random numbers and is not run again leaves the generators where it would have left them.
-
-
+# An operator that draws random numbers and does not rerun leaves the generators where it would have left them.
 def _states(devices: Iterable[torch.device]) -> States:
     return {device: generator_of(device).get_state() for device in devices}
 
 
 def _devices(args: Any, kwargs: Any) -> list[torch.device]:
-    """List the devices whose default generators an operator with these arguments may draw from."""
+    """The devices whose default generators an operator with these arguments may draw from."""
     tensors = [each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     found = dict.fromkeys(tensors or [torch.device(kwargs.get("device") or "cpu")])
     return [device for device in found if has_generator(device)]

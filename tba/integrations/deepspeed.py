@@ -26,14 +26,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     """Call `deepspeed.initialize`, and attach to the engine with the settings in the section "tba".
 
     Args:
-        args, kwargs: those of `deepspeed.initialize`. The configuration, a dictionary or the path of a JSON file, is
-            given as `config=`. Its section "tba" has the settings of `tba.attach`; without it nothing is offloaded.
+        args, kwargs: those of `deepspeed.initialize`. Pass the configuration, a dictionary or the path of a JSON file,
+            as `config=`. Its section "tba" has the settings of `tba.attach`; without it nothing is offloaded.
 
     Returns:
         What `deepspeed.initialize` returns. The Offloader is `engine.offload`, or None; `close()` on it ends it.
 
     Raises:
-        ConfigError: the section is malformed, or DeepSpeed offloads activations by itself.
+        ConfigError: the section is malformed, or DeepSpeed offloads activations itself.
     """
     config = _read(kwargs.get("config"))
     section = config.pop("tba", None)
@@ -43,7 +43,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         return made
     if not isinstance(section, dict):
         raise ConfigError(f'the section "tba" must hold settings, such as {{"tier": "nvme"}}, got {section!r}')
-    OffloadConfig(**section)  # a mistake is told before DeepSpeed has begun
+    OffloadConfig(**section)  # so that a mistake shows before DeepSpeed begins
     refuse(of_deepspeed(config))
     made = _library.initialize(*args, **kwargs | {"config": config})
     made[0].offload = attach(made[0], **section)
@@ -51,7 +51,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _read(given: Any) -> dict[str, Any]:
-    """Return a copy of the configuration."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, str | Path) and Path(given).is_file():

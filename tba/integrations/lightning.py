@@ -20,14 +20,14 @@ _Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
 class OffloadCallback(_Callback):  # type: ignore[misc]
     """Offloads what each training batch saves for backward; validation is left alone.
 
-    The context is entered before `training_step` and left after the batch, also when training raises. What was moved
-    is logged as `tba/...`.
+    The context is entered before `training_step` and left after the batch, also when training raises. What was moved is
+    logged as `tba/...`.
 
     Args:
         settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
     Attributes:
-        offload: the Offloader, from the start of training on. Where a strategy spawns processes, theirs have it.
+        offload: the Offloader, once training has started. If a strategy spawns processes, theirs have it.
 
     Raises:
         ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
@@ -40,7 +40,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._inside = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
+        """Copies and pickles keep the settings, and nothing of a training."""
         return vars(self) | {"offload": None, "_inside": False}
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -50,7 +50,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Enter the context."""
-        self._leave()  # a batch that another callback has skipped has no end
+        self._leave()  # a batch that another callback skipped has no end
         if self.offload is not None:
             self.offload.__enter__()
             self._inside = True
@@ -62,12 +62,12 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
             pl_module.log_dict(figures(self.offload), on_step=True, on_epoch=False, batch_size=1)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the context by an exception, and end."""
+        """Leave the context with the exception, and end."""
         self._leave(exception)
         self._end()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End. `offload.stats()` can still be asked."""
+        """End. `offload.stats()` still works."""
         self._leave()
         self._end()
 
@@ -82,7 +82,6 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
 
 
 def _others(trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the offloaders that the strategy switches on."""
     config = getattr(trainer.strategy, "config", None)
     if isinstance(config, dict):
         yield from of_deepspeed(config)

@@ -28,11 +28,11 @@ _library = framework("megatron.core.utils", extra="megatron")
 class OffloadedForwardStep:
     """A forward step that offloads what the model and the loss function save for backward.
 
-    Megatron-Core's schedules call it once for each micro-batch, and run backward by themselves. Where gradients are
-    off, it does nothing. Each chunk of an interleaved pipeline has an Offloader, and so a `memory_budget`, of its own.
+    Megatron-Core's schedules call it once per micro-batch, and run backward themselves. If gradients are off, it does
+    nothing. Each chunk of an interleaved pipeline has its own Offloader, and so its own `memory_budget`.
 
     Args:
-        forward_step_func: as Megatron-Core asks for: called with a data iterator and a model chunk, it returns the
+        forward_step_func: as Megatron-Core requires: called with a data iterator and a model chunk, it returns the
             output and the loss function.
         settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
@@ -49,7 +49,7 @@ class OffloadedForwardStep:
 
     @property
     def offloads(self) -> list[Offloader]:
-        """The Offloaders of this rank, one for each model chunk that has made a step."""
+        """The Offloaders of this rank, one for each model chunk that has run a step."""
         return list(self._made.values())
 
     def __call__(self, data_iterator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,7 +75,7 @@ class OffloadedForwardStep:
         return output, loss
 
     def close(self) -> None:
-        """End. Statistics of `offloads` can still be asked."""
+        """End. Statistics of `offloads` still work."""
         for offload in self.offloads:
             offload.close()
 
@@ -90,7 +90,6 @@ class OffloadedForwardStep:
 
 
 def _others(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield the offloaders that a TransformerConfig switches on."""
     for setting in ("cpu_offloading", "fine_grained_activation_offloading"):
         if getattr(config, setting, False):
             yield f"Megatron-Core's {setting}", f"{setting}=True from TransformerConfig(...)"

@@ -1,6 +1,6 @@
-"""Torchtitan: an override that offloads what the Trainer's model saves for backward. No line of code is changed.
+r"""Torchtitan: an override that offloads what the Trainer's model saves for backward. No code changes.
 
-torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \\
+torchrun ... -m torchtitan.train --module llama3 --config llama3_8b --training.disable_cuda_graphs \
     --override.imports 'tba.integrations.torchtitan.offload={"tier": "nvme"}'
 """
 
@@ -29,17 +29,17 @@ _SelectiveAC: Any = framework("torchtitan.distributed.activation_checkpoint", ex
 def offload(config: Any, **settings: Any) -> Any:
     """Return the configuration of a metrics processor that attaches to every model part of the Trainer.
 
-    It is there that torchtitan hands over the parts, when they are parallel and have their weights, and that it logs
-    and ends. What was moved is among the metrics as `tba/...`. Each part of a pipeline has an Offloader, and so a
-    `memory_budget`, of its own. What the loss saves outside of the model stays where it is.
+    torchtitan gives the metrics processor the parts, when they are parallel and have their weights, and logs and ends
+    there. What was moved is among the metrics as `tba/...`. Each part of a pipeline has its own Offloader, and so its
+    own `memory_budget`. What the loss saves outside the model stays where it is.
 
     Args:
         config: of the metrics, as the Trainer has it.
         settings: those of `tba.attach`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: a setting is unknown or malformed. As the Trainer is made: torchtitan offloads activations itself,
-            or runs the model where no hook sees it.
+        ConfigError: a setting is unknown or malformed. When the Trainer is made: torchtitan offloads activations
+            itself, or runs the model where no hook sees it.
     """
     check_settings(settings)
     kind = _offloading(type(config)._owner)
@@ -47,7 +47,7 @@ def offload(config: Any, **settings: Any) -> Any:
 
 
 class _Selective(_SelectiveAC):  # type: ignore[misc]
-    """Stores what torchtitan would save, and the matrix products that it would not for want of memory."""
+    """Stores what torchtitan would save, and the matrix products that it would recompute to save memory."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_SelectiveAC.Config):  # type: ignore[misc]
@@ -71,9 +71,9 @@ class _Selective(_SelectiveAC):  # type: ignore[misc]
 def selective(config: Any) -> Any:
     """Return the configuration of selective checkpointing whose saved results are compressed and moved.
 
-    To be asked for beside `offload`. torchtitan's own keeps them in a cache that no hook sees. Here every result of
-    `SelectiveAC.get_save_ops` is stored, every matrix product too, as it costs no memory of the device; but flex
-    attention, which is no single operator, runs again.
+    Use it with `offload`. torchtitan's own keeps results in a cache that no hook sees. Here every result of
+    `SelectiveAC.get_save_ops` is stored, and every matrix product, because that takes no device memory; flex attention,
+    which is no single operator, reruns.
 
     Args:
         config: of selective checkpointing, as the Trainer has it.
@@ -83,7 +83,7 @@ def selective(config: Any) -> Any:
 
 @cache
 def _offloading(owner: Any) -> Any:
-    """Derive from a class of metrics processors, torchtitan's own or a user's."""
+    """Derive from a class of metrics processors, torchtitan's or a user's."""
 
     class Offloading(owner):  # type: ignore[misc]
         """Attaches to the model parts, logs what was moved, and ends."""
@@ -124,13 +124,13 @@ def _offloading(owner: Any) -> Any:
 
 
 def _sum(offloads: Sequence[Offloader]) -> dict[str, float]:
-    """Add up the figures of all parts; the peak of memory is the process's in each."""
+    """Add up the figures of all parts; each has the process's peak of memory."""
     shown = [figures(each) for each in offloads]
     return {name: (max if "peak" in name else sum)(each[name] for each in shown) for name in (shown or [{}])[0]}
 
 
 def _look(config: Mapping[str, Any]) -> None:
-    """Raise if the whole of a Trainer's configuration leaves nothing to offload."""
+    """Raise if the Trainer's configuration leaves nothing to offload."""
     refuse(_others(config))
     if config.get("training", {}).get("disable_cuda_graphs") is False:
         raise ConfigError(

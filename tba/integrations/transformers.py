@@ -1,4 +1,4 @@
-"""Transformers: a callback for `Trainer` and everything derived from it, TRL's trainers among them.
+"""Transformers: a callback for `Trainer` and its subclasses, including TRL's trainers.
 
 from tba.integrations.transformers import OffloadCallback
 
@@ -14,17 +14,17 @@ from typing import Any
 
 from .. import ConfigError, Offloader, attach, offload_context
 from ._figures import figures
-from ._framework import check_settings, framework, of_deepspeed, refuse
+from ._framework import check_settings, framework, of_accelerate, refuse
 
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback
 
-# What of a Trainer runs the training after `on_train_begin`. Older releases have the last alone.
+# A Trainer's methods that run the training after `on_train_begin`. Older releases only have the last.
 _TRAINING = ("_run_epoch", "_finalize_training", "training_step")
 
 
 class OffloadCallback(_Callback):  # type: ignore[misc]
-    """Offloads during training: attaches where the first epoch begins, ends where training does, also by an exception.
+    """Offloads during training: attaches when the first epoch begins, ends when training does, also by an exception.
 
     What was moved, how long training waited and the peak of memory go into the Trainer's logs as `tba/...`, and so to
     whatever it reports to.
@@ -33,7 +33,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         settings: those of `tba.attach`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
 
     Attributes:
-        offload: the Offloader, from the start of training on.
+        offload: the Offloader, once training has started.
 
     Raises:
         ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on, or this model
@@ -49,11 +49,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         self._guards: list[_Guard] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy or a pickle takes along: the settings, and nothing of a training."""
+        """Copies and pickles keep the settings, and nothing of a training."""
         return vars(self) | {"offload": None, "_trainer": None, "_model": None, "_guards": []}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Make the context. It is attached later, as a callback after this one may raise: then nothing tells us."""
+        """Make the context. Attach later: if a callback after this one raises, nothing tells us."""
         self._end()
         trainer = _calling(_library.Trainer)
         refuse(_others(args, trainer))
@@ -62,11 +62,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         handler = trainer.callback_handler
         parts = [(handler, "on_epoch_begin"), *((trainer, name) for name in _TRAINING if hasattr(trainer, name))]
         self._guards = [_Guard(owner, name, self._attach, self._end) for owner, name in parts]
-        # Reporters read the logs in `on_log` too, each in its turn: ours comes first from now on.
+        # Reporters read the logs in their own `on_log`, so ours must come first.
         handler.callbacks = [self, *(callback for callback in handler.callbacks if callback is not self)]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Look whether the model is still the one that was attached."""
+        """Check that the model is still the one that was attached."""
         if self._model is not None and self._trainer.model is not self._model:
             raise ConfigError(
                 f"trainer.model was replaced after OffloadCallback had attached to it (now a "
@@ -75,12 +75,12 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
             )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Have the engine judge the first step, which warns if it moved nothing."""
+        """Make the engine judge the first step, which warns if it moved nothing."""
         if self.offload is not None and state.global_step == 1:
             self.offload.stats()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Add what was moved to what is logged."""
+        """Add what was moved to the logs."""
         if self.offload is not None and not self.offload.closed and logs is not None:
             shown = figures(self.offload)
             logs.update(shown)
@@ -88,11 +88,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
                 state.log_history[-1].update(shown)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End what `on_train_begin` began. `offload.stats()` can still be asked."""
+        """End what `on_train_begin` began. `offload.stats()` still works."""
         self._end()
 
     def _attach(self) -> None:
-        """Attach to the Trainer's model, unless that is done; end if this callback was removed meanwhile."""
+        """Attach to the Trainer's model once; end if this callback was removed meanwhile."""
         if self not in self._trainer.callback_handler.callbacks:
             self._end()
         elif self._model is None:
@@ -109,7 +109,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
 
 
 def _calling(kind: type[Any]) -> Any:
-    """Return the object of a class whose method led here: callbacks are given the model, but not the Trainer."""
+    """Find the caller that is an instance of a class: callbacks get the model, but not the Trainer."""
     frame = sys._getframe(1)
     while not isinstance(frame.f_locals.get("self"), kind):
         if frame.f_back is None:
@@ -121,9 +121,9 @@ def _calling(kind: type[Any]) -> Any:
 
 
 class _Guard:
-    """Takes the place of one object's method: calls `begin` ahead of it, and `end` if it raises.
+    """Replaces one object's method: calls `begin` before it, and `end` if it raises.
 
-    It does nothing once it is removed, which others that took its place in turn may outlive.
+    It does nothing once removed; guards that replaced it in turn may outlive it.
     """
 
     def __init__(self, owner: Any, name: str, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -146,7 +146,7 @@ class _Guard:
             raise
 
     def remove(self) -> None:
-        """Put back what was there before, unless another has taken our place: it is told that we are off."""
+        """Put back what was there before, unless another has replaced this guard, which then passes calls through."""
         self._on = False
         there = vars(self._owner).get(self._name)
         while isinstance(there, _Guard) and not there._on:
@@ -158,7 +158,6 @@ class _Guard:
 
 
 def _others(args: Any, trainer: Any) -> Iterator[tuple[str, str]]:
-    """Yield the offloaders that the arguments of a Trainer switch on."""
     if getattr(args, "activation_offloading", False):
         yield "TRL's activation_offloading", f"activation_offloading=True from {type(args).__name__}(...)"
     for name in ("activation_checkpointing", "gradient_checkpointing"):
@@ -166,9 +165,4 @@ def _others(args: Any, trainer: Any) -> Iterator[tuple[str, str]]:
         if getattr(args, name, False) and isinstance(given, dict) and given.get("offload"):
             yield "transformers' offload", f'"offload": True from {name}_kwargs in {type(args).__name__}(...)'
             break
-    plugin = getattr(getattr(trainer.accelerator, "state", None), "fsdp_plugin", None)
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        yield "accelerate's activation_checkpointing_offload", "it from the FSDP configuration"
-    plugin = getattr(getattr(trainer.accelerator, "state", None), "deepspeed_plugin", None)
-    if plugin is not None:
-        yield from of_deepspeed(plugin.deepspeed_config)
+    yield from of_accelerate(getattr(trainer.accelerator, "state", None), "it from the FSDP configuration")

@@ -222,7 +222,7 @@ def _returns(make: Callable[[Tensor], Any]) -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "batch", "settings", "message"),
     [
-        (Feed(), torch.randn(4, 16), {"presets": ["safe16"]}, "no preset 'safe16': choose of exact, safe8"),
+        (Feed(), torch.randn(4, 16), {"presets": ["safe16"]}, "no preset 'safe16': choose one of exact, safe8"),
         (Feed(), torch.randn(4, 16), {"presets": []}, r"presets \[\]: give at least one"),
         (
             Feed(),

@@ -311,7 +311,7 @@ def test_an_interrupt_at_any_bytecode_costs_nothing_that_trim_does_not_find(oper
 
 def test_settings_and_requests_that_make_no_sense_are_refused() -> None:
     for alignment in (0, -512, 3, 4 << 20):
-        with pytest.raises(ValueError, match=f"divides a huge page of 2097152 bytes, got {alignment}"):
+        with pytest.raises(ValueError, match=f"must divide a huge page of 2097152 bytes, got {alignment}"):
             BufferPool(alignment)
     for skew in (-1, BLOCK):
         with pytest.raises(ValueError, match=f"within the alignment of 512 bytes, got {skew}"):

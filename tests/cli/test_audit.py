@@ -239,7 +239,7 @@ def test_a_config_is_audited_in_the_asked_dtype(tmp_path: Path) -> None:
     [
         (llama(), ["--sequence", POSITIONS + 1], f"--sequence {POSITIONS + 1} is more than the {POSITIONS} positions"),
         (llama(), ["--dtype", "float8"], "--dtype 'float8' is not known: choose of float32, bfloat16, float16"),
-        (llama(), ["--preset", "safe16"], "no preset 'safe16': choose of exact"),
+        (llama(), ["--preset", "safe16"], "no preset 'safe16': choose one of exact"),
         (llama(architectures=["LlamaForSequenceClassification"]), [], "which has no loss over tokens"),
         (
             llama(architectures=["OurOwnForCausalLM"]),

@@ -92,9 +92,9 @@ def test_a_codec_below_the_floor_is_refused_wherever_it_comes_from(kind, codec, 
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(PresetError, match="no preset 'safe16': choose of exact, safe8, balanced, max, compact"):
+    with pytest.raises(PresetError, match="no preset 'safe16': choose one of exact, safe8, balanced, max, compact"):
         preset("safe16")
-    with pytest.raises(PresetError, match="no class of saved tensor 'norms': choose of linear_input, norm_input"):
+    with pytest.raises(PresetError, match="no class of saved tensor 'norms': choose one of linear_input, norm_input"):
         preset("safe8").override({"norms": Exact()})
 
 

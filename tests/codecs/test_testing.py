@@ -217,7 +217,7 @@ DEFECTS = {
     SaysKeyed: "another key gave equal bytes",
     SaysNotKeyed: "another key gave other bytes",
     SaysExact: "not bit for bit",
-    UnderstatesLargest: "of the largest, stated is",
+    UnderstatesLargest: "of the largest; ",
     UnderstatesRelative: "the error's norm",
     PromisesLess: "packed_nbytes says",
     PromisesMore: "packed_nbytes says",

@@ -325,7 +325,7 @@ def test_settings_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_preset_that_costs_more_than_it_saves_is_told_of() -> None:
     line = advice("safe8", codec_s=0.2, gain_s=0.06, step_s=2.0)
-    assert line.startswith("compress='safe8': packing, unpacking and making tensors again take 10% of a step")
+    assert line.startswith("compress='safe8': packing, unpacking and recomputing tensors take 10% of a step")
     assert "3% to write and read back" in line
     assert advice("safe8", codec_s=0.2, gain_s=0.17, step_s=2.0) == ""  # within 2 % of the step
 

@@ -127,7 +127,7 @@ def test_layer_norm_with_an_eps_that_nobody_uses_is_not_derived(eps: float) -> N
             odd = functional.layer_norm(x, (13,), eps=eps)
             made = derive(harness, odd)
             assert made is not None
-            with pytest.raises(RuntimeError, match="no usual eps"):
+            with pytest.raises(RuntimeError, match="no common eps"):
                 made.settled(lambda packed, operand: (packed, operand))
             assert settle(made, odd) is None
 

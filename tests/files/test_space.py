@@ -336,7 +336,7 @@ def test_a_full_file_reuses_ranges_waiting_for_punch(scratch: Path, threads: int
     for _ in range(3):
         step(store, 6)
         assert store.allocated_bytes() <= capacity + MIB
-        with pytest.raises(StoreFull, match=rf"may have {capacity} bytes, {96 * MIB} of them in use"):
+        with pytest.raises(StoreFull, match=rf"limited to {capacity} bytes, {96 * MIB} of them in use"):
             fill(store)
         store.trim()
         write_one = write(store, pattern_at(0, 1))

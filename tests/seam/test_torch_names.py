@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,19 @@ from tba._config import UNTESTED_TORCH
 from tba._torch import private, versions
 from tba._torch.private import Feature
 
-NAMES = {feature: [name for name, features in private.names.items() if feature in features] for feature in Feature}
+
+def names() -> dict[Feature, list[str]]:
+    """The names that `private` looks up, by the feature that needs each."""
+    found: dict[Feature, list[str]] = {feature: [] for feature in Feature}
+    lookups = re.findall(r'(_is_exact|_find)\(\s*"([\w.]+)",\s*(?:Feature\.)?(\w+)', Path(private.__file__).read_text())
+    for finder, name, needed in lookups:
+        feature = "EXACT" if finder == "_is_exact" else needed
+        for each in private._MODES if feature == "_MODES" else [Feature[feature]]:
+            found[each].append(name)
+    return found
+
+
+NAMES = names()
 
 
 @pytest.mark.sampled(5)

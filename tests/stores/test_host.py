@@ -83,7 +83,7 @@ def test_a_write_beyond_the_budget_fails_and_keeps_nothing() -> None:
 
 
 def test_what_did_not_end_well_cannot_be_read(store: HostStore) -> None:
-    with pytest.raises(ValueError, match="what is not there"):
+    with pytest.raises(ValueError, match="nothing to read there"):
         store.read(None, buffer_of(empty_at(0, 10)))
 
 
