@@ -23,10 +23,10 @@ def measure(
     starts: int = 1,
     apart: bool = False,
 ) -> dict[str, Measured]:
-    """Run all arms in turns, in `starts` sets of processes: `rounds` timed rounds or more in all.
+    """Run all arms in turns, in `starts` sets of processes: at least `rounds` timed rounds in total.
 
-    Each set begins with `warm_up` rounds: their memory counts, their time does not. With `apart` the arms of a set come
-    one after the other, each from its first round to its last with no other process alive.
+    Each set begins with `warm_up` rounds: their memory counts, their time does not. With `apart`, the arms of a set run
+    one after the other, each alone from its first round to its last.
     """
     each = warm_up + -(-rounds // starts)
     found: dict[str, Measured] = {}
@@ -46,7 +46,7 @@ def measure(
 
 
 def count_saved_bytes(options: Mapping[str, Any], threads: int, device: Device = CPU) -> int:
-    """Count the bytes of storages, of at least the minimum size, that a plain step of a `FamilyArm` saves."""
+    """Count the bytes that a plain step of a `FamilyArm` saves, in storages of at least the minimum size."""
     found = device.spec("keep", {**options, "tier": "keep"}, threads=threads)
     moved = measure([found], rounds=1, title=f"bytes {options['family']}", warm_up=1)["keep"].moved
     return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])
