@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -223,6 +224,11 @@ def curve(
         parts.append(f"{limit / 1e6:.0f}MBps")
     given = {"families": family, "scales": batch, "rounds": rounds, "starts": starts}
     chosen = replace(chosen, **{name: value for name, value in given.items() if value})
+    return _run("-".join(parts), chosen, threads, out, here)
+
+
+def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Result:
+    """Measure every family of a set at every batch; `name` is what the result is filed under."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     bars: list[Bar] = []
@@ -238,18 +244,18 @@ def curve(
         bars += found
         data.setdefault(member, {})[str(count)] = {
             "saved_bytes": saved_bytes,
-            "arms": {name: vars(arm) for name, arm in measured.items()},
+            "arms": {arm.name: vars(arm) for arm in measured.values()},
             "bars": [bar.data() for bar in found],
             "gradients_bit_equal": same_gradients(list(measured.values())),
         }
-        allocators |= {name: arm.allocator for name, arm in measured.items()}
+        allocators |= {arm.name: arm.allocator for arm in measured.values()}
         panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "curve.png"
     draw_curves(panels, picture)
     missing = {arm.peer: why for arm in chosen.arms if arm.peer and (why := PEERS[arm.peer].missing())}
     return Result(
-        theme=here.theme("-".join(parts)),
+        theme=here.theme(name),
         tables=[*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables],
         data={"families": data, "missing": missing},
         files=[picture],

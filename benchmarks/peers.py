@@ -87,10 +87,6 @@ def peers(
         _case_table(found, cases, missing | failed),
         bar_table(bars),
     ]
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "peers.png"
-    places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
-    draw_curves({title: Panel(places, "peak over idle, MiB", f"{model.unit} per second")}, picture)
     data = {
         "family": options["family"],
         "arms": {name: vars(arm) for name, arm in arms.items()},
@@ -101,6 +97,7 @@ def peers(
         "bit_equal": {name: equal_to(arm, arms[PLAIN]) for name, arm in arms.items()},
         "bars": [bar.data() for bar in bars],
     }
+    picture = _draw(title, model.unit, arms, out)
     allocators = {name: arm.allocator for name, arm in arms.items()}
     environment = environment_block(allocators, threads=threads, device=here.name, starts=starts)
     theme, files = here.theme("peers"), [picture]
@@ -211,6 +208,13 @@ def make_bars(arms: Mapping[str, Measured], found: Mapping[str, Mapping[str, Out
             unequal = float(not equal_to(arms[name], arms[PLAIN]))
             bars.append(Bar(what=f"{name}: runs with other gradients", measured=unequal, limit=0, unit=""))
     return bars
+
+
+def _draw(title: str, unit: str, arms: Mapping[str, Measured], out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
+    draw_curves({title: Panel(places, "peak over idle, MiB", f"{unit} per second")}, out / "peers.png")
+    return out / "peers.png"
 
 
 def _against_table(arms: Mapping[str, Measured]) -> Grid:

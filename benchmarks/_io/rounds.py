@@ -71,8 +71,7 @@ def measure(
             stack.callback(fio.clear)
             fio.lay_out()
         names = [*arms, *([FIO] if fio else [])]
-        # In random order: something that the disk's host does every few seconds would hit the same arm each time.
-        order, next_number = random.Random(size), 1
+        order, next_number = random.Random(size), 1  # random: periodic work of the disk's host then hits no arm more
         for number in range(WARM_UP_ROUNDS + rounds):
             for mode in MODES:
                 if mode != "read":

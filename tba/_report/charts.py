@@ -1,4 +1,4 @@
-"""Charts of a report, as SVG whose colours are variables of the page's style sheet."""
+"""Charts of a report: SVG with the colors of the page's style sheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TICKS = 6
 
 
 class Line(NamedTuple):
-    """One course of bytes: a step function, filled down to 0 or a line alone."""
+    """Bytes over time: a step function, filled down to 0 or only a line."""
 
     label: str
     colour: str
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def memory(lines: Sequence[Line], seconds: float, *, height: int = 260) -> str:
-    """Draw bytes over time, each line's last amount until the end."""
+    """Draw bytes over time; the last amount of each line holds until the end."""
     most = max((nbytes for line in lines for _, nbytes in line.points), default=0)
     step = _byte_step(most)
     bottom = height - _FOOT
@@ -61,7 +61,7 @@ def memory(lines: Sequence[Line], seconds: float, *, height: int = 260) -> str:
 
 
 def timeline(rows: Sequence[Row], seconds: float) -> str:
-    """Draw when something was under way, a row for each kind."""
+    """Draw when something was in progress, a row for each kind."""
     bottom = _TOP + _ROW * len(rows)
     parts = list(_seconds_axis(seconds, bottom))
     for number, row in enumerate(rows):
@@ -81,7 +81,7 @@ def timeline(rows: Sequence[Row], seconds: float) -> str:
 
 
 def bars(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[int]]]) -> str:
-    """Draw a bar for each name, made of parts: their label, colour and bytes in each bar."""
+    """Draw a bar for each name, made of parts: label, color and bytes in each bar."""
     drawn = []
     for number, name in enumerate(names):
         top, left = _TOP + _ROW * number, float(_LEFT)
@@ -96,7 +96,7 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[int]]]) 
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """List labels beside their colours."""
+    """List labels with their colors."""
     keys = (f'<span><i style="background:var(--{colour})"></i>{html.escape(label)}</span>' for label, colour in entries)
     return f'<div class="legend">{"".join(keys)}</div>'
 
@@ -128,13 +128,13 @@ def _seconds_axis(seconds: float, bottom: float) -> Iterator[str]:
 
 
 def _decimal_step(most: float) -> float:
-    """Return the least of 1, 2 and 5 times a power of 10 that divides `most` into a few."""
+    """Return the smallest of 1, 2 and 5 times a power of 10 that divides `most` into a few steps."""
     step = 10.0 ** int(f"{max(most, 1e-9) / _MOST_TICKS:e}".partition("e")[2])
     return next(step * times for times in (1, 2, 5, 10) if step * times * _MOST_TICKS >= max(most, 1e-9))
 
 
 def _byte_step(most: int) -> int:
-    """Return the least power of 2 that divides `most` into a few."""
+    """Return the smallest power of 2 that divides `most` into a few steps."""
     step = 1
     while step * _MOST_TICKS < most:
         step *= 2

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from support.daily_allowance import counts
 from support.doctor import DISK, FAST, FIT, GIB, GPU
 from tba import OffloadConfig, describe
+from tba._text import value_text
 from tba._transfer import scratch_paths
 from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli import app
@@ -25,7 +26,7 @@ from tba.cli._doctor.checks import Facts, Finding, Level, judge
 from tba.cli._doctor.device_probe import KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts
 from tba.cli._doctor.examine import examine, huge_pages
-from tba.cli._doctor.report import as_json, setting_rows, value_text
+from tba.cli._doctor.report import as_json, setting_rows
 
 
 def told(facts: Facts, level: Level, subject: str) -> Finding:
