@@ -74,7 +74,7 @@ def _kind_table(bars: dict[str, Bar], kinds: dict[str, dict[str, Any]], rounds: 
         "Pack, unpack and release of one saved tensor: microseconds of the calling thread's CPU time above an empty "
         f"pair of hooks; medians over {rounds} chains of {tensors}. Wall: the same in wall time, without waiting for "
         "the disk. Empty: the whole chain's cost per tensor under the empty pair. Counted: under a memory_budget that "
-        "fits. Stays by plan: under a plan that moves some larger tensors saved before."
+        "fits. Kept: under a plan that moves some larger tensors saved before."
     )
     return Grid.of("Cost per saved tensor", kinds, columns, note)
 

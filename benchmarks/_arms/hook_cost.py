@@ -39,10 +39,10 @@ _MOVED_BYTES = 1 << 20
 _STEPS_UNTIL_LIGHT = 12
 _MOST_TRIES = 50  # to get a light step: if the machine changes speed, the engine plans again, with full hooks
 
-COUNTED, FOLLOWED = "counted: all fits the budget", "let pass: stays by plan"
+COUNTED, FOLLOWED = "counted: everything fits the budget", "kept: stays under a plan"
 LIGHT = (COUNTED, FOLLOWED)
 KINDS = ("weight", "below minimum size", "further view", "new record", *LIGHT)
-STORES = ("a store that ends at once", "the file")
+STORES = ("a store that finishes at once", "the file")
 
 
 class _Clock:

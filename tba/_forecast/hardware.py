@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -67,7 +67,7 @@ class Disk:
     read_bytes_per_s: float
     endurance_bytes: float
     source: str
-    count: int = field(default=1)
+    count: int = 1
 
     def years(self, bytes_per_day: float) -> float | None:
         """Years until the endurance is used up; None if nothing is written."""
@@ -144,8 +144,10 @@ def disk_named(name: str) -> Disk | None:
     if match is None or match[1] not in DISKS:
         raise _unknown("--disk", name, (*(f"{each}xN (N of them)" for each in DISKS), "none"))
     one, count = DISKS[match[1]], int(match[2] or 1)
-    whole = [count * each for each in (one.write_bytes_per_s, one.read_bytes_per_s, one.endurance_bytes)]
-    return Disk(f"{one.name}x{count}", *whole, one.source, count)
+    write, read, endurance = (
+        count * each for each in (one.write_bytes_per_s, one.read_bytes_per_s, one.endurance_bytes)
+    )
+    return Disk(f"{one.name}x{count}", write, read, endurance, one.source, count)
 
 
 def _unknown(option: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -53,10 +53,9 @@ def subject(
     path = Path(name)
     if name.partition(":")[0].endswith(".py"):
         raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
-    if path.exists():
-        return from_config(path, batch or _BATCH, sequence, dtype, changes)
-    if changes is not None and re.fullmatch(r"\w[\w-]*", name):
-        return from_type(name, batch or _BATCH, sequence, dtype, changes)
+    is_type = changes is not None and re.fullmatch(r"\w[\w-]*", name)
+    if path.exists() or is_type:
+        return from_config(path if path.exists() else name, batch or _BATCH, sequence, dtype, changes)
     if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
         kind = "" if changes is None else ", a model type such as llama or gpt2,"
         raise ConfigError(
@@ -116,38 +115,37 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
 
 
 def from_config(
-    path: Path, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any] | None = None
+    what: Path | str, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, Any]:
     """Make a language model of transformers with random weights, and random tokens [batch, sequence] with labels.
 
     The class is the config's first architecture, else the choice of `AutoModelForCausalLM`.
+
+    Args:
+        what: a config.json, a directory with one, or a model type, whose default config is taken.
+        batch, sequence, dtype, changes: as in `subject`.
     """
-    transformers = _transformers(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"there is no config.json in {path}; give a directory that has one, or `module:callable`")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-        if changes:
-            config = _changed(transformers, config, changes, file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
-    return _language_model(transformers, config, file, batch, sequence, dtype)
-
-
-def from_type(
-    name: str, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any]
-) -> tuple[nn.Module, Any]:
-    """Make a language model as `from_config` does, from a model type's default config with some fields changed."""
-    transformers = _transformers(name)
-    if name not in transformers.CONFIG_MAPPING:
-        raise ConfigError(
-            f"MODEL {name!r} is no file or directory here, and no model type of transformers {transformers.__version__}"
-            ": give a config.json, its directory, a type such as llama or gpt2, or `module:callable`; nothing is "
-            "downloaded"
-        )
-    config = _changed(transformers, transformers.AutoConfig.for_model(name), changes, name)
-    return _language_model(transformers, config, name, batch, sequence, dtype)
+    transformers = _transformers(what)
+    if isinstance(what, str):
+        if what not in transformers.CONFIG_MAPPING:
+            raise ConfigError(
+                f"MODEL {what!r} is no file or directory here, and no model type of transformers "
+                f"{transformers.__version__}: give a config.json, its directory, a type such as llama or gpt2, or "
+                "`module:callable`; nothing is downloaded"
+            )
+        config = transformers.AutoConfig.for_model(what)
+    else:
+        file = what / "config.json" if what.is_dir() else what
+        if not file.is_file():
+            raise ConfigError(f"there is no config.json in {what}; give a directory that has one, or `module:callable`")
+        what = file
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
+    if changes:
+        config = _changed(transformers, config, changes, what)
+    return _language_model(transformers, config, what, batch, sequence, dtype)
 
 
 def _transformers(what: object) -> Any:

@@ -129,7 +129,7 @@ def test_arms_apart_have_the_machine_to_themselves(monkeypatch: pytest.MonkeyPat
 
 def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     found = run_benchmark("hooks", scratch=tmp_path)
-    light = {"counted: all fits the budget", "let pass: stays by plan"}
+    light = {"counted: everything fits the budget", "kept: stays under a plan"}
     assert set(found["kinds"]) == {"weight", "below minimum size", "further view", "new record", *light}
     for name, kind in found["kinds"].items():
         assert kind["empty_cpu_us"] > 0
