@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ._processes.arms import Spec, ask
+from ._processes.arms import Arm, Spec, ask
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
 from ._report.options import Quick
@@ -47,13 +47,11 @@ def codec(
         _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
         _spec("block", "stored_bytes:measure_block", threads, {**block, "presets": PRESETS, "threads": threads}),
     ]
-    answers: dict[str, dict[str, Any]] = {}
-    allocators: dict[str, str] = {}
+    arms: dict[str, Arm] = {}
     with progress("codec", 2 * (1 + rounds) + len(PRESETS)) as bar:
         for spec in specs:
-            answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
-            answers[spec.name], allocators[spec.name] = answer.about, answer.allocator
-    codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]
+            arms[spec.name] = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
+    codecs, seconds, stored = arms["codec"].about["codecs"], arms["linear"].about["seconds"], arms["block"].about
     bars = make_bars(codecs, seconds, stored)
     tables = [_speed_table(codecs, tensor, rounds), _block_table(stored, block), bar_table(bars)]
     data = {
@@ -64,7 +62,7 @@ def codec(
         "bars": [bar.data() for bar in bars],
         "rounds": rounds,
     }
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(arms, threads=threads)
     return Result(theme="codec", tables=tables, data=data, environment=environment)
 
 

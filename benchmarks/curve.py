@@ -232,7 +232,7 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     bars: list[Bar] = []
-    allocators: dict[str, str] = {}
+    every: dict[str, Measured] = {}
     panels: dict[str, Panel] = {}
     own = max((scale for scale in chosen.scales if scale <= 1), default=min(chosen.scales))
     for member, scale in ((member, scale) for member in chosen.families for scale in chosen.scales):
@@ -248,7 +248,7 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
             "bars": [bar.data() for bar in found],
             "gradients_bit_equal": same_gradients(list(measured.values())),
         }
-        allocators |= {arm.name: arm.allocator for arm in measured.values()}
+        every |= measured
         panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "curve.png"
@@ -260,7 +260,7 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
         data={"families": data, "missing": missing},
         files=[picture],
         picture=picture,
-        environment=environment_block(allocators, threads=threads, device=here.name, starts=chosen.starts),
+        environment=environment_block(every, threads=threads, device=here.name, starts=chosen.starts),
     )
 
 

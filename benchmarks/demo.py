@@ -65,23 +65,23 @@ def demo(
             under = f"arms run under {arms[1].allocator}: {arms[1].allocator_reason}"
             bar.say(f"{model.describe()}; text {text['text_sha256']}, {text['text_bytes'] / 1e6:.1f} MB; {under}")
             answers = _train(arms, steps, until_s, bar, text["text_sha256"])
-            allocators = {arm.spec.name: arm.allocator for arm in arms}
-            final = {arm.spec.name: arm.close() for arm in arms}
+            for arm in arms:
+                arm.close()
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo_memory.png"
-    labels = {AS_IS: AS_IS, **{name: f"{name}, {allocators[name]}" for name in (PLAIN, OFFLOAD)}}
-    courses = {labels[name]: [each["memory"] for each in found] for name, found in answers.items()}
+    found = {arm.spec.name: _measured(arm, answers[arm.spec.name]) for arm in arms}
+    labels = {name: name if name == AS_IS else f"{name}, {arm.allocator}" for name, arm in found.items()}
+    courses = {labels[name]: [each["memory"] for each in steps] for name, steps in answers.items()}
     draw_memory(courses, picture, title=f"{model.describe()}, AdamW: resident memory over idle")
-    found = {name: _measured(name, allocators[name], each) for name, each in answers.items()}
     data = {
         "model": {**model.options(), "parameters": text["parameters"]},
         "text_sha256": text["text_sha256"],
         "steps": len(answers[PLAIN]),
         "arms": {name: vars(arm) for name, arm in found.items()},
-        "stats": final[OFFLOAD]["stats"],
+        "stats": arms[-1].final["stats"],
         "gradients_bit_equal": same_gradients(list(found.values())),
     }
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(found, threads=threads)
     return Result(theme="demo", tables=_tables(model, found, text), data=data, files=[picture], environment=environment)
 
 
@@ -104,12 +104,12 @@ def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: 
     return answers
 
 
-def _measured(name: str, allocator: str, steps: list[dict[str, Any]]) -> Measured:
+def _measured(arm: Arm, steps: list[dict[str, Any]]) -> Measured:
     skipped = _WARM_UP_ROUNDS if len(steps) > 2 * _WARM_UP_ROUNDS else 0
-    arm = Measured(name=name, allocator=allocator)
+    found = Measured(name=arm.spec.name, allocator=arm.allocator)
     for number, step in enumerate(steps):
-        arm.take(number, step, timed=number >= skipped)
-    return arm
+        found.take(number, step, timed=number >= skipped)
+    return found
 
 
 def _tables(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]) -> list[Grid]:

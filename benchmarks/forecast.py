@@ -19,6 +19,7 @@ from ._report.environment import environment_block
 from ._report.options import Quick, Threads, check_names
 from ._report.progress import progress
 from ._report.results import CannotMeasure, Column, Grid, Result, mib
+from ._report.steps import Measured
 from ._workload.families import FAMILIES
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ def forecast(
     forecasts: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     steps: dict[str, _Rounds] = {}
     peaks: dict[str, int] = {}
-    allocators: dict[str, str] = {}
+    every: dict[str, Measured] = {}
     ways = {f"{name}, {way}": (name, way) for name in names for way in _WAYS}
     specs = [
         CPU.spec(arm, {"family": name, "checkpoint": _WAYS[way]}, threads=threads) for arm, (name, way) in ways.items()
@@ -58,7 +59,7 @@ def forecast(
             for figure, value in (taken | {"ratio": cpu_s / forecast_s}).items():
                 steps.setdefault(arm, {}).setdefault(figure, []).append(value)
             peaks[arm] = max(peaks.get(arm, 0), found.peak_bytes)
-            allocators[arm] = found.allocator
+            every[arm] = found
     tables = [_steps_table(steps), _memory_table(forecasts, peaks)]
     data = {
         "forecasts": forecasts,
@@ -67,7 +68,7 @@ def forecast(
         "measured_by_forecast": {arm: found["ratio"] for arm, found in steps.items()},
         "peak_bytes": peaks,
     }
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(every, threads=threads)
     return Result(theme="forecast", tables=tables, data=data, environment=environment)
 
 

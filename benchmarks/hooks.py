@@ -9,19 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from ._arms.hook_cost import COUNTED, FOLLOWED, KINDS, LIGHT, STORES
-from ._processes.arms import Spec, in_turns, running
+from ._processes.arms import Spec
 from ._processes.device import DEVICES
+from ._processes.measure import run_rounds
 from ._report.bar import Bar
 from ._report.environment import environment_block
 from ._report.options import Device, Quick
-from ._report.progress import progress
 from ._report.results import CannotMeasure, Column, Grid, Result
 
 # Microseconds above the empty pair. Passed through: a weight, or a tensor below the minimum size.
 _BARS_US = {"weight": 5.0, "below minimum size": 5.0, "further view": 15.0, "new record": 60.0}
 _CLOCKS = ("cpu_us", "pack_us", "wall_us")
 _CHAIN_CLOCKS = ("wall_us", "cpu_us", "process_us")
-_WARM_UP_ROUNDS = 2
 # One compute thread: the kernels are scalars, and a second thread would only spin beside the measured one.
 _THREADS = 1
 
@@ -36,14 +35,9 @@ def hooks(
     sizes = {"tensors": 16, "records": 64} if quick else {"tensors": 128, "records": 1000}
     options = {**sizes, "device": device}
     spec = Spec(name="hooks", role="hook_cost:HookArm", options=options, allocator=here.allocator, threads=_THREADS)
-    answers: list[dict[str, Any]] = []
-    with progress("hooks", _WARM_UP_ROUNDS + rounds) as bar, running([spec]) as arms:
-        for _, number, answer in in_turns(arms, range(_WARM_UP_ROUNDS + rounds)):
-            if number >= _WARM_UP_ROUNDS:
-                answers.append(answer)
-            bar.advance(f"new record: {_above(answer, 'new record', 'cpu_us'):.1f} us")
-        counters, allocator = arms[0].close(), arms[0].allocator
-    _check(counters)
+    turns = list(run_rounds([spec], rounds=rounds, title="hooks"))
+    arm, answers = turns[0][0], [answer for _, _, answer, timed in turns if timed]
+    _check(arm.final)
     bars, kinds = {}, {}
     for kind in KINDS:
         above = {clock: median([_above(answer, kind, clock) for answer in answers]) for clock in _CLOCKS}
@@ -55,8 +49,8 @@ def hooks(
         store: {clock: median([answer[store][clock] for answer in answers]) for clock in _CHAIN_CLOCKS}
         for store in STORES
     }
-    data = {"kinds": kinds, "chains": chains, "counters": counters, "rounds": rounds, **sizes}
-    environment = environment_block({"hooks": allocator}, threads=_THREADS, device=device)
+    data = {"kinds": kinds, "chains": chains, "counters": arm.final, "rounds": rounds, **sizes}
+    environment = environment_block({"hooks": arm}, threads=_THREADS, device=device)
     tables = [_kind_table(bars, kinds, rounds, sizes["tensors"]), _chain_table(chains, rounds, sizes["records"])]
     return Result(theme=here.theme("hooks"), tables=tables, data=data, environment=environment)
 

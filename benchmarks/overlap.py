@@ -8,16 +8,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ._processes.arms import in_turns, running
 from ._processes.device import CPU
+from ._processes.measure import run_rounds
 from ._report.environment import environment_block
 from ._report.options import OUT, Out, Quick, Threads, parse_rate
-from ._report.progress import progress
 from ._report.ratios import median_ratio
 from ._report.results import Column, Grid, Result, mib
 from ._workload.sizes import CPU_MODELS, TINY
 
-_WARM_UP_ROUNDS = 2
 _TRANSFERS = ("write", "read")
 _FREE = "offload"  # at the device's own rate
 
@@ -44,16 +42,8 @@ def overlap(
         settings = {**size.settings, "max_write_rate": limit, "max_read_rate": limit}
         page = str(files[-1].absolute())
         specs[name] = CPU.gpt(name, size, tier="nvme", settings=settings, page=page, **common)
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
-    total = _WARM_UP_ROUNDS + rounds
-    with progress(f"overlap {size.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:
-        for arm, number, answer in in_turns(arms, range(total)):
-            if number >= _WARM_UP_ROUNDS:
-                answers[arm.spec.name].append(answer)
-            bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s")
-        allocators = {arm.spec.name: arm.allocator for arm in arms}
-        for arm in arms:
-            arm.close()
+    turns = list(run_rounds(list(specs.values()), rounds=rounds, title=f"overlap {size.name}"))
+    answers = {name: [answer for arm, _, answer, timed in turns if timed and arm.spec.name == name] for name in specs}
     found = {name: summarise(steps, answers["plain"]) for name, steps in answers.items()}
     need = needed_rate(found[_FREE])
     data = {
@@ -64,7 +54,7 @@ def overlap(
         "gradients_bit_equal": len({tuple(s["gradients_sha256"] for s in steps) for steps in answers.values()}) == 1,
     }
     table = _table(f"Overlap, {size.describe()}", found, need)
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block({arm.spec.name: arm for arm, *_ in turns}, threads=threads)
     return Result(theme="overlap", tables=[table], data=data, files=files, environment=environment)
 
 

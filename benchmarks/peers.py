@@ -98,8 +98,7 @@ def peers(
         "bars": [bar.data() for bar in bars],
     }
     picture = _draw(title, model.unit, arms, out)
-    allocators = {name: arm.allocator for name, arm in arms.items()}
-    environment = environment_block(allocators, threads=threads, device=here.name, starts=starts)
+    environment = environment_block(arms, threads=threads, device=here.name, starts=starts)
     theme, files = here.theme("peers"), [picture]
     return Result(theme=theme, tables=tables, data=data, files=files, picture=picture, environment=environment)
 

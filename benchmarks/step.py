@@ -17,7 +17,7 @@ from ._report.bar import bar_table
 from ._report.environment import environment_block
 from ._report.options import Device, Quick, Threads, check_names
 from ._report.results import Grid, Result
-from ._report.steps import AS_IS, arm_table, equal_text, same_gradients, step_bars
+from ._report.steps import AS_IS, Measured, arm_table, equal_text, same_gradients, step_bars
 from ._workload.sizes import CPU_MODELS, CUDA_MODELS, TINY, Model
 
 # Two processes of one arm may differ for as long as they live: plain steps of 2.68 and 3.05 s have been seen. Many
@@ -48,7 +48,7 @@ def step(
     starts = min(starts, rounds)
     tables: list[Grid] = []
     data: dict[str, Any] = {}
-    allocators: dict[str, str] = {}
+    every: dict[str, Measured] = {}
     for size in models:
         specs, memory_only = make_arms(size, device, threads)
         arms = measure(specs, rounds=rounds, title=f"step {size.name}", starts=starts)
@@ -66,8 +66,8 @@ def step(
             "bars": [bar.data() for bar in bars],
             "gradients_bit_equal": same_gradients(list(arms.values())),
         }
-        allocators |= {name: arm.allocator for name, arm in arms.items()}
-    environment = environment_block(allocators, threads=threads, device=device, starts=starts)
+        every |= arms
+    environment = environment_block(every, threads=threads, device=device, starts=starts)
     return Result(theme=DEVICES[device].theme("step"), tables=tables, data={"models": data}, environment=environment)
 
 

@@ -84,12 +84,14 @@ class Arm:
 
     Attributes:
         about: the arm's description of itself, once it is built; for a role without turns, its answer.
+        final: its final figures, once it is closed.
         allocator, allocator_reason: the allocator it runs under, and why that one.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.about: dict[str, Any] = {}
+        self.final: dict[str, Any] = {}
         environment, self.allocator, self.allocator_reason = arm_environment(spec, os.environ)
         self.child = Child(f"the arm {spec.name!r}", _WORKER, environment=environment)
 
@@ -106,10 +108,9 @@ class Arm:
         answer: dict[str, Any] = self.child.ask({"turn": index}, timeout_s=_TURN_TIMEOUT_S)
         return answer
 
-    def close(self) -> dict[str, Any]:
-        """Close the arm; return its final figures."""
-        answer: dict[str, Any] = self.child.ask({"close": True}, timeout_s=_TURN_TIMEOUT_S)
-        return answer
+    def close(self) -> None:
+        """Close the arm, which then has its final figures."""
+        self.final = self.child.ask({"close": True}, timeout_s=_TURN_TIMEOUT_S)
 
 
 @contextmanager

@@ -8,10 +8,17 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
+
+
+class Allocated(Protocol):
+    """An arm, whose process runs under an allocator."""
+
+    allocator: str
 
 
 def environment_block(
-    allocators: Mapping[str, str], *, threads: int, device: str = "cpu", starts: int = 0
+    arms: Mapping[str, Allocated], *, threads: int, device: str = "cpu", starts: int = 0
 ) -> dict[str, str]:
     """Describe machine, versions, allocators and settings of a run, and its sets of processes; no host name."""
     import torch
@@ -29,7 +36,7 @@ def environment_block(
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tba": tba.__version__,
-        "allocators": "; ".join(f"{arm}: {name}" for arm, name in allocators.items()),
+        "allocators": "; ".join(f"{name}: {arm.allocator}" for name, arm in arms.items()),
     }
     if device == "cuda":
         block["gpu"] = torch.cuda.get_device_name()
