@@ -1,6 +1,6 @@
 """The codec benchmark: speed, size and error of every codec, of `compact_linear`, and of presets on a Llama block.
 
-Speeds are GB (10^9 bytes) of input per second on one core, medians over rounds in which all codecs take their turns.
+Speeds are GB (10^9 bytes) of input per second on one core, medians over rounds in which all codecs take turns.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from ._arms.stored_bytes import PLAIN
-from ._processes.arms import Spec, ask
+import typer
+
+from ._processes.arms import Arm, Spec, ask
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
+from ._report.options import Quick
 from ._report.progress import progress
 from ._report.ratios import median_ratio, spread
-from ._report.results import MIB, Grid, Result
+from ._report.results import MIB, Column, Grid, Result
 
 PRESETS = ("exact", "safe8", "balanced", "max")
-# The codec that nearly all bytes of the presets pass through, and what it has to reach: (encode, decode) in GB/s.
+# The codec that encodes nearly all bytes of the presets, and what it has to reach: (encode, decode) in GB/s.
 _SPEED_OF, _SPEED_BARS = "int8/64", {"float32": (3.5, 4.0), "bfloat16": (1.5, 2.0)}
 _STORED_BARS = {"exact": 0.55, "safe8": 0.30, "balanced": 0.24}
 _LINEAR_BAR = 1.0
@@ -32,30 +34,24 @@ _TINY_LAYER = {"tokens": 64, "width": 64, "out": 128, "rank": 16}
 _TINY_BLOCK = {"width": 128, "heads": 4, "batch": 2, "sequence": 64}
 
 
-def run_codec(*, rounds: int, threads: int, quick: bool = False) -> Result:
-    """Measure all codecs in `rounds` rounds on one core; the layer and the block on `threads`.
-
-    Args:
-        rounds: timed turns of each.
-        threads: compute threads of the layer and the block.
-        quick: tiny tensors: shows that all works, measures nothing.
-    """
+def codec(
+    rounds: Annotated[int, typer.Option(min=1, help="Timed turns of each codec and layer.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="For the layer and the block; codecs get one.")] = 2,
+    quick: Quick = False,
+) -> Result:
+    """Speed, size and error of every codec; compact_linear; stored bytes of a Llama block under each preset."""
+    rounds = 2 if quick else rounds
     tensor, layer, block = (_TINY_TENSOR, _TINY_LAYER, _TINY_BLOCK) if quick else (_TENSOR, _LAYER, _BLOCK)
     specs = [
         _spec("codec", "codec_speed:measure_codecs", 1, {**tensor, "rounds": rounds}),
         _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
-        _spec(
-            "block", "stored_bytes:measure_block", threads, {**block, "presets": [PLAIN, *PRESETS], "threads": threads}
-        ),
+        _spec("block", "stored_bytes:measure_block", threads, {**block, "presets": PRESETS, "threads": threads}),
     ]
-    answers: dict[str, dict[str, Any]] = {}
-    allocators: dict[str, str] = {}
-    with progress("codec", 2 * (1 + rounds) + 1 + len(PRESETS)) as bar:
+    arms: dict[str, Arm] = {}
+    with progress("codec", 2 * (1 + rounds) + len(PRESETS)) as bar:
         for spec in specs:
-            # mypy infers no lambda with a default.
-            answer = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
-            answers[spec.name], allocators[spec.name] = answer.about, answer.allocator
-    codecs, seconds, stored = answers["codec"]["codecs"], answers["linear"]["seconds"], answers["block"]
+            arms[spec.name] = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
+    codecs, seconds, stored = arms["codec"].about["codecs"], arms["linear"].about["seconds"], arms["block"].about
     bars = make_bars(codecs, seconds, stored)
     tables = [_speed_table(codecs, tensor, rounds), _block_table(stored, block), bar_table(bars)]
     data = {
@@ -66,7 +62,7 @@ def run_codec(*, rounds: int, threads: int, quick: bool = False) -> Result:
         "bars": [bar.data() for bar in bars],
         "rounds": rounds,
     }
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(arms, threads=threads)
     return Result(theme="codec", tables=tables, data=data, environment=environment)
 
 
@@ -87,13 +83,10 @@ def make_bars(
     ratio = median_ratio(seconds["compact_linear"], seconds["nn.Linear"])
     bars.append(Bar(what="compact_linear at n/4 / nn.Linear, forward and backward", measured=ratio, limit=_LINEAR_BAR))
     for name, found in stored["presets"].items():
-        if name != PLAIN:
-            share, what = found["stored_bytes"] / stored["plain_bytes"], "stored bytes of a Llama block in bf16"
-            bars.append(Bar(what=f"{what}, {name} / plain", measured=share, limit=_STORED_BARS.get(name)))
-    if "exact" in stored["presets"]:
-        differ = 0.0 if stored["presets"]["exact"]["gradients_bit_equal"] else 1.0
-        bars.append(Bar(what="exact: gradients that differ in a bit", measured=differ, limit=0, unit=""))
-    return bars
+        share, what = found["stored_bytes"] / stored["plain_bytes"], "stored bytes of a Llama block in bf16"
+        bars.append(Bar(what=f"{what}, {name} / plain", measured=share, limit=_STORED_BARS.get(name)))
+    differ = float(not stored["presets"]["exact"]["gradients_bit_equal"])
+    return [*bars, Bar(what="exact: gradients that differ in a bit", measured=differ, limit=0, unit="")]
 
 
 def _spec(name: str, role: str, threads: int, options: Mapping[str, Any]) -> Spec:
@@ -101,23 +94,24 @@ def _spec(name: str, role: str, threads: int, options: Mapping[str, Any]) -> Spe
 
 
 def _speed_table(codecs: Sequence[Mapping[str, Any]], tensor: Mapping[str, int], rounds: int) -> Grid:
-    rows = [
-        (
-            facts["codec"],
-            facts["dtype"],
-            _speed(facts["encode_bytes_per_s"]),
-            _speed(facts["decode_bytes_per_s"]),
-            f"{facts['packed_bytes'] / facts['input_bytes']:.4f}",
-            "none" if facts["error"] == 0.0 else f"{facts['error']:.2e} ({-20 * math.log10(facts['error']):.1f} dB)",
-        )
-        for facts in codecs
+    def error(facts: Mapping[str, Any]) -> str:
+        found = facts["error"]
+        return f"{found:.2e} ({-20 * math.log10(found):.1f} dB)" if found else "none"
+
+    columns: list[Column] = [
+        ("codec", lambda facts: str(facts["codec"])),
+        ("of", lambda facts: str(facts["dtype"])),
+        ("encode GB/s", lambda facts: _speed(facts["encode_bytes_per_s"])),
+        ("decode GB/s", lambda facts: _speed(facts["decode_bytes_per_s"])),
+        ("size", lambda facts: f"{facts['packed_bytes'] / facts['input_bytes']:.4f}"),
+        ("error", error),
     ]
     note = (
         f"A tensor of [{tensor['tokens']}, {tensor['width']}], one core, medians over {rounds} rounds ± half the "
         "interquartile range. Size: packed / input. Error: relative error (signal to noise) of one draw of normal "
-        "values; that of a projection is of what it decodes, which its weight gradient is made without."
+        "values; for a projection, of what it decodes, which its weight gradient does not use."
     )
-    return Grid("Codecs", ("codec", "of", "encode GB/s", "decode GB/s", "size", "error"), rows, note)
+    return Grid.of("Codecs", codecs, columns, note)
 
 
 def _speed(bytes_per_s: Sequence[float]) -> str:
@@ -125,24 +119,18 @@ def _speed(bytes_per_s: Sequence[float]) -> str:
 
 
 def _block_table(stored: Mapping[str, Any], block: Mapping[str, int]) -> Grid:
-    plain = stored["plain_bytes"]
-    rows = [("autograd's own", f"{plain / MIB:.2f}", "1.000", "-", "-", "-")]
-    for name, found in stored["presets"].items():
-        equal = "yes" if found["gradients_bit_equal"] else "no"
-        rows.append(
-            (
-                "no preset" if name == PLAIN else name,
-                f"{found['stored_bytes'] / MIB:.2f}",
-                f"{found['stored_bytes'] / plain:.3f}",
-                equal,
-                f"{found['relative_error']:.2e}",
-                f"{found['cosine']:.6f}",
-            )
-        )
+    plain, presets = stored["plain_bytes"], stored["presets"]
+    columns: list[Column] = [
+        ("preset", str),
+        ("MiB", lambda name: f"{presets[name]['stored_bytes'] / MIB:.2f}"),
+        ("/ plain", lambda name: f"{presets[name]['stored_bytes'] / plain:.3f}"),
+        ("gradients bit-equal", lambda name: "yes" if presets[name]["gradients_bit_equal"] else "no"),
+        ("gradient's error", lambda name: f"{presets[name]['relative_error']:.2e}"),
+        ("cosine", lambda name: f"{presets[name]['cosine']:.6f}"),
+    ]
     title = f"A Llama block in bf16, width {block['width']}, {block['batch']} x {block['sequence']} tokens"
     note = (
-        "Autograd's own: the storages it saves, weights apart, each once. Presets: what the engine wrote or kept. "
-        "Error and cosine: of the gradient of all weights, against plain PyTorch's."
+        f"Counted by tba.audit. Plain PyTorch keeps {plain / MIB:.2f} MiB: the storages that autograd saves, "
+        "each once, without weights. Error and cosine: of the gradient of all weights, against plain PyTorch's."
     )
-    columns = ("preset", "MiB", "/ plain", "gradients bit-equal", "gradient's error", "cosine")
-    return Grid(title, columns, rows, note)
+    return Grid.of(title, presets, columns, note)

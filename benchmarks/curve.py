@@ -1,7 +1,7 @@
 """The curve benchmark: throughput against peak memory, for models of five families, under a set of arms.
 
-The sets are data: `SETS` says what each of them trains, and under which arms. Each arm trains alike, in a process of
-its own. What may stand for tba against a peer is exact: lossy presets are drawn and never counted.
+The sets are data: `SETS` says what each of them trains, and under which arms. Each arm trains the same way, in its own
+process. Only exact arms of tba are compared with peers: lossy presets are drawn and never counted.
 """
 
 from __future__ import annotations
@@ -9,20 +9,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ._peers.registry import CHECKPOINT, HALF, PEERS, REMAT, SELECTIVE
 from ._pictures.curves import Panel, Point, draw_curves
+from ._pictures.pictures import check_pictures
 from ._processes.arms import Spec
-from ._processes.device import CPU, Device
+from ._processes.device import CPU, DEVICES, Device
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import curve_bars, curve_table, plan_bars
 from ._report.environment import environment_block
+from ._report.options import OUT, Out, Quick, Threads, check_names, parse_rate
+from ._report.options import Device as DeviceName
 from ._report.ratios import median_ratio
 from ._report.results import Grid, Result, mib
-from ._report.steps import Measured, memory_share, same_gradients
-from ._workload.families import BY_SIZE
+from ._report.steps import Measured, equal_text, memory_share, same_gradients
+from ._workload.families import BY_SIZE, FAMILIES
 from ._workload.sizes import TINY_SETTINGS
 
 PLAIN, NVME, RULE = "plain", "nvme", "SSDTrain's rule"
@@ -38,9 +43,9 @@ class Arm:
         tier: of tba; None trains without it.
         settings: fields of `OffloadConfig`.
         shares: fields of `OffloadConfig` that are bytes, as shares of the bytes that a plain step saves.
-        rate_bytes_per_s: limits the link, for each direction on its own.
-        families: that have this arm; none named: all.
-        one_batch: whether it is measured at one batch alone, the family's own or what is next below. The processes of
+        rate_bytes_per_s: limit of the link, for each direction.
+        families: that have this arm; if empty, all.
+        one_batch: whether it is measured at one batch only, the family's own or the next smaller one. The processes of
             all arms are alive at once, and each holds what its largest step took.
     """
 
@@ -54,7 +59,7 @@ class Arm:
     one_batch: bool = False
 
     def options(self, saved_bytes: int, common: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the options of its process; `common` are settings of every arm of tba."""
+        """Return the options of its process; `common` are settings of every arm of tba."""
         if self.tier is None:
             return {"peer": self.peer}
         rate = self.rate_bytes_per_s
@@ -69,13 +74,13 @@ class Set:
 
     Attributes:
         arms: the first is plain.
-        few: names of those that show that all works.
+        few: names of those that `--quick` runs.
         families: names of families.
         scales: batches, as multiples of `batch`.
         batch: in examples; None: each family's own.
         layers: of each model; None: its own number.
-        settings: fields of `OffloadConfig` of every arm of tba.
-        warm_up: steps before those that are timed: until a plan stands, where one is made.
+        settings: fields of `OffloadConfig` for every arm of tba.
+        warm_up: steps before the timed ones, until a plan is made.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
     """
@@ -92,12 +97,12 @@ class Set:
     starts: int = 1
 
     def limited(self, rate_bytes_per_s: float) -> Set:
-        """Give the set with every link limited that has no limit of its own."""
+        """Return the set with a limit on every link that has none."""
         arms = [replace(arm, rate_bytes_per_s=arm.rate_bytes_per_s or rate_bytes_per_s) for arm in self.arms]
         return replace(self, arms=arms)
 
     def tiny(self) -> Set:
-        """Give a set that shows that all works: few arms, on two layers."""
+        """Return the set that `--quick` runs: few arms, on two layers."""
         return replace(
             self,
             arms=[arm for arm in self.arms if arm.name in self.few],
@@ -136,12 +141,12 @@ _PLAIN, _RULE = Arm(name=PLAIN), Arm(name=RULE, tier="auto", settings={"policy":
 _FREE = Arm(name="auto, nothing set", tier="auto")
 _PEERS = (
     *(Arm(name=name, peer=name) for name in (CHECKPOINT, HALF, SELECTIVE)),
-    # Of these torch_remat can tell the attention; T5's blocks return what it does not take, a convolution has none.
+    # torch_remat finds the attention in these; T5's blocks return what it does not take, a convolution has none.
     Arm(name=REMAT, peer=REMAT, families=("gpt", "bert", "llama")),
 )
 _LINKS = (50e6, 100e6, 200e6, 400e6, None)
 _WIDE = "nvme, 14% held back"
-_FITS = 1.1  # a budget that all that is saved is within: nothing may move
+_FITS = 1.1  # a budget that everything fits: nothing may move
 
 SETS: Mapping[str, Set] = {
     # Recompute, offload, keep.
@@ -154,7 +159,7 @@ SETS: Mapping[str, Set] = {
         few=(PLAIN, CHECKPOINT, SELECTIVE, RULE, "auto 0.40", NVME, "keep, safe8"),
         scales=(0.5, 1.0, 2.0),
     ),
-    # For a card, where each arm is alone and a step moves gigabytes: under ten minutes, most of them hashing gradients.
+    # For a GPU, where each arm is alone and a step moves gigabytes: under ten minutes, mostly for hashing gradients.
     "card": Set(
         arms=(
             *(_PLAIN, *(Arm(name=name, peer=name) for name in (CHECKPOINT, SELECTIVE))),
@@ -171,7 +176,7 @@ SETS: Mapping[str, Set] = {
         rounds=12,
         starts=2,
     ),
-    # The figure of the paper TBA/SSDTrain, with the window that tier nvme has and with one by what a step saves.
+    # The figure of the TBA/SSDTrain paper, with nvme's own window and with one that depends on what a step saves.
     "paper": Set(
         arms=(_PLAIN, _nvme(), Arm(name=_WIDE, tier="nvme", shares={"prefetch_bytes": 0.14})),
         few=(PLAIN, NVME, _WIDE),
@@ -180,7 +185,7 @@ SETS: Mapping[str, Set] = {
         layers=8,
         warm_up=2,
     ),
-    # Links from slow to free.
+    # Links from slow to unlimited.
     "links": Set(
         arms=(_PLAIN, *map(_nvme, _LINKS), *(_auto(0.4, rate) for rate in _LINKS)),
         few=(PLAIN, "nvme, 50 MB/s", NVME, "auto 0.40, 50 MB/s"),
@@ -191,57 +196,91 @@ SETS: Mapping[str, Set] = {
 }
 
 
-def run_curve(name: str, chosen: Set, *, threads: int, out: Path, device: Device = CPU) -> Result:
+def curve(
+    arms: Annotated[
+        str | None, typer.Option(help=f"Set of arms: {', '.join(SETS)} (default: rok; on cuda card).")
+    ] = None,
+    family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: the set's).")] = None,
+    batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds of each arm (default: the set's).")] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: the set's).")] = None,
+    rate: Annotated[str | None, typer.Option(help="Limit each link to this rate, such as 100MB (a second).")] = None,
+    threads: Threads = 2,
+    device: DeviceName = "cpu",
+    out: Out = OUT,
+    quick: Quick = False,
+) -> Result:
+    """Throughput against peak memory under a set of arms: recomputed, moved, by budget (up to 15 minutes a family)."""
+    check_pictures()
+    arms, here = arms or ("card" if device == "cuda" else "rok"), DEVICES[device]
+    check_names([arms], SETS, "set of arms")
+    check_names(family or (), FAMILIES, "family")
+    chosen, parts = SETS[arms], [arms, *(family or ())]
+    if quick:
+        chosen, here = chosen.tiny(), replace(here, size="small")
+    if rate is not None:
+        limit = parse_rate(rate)
+        chosen = chosen.limited(limit)
+        parts.append(f"{limit / 1e6:.0f}MBps")
+    given = {"families": family, "scales": batch, "rounds": rounds, "starts": starts}
+    chosen = replace(chosen, **{name: value for name, value in given.items() if value})
+    return _run("-".join(parts), chosen, threads, out, here)
+
+
+def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Result:
     """Measure every family of a set at every batch; `name` is what the result is filed under."""
     tables: list[Grid] = []
     data: dict[str, Any] = {}
     bars: list[Bar] = []
-    allocators: dict[str, str] = {}
-    missing = {arm.peer: why for arm in chosen.arms if arm.peer and (why := PEERS[arm.peer].missing())}
+    every: dict[str, Measured] = {}
     panels: dict[str, Panel] = {}
-    turns = {"rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts, "apart": device.apart}
     own = max((scale for scale in chosen.scales if scale <= 1), default=min(chosen.scales))
-    for family in chosen.families:
-        member = BY_SIZE[device.size][family]
-        for scale in chosen.scales:
-            batch = max(1, round(scale * (chosen.batch or member.examples)))
-            options = {"family": family, "batch": batch, "layers": chosen.layers}
-            saved_bytes = count_saved_bytes({**options, "settings": chosen.settings}, threads, device)
-            specs = make_specs(chosen, options, saved_bytes, threads, device, every=scale == own)
-            where, title = f"{family}, batch {batch}", f"{member.of(chosen.layers)}, batch {batch}"
-            arms = measure(specs, title=f"{name} {where}", **turns)
-            found = curve_bars(where, arms, *sides(arms)) + budget_bars(where, arms, chosen)
-            equal = same_gradients(list(arms.values()))
-            tables.append(curve_table(title, arms, _note(arms, saved_bytes, equal, device)))
-            bars += found
-            data.setdefault(family, {})[str(batch)] = {
-                "saved_bytes": saved_bytes,
-                "arms": {arm.name: vars(arm) for arm in arms.values()},
-                "bars": [bar.data() for bar in found],
-                "gradients_bit_equal": equal,
-            }
-            allocators |= {arm.name: arm.allocator for arm in arms.values()}
-            panels[title] = Panel(points(arms), "peak / plain's", "throughput / plain's")
-    tables = [*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables]
+    for member, scale in ((member, scale) for member in chosen.families for scale in chosen.scales):
+        count = max(1, round(scale * (chosen.batch or BY_SIZE[here.size][member].examples)))
+        title = f"{BY_SIZE[here.size][member].of(chosen.layers)}, batch {count}"
+        measured, found, saved_bytes = _measure(chosen, member, count, threads, here, every=scale == own)
+        note = f"A plain step saves {mib(saved_bytes)} MiB. Peak: {here.memory}, over idle, worst of all steps."
+        tables.append(curve_table(title, measured, f"{note} {equal_text(measured)}"))
+        bars += found
+        data.setdefault(member, {})[str(count)] = {
+            "saved_bytes": saved_bytes,
+            "arms": {arm.name: vars(arm) for arm in measured.values()},
+            "bars": [bar.data() for bar in found],
+            "gradients_bit_equal": same_gradients(list(measured.values())),
+        }
+        every |= measured
+        panels[title] = Panel(points(measured), "peak / plain's", "throughput / plain's")
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "curve.png"
     draw_curves(panels, picture)
-    environment = environment_block(allocators, threads=threads, device=device.name)
-    environment["processes"] = f"{chosen.starts} of each arm, one after another"
+    missing = {arm.peer: why for arm in chosen.arms if arm.peer and (why := PEERS[arm.peer].missing())}
     return Result(
-        theme=device.theme(name),
-        tables=tables,
+        theme=here.theme(name),
+        tables=[*_misses(bars), bar_table(bars, "Bars", "Behind ±: about 95 % confidence."), *tables],
         data={"families": data, "missing": missing},
         files=[picture],
         picture=picture,
-        environment=environment,
+        environment=environment_block(every, threads=threads, device=here.name, starts=chosen.starts),
     )
+
+
+def _measure(
+    chosen: Set, family: str, batch: int, threads: int, here: Device, *, every: bool
+) -> tuple[dict[str, Measured], list[Bar], int]:
+    """Measure one family at one batch; return its arms, their bars, and the bytes that a plain step saves."""
+    options = {"family": family, "batch": batch, "layers": chosen.layers}
+    saved_bytes = count_saved_bytes({**options, "settings": chosen.settings}, threads, here)
+    specs = make_specs(chosen, options, saved_bytes, threads, here, every=every)
+    turns = {"rounds": chosen.rounds, "warm_up": chosen.warm_up, "starts": chosen.starts, "apart": here.apart}
+    arms = measure(specs, title=f"{family}, batch {batch}", **turns)
+    where = f"{family}, batch {batch}"
+    return arms, curve_bars(where, arms, *sides(arms)) + budget_bars(where, arms, chosen), saved_bytes
 
 
 def make_specs(
     chosen: Set, options: Mapping[str, Any], saved_bytes: int, threads: int, device: Device = CPU, *, every: bool = True
 ) -> list[Spec]:
-    """Describe the processes of the arms that a family has and that can run here; all arms with `every`."""
+    """Describe the processes of the arms that a family has and that run here; with `every`, those of one batch too."""
     return [
         device.spec(arm.name, {**options, **arm.options(saved_bytes, chosen.settings)}, threads=threads)
         for arm in chosen.arms
@@ -252,13 +291,13 @@ def make_specs(
 
 
 def sides(arms: Mapping[str, Measured]) -> tuple[list[str], list[str]]:
-    """Tell the peers from the arms that stand for tba: those that are exact and no rule of somebody else's."""
+    """Separate the peers from the arms of tba that are compared with them: exact ones that follow our own rule."""
     peers = [name for name, arm in arms.items() if not arm.moved or name == RULE]
     return peers, [name for name, arm in arms.items() if name not in peers and arm.exact]
 
 
 def budget_bars(where: str, arms: Mapping[str, Measured], chosen: Set) -> list[Bar]:
-    """Limit what is held and predicted under each budget; under one that all fits, nothing may move."""
+    """Limit what is held and predicted under each budget; under one that everything fits, nothing may move."""
     bars = []
     for name, share in ((arm.name, arm.shares.get("memory_budget", 0)) for arm in chosen.arms):
         if share > 1:
@@ -270,7 +309,7 @@ def budget_bars(where: str, arms: Mapping[str, Measured], chosen: Set) -> list[B
 
 
 def points(arms: Mapping[str, Measured]) -> list[Point]:
-    """Place every arm in the picture, by what it is of plain, so that models can be compared."""
+    """Place every arm in the picture, relative to plain, so that models can be compared."""
     plain, (peers, ours) = arms[PLAIN], sides(arms)
 
     def kind(name: str) -> str:
@@ -287,11 +326,3 @@ def points(arms: Mapping[str, Measured]) -> list[Point]:
 def _misses(bars: Sequence[Bar]) -> list[Grid]:
     rows = [(bar.what, bar.row()[2]) for bar in bars if bar.met is False]
     return [Grid("Where a bar is not met", ("comparison", "measured"), rows)] if rows else []
-
-
-def _note(arms: Mapping[str, Measured], saved_bytes: int, equal: bool, device: Device) -> str:
-    return (
-        f"A plain step saves {mib(saved_bytes)} MiB. Peak: {device.memory}, over idle, worst of all steps. Times: "
-        f"medians over {len(arms[PLAIN].wall_s)} rounds; losses and gradients of all exact arms bit-equal: "
-        f"{'yes' if equal else 'NO'}."
-    )

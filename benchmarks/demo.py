@@ -4,44 +4,60 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from ._pictures.pictures import draw_memory
-from ._processes.arms import Arm, Spec, in_turns, running
+import typer
+
+from ._pictures.pictures import check_pictures, draw_memory
+from ._processes.arms import Arm, in_turns, running
+from ._processes.device import CPU
 from ._report.environment import environment_block
+from ._report.options import OUT, Out, Quick, Threads
 from ._report.progress import ProgressBar, progress
 from ._report.results import Grid, Result, mib
-from ._report.steps import Measured, arm_table, same_gradients
-from ._workload.sizes import Model
+from ._report.steps import AS_IS, Measured, arm_table, equal_text, same_gradients
+from ._workload.sizes import CPU_MODELS, TINY, Model
 
 _LEARNING_RATE = 6e-4
 _SAMPLE_INTERVAL_S = 0.01
-# Rounds whose time does not count, where there are enough: pages and the learned order are new in them.
+# Rounds whose time does not count, if there are enough: pages are touched and the order is learned in them.
 _WARM_UP_ROUNDS = 2
+PLAIN, OFFLOAD = "plain", "offload nvme"
 
-AS_IS, PLAIN, OFFLOAD = "plain, as Python comes", "plain", "offload nvme"
-
-# (what, counter of the offloader), shown of the last step.
-_BYTES = (
-    ("saved by autograd", "saved_bytes"),
-    ("recognised as weights", "weight_bytes"),
-    ("recognised as duplicate", "duplicate_bytes"),
-    ("left in memory", "kept_bytes"),
-    ("written", "written_bytes"),
-    ("read", "read_bytes"),
-    ("forwarded (still in memory)", "forwarded_bytes"),
-)
+# Counters of the offloader, shown of the last step.
+_BYTES = {
+    "saved_bytes": "saved by autograd",
+    "weight_bytes": "recognized as weights",
+    "duplicate_bytes": "recognized as duplicate",
+    "kept_bytes": "kept in memory",
+    "written_bytes": "written",
+    "read_bytes": "read",
+    "forwarded_bytes": "forwarded (still in memory)",
+}
 
 
-def run_demo(model: Model, *, seconds: float, steps: int, threads: int, out: Path) -> Result:
-    """Train all arms in turns for at most `steps` steps or about `seconds`, and for one step at least."""
-    specs = [
-        _arm(AS_IS, model, "as-is", threads),
-        _arm(PLAIN, model, "auto", threads),
-        _arm(OFFLOAD, model, "auto", threads, tier="nvme"),
-    ]
+def demo(
+    seconds: Annotated[float, typer.Option(min=1, help="About how long all arms take together.")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of steps.")] = 60,
+    threads: Threads = 2,
+    out: Out = OUT,
+    quick: Quick = False,
+) -> Result:
+    """Train a GPT on Python's standard library, plain and offloaded: memory, time, bytes and loss of both."""
+    check_pictures()
     until_s = time.monotonic() + seconds
+    model, steps = (TINY, min(steps, 3)) if quick else (CPU_MODELS["24x256"], steps)
+    common = {
+        "adamw": True,
+        "learning_rate": _LEARNING_RATE,
+        "sample_interval_s": _SAMPLE_INTERVAL_S,
+        "threads": threads,
+    }
+    specs = [
+        CPU.gpt(AS_IS, model, allocator="as-is", **common),
+        CPU.gpt(PLAIN, model, allocator="auto", **common),
+        CPU.gpt(OFFLOAD, model, allocator="auto", tier="nvme", **common),
+    ]
     with progress(f"training {model.name}", steps) as bar:
         bar.note("starting the three arms")
         with running(specs) as arms:
@@ -49,34 +65,28 @@ def run_demo(model: Model, *, seconds: float, steps: int, threads: int, out: Pat
             under = f"arms run under {arms[1].allocator}: {arms[1].allocator_reason}"
             bar.say(f"{model.describe()}; text {text['text_sha256']}, {text['text_bytes'] / 1e6:.1f} MB; {under}")
             answers = _train(arms, steps, until_s, bar, text["text_sha256"])
-            allocators = {arm.spec.name: arm.allocator for arm in arms}
-            final = {arm.spec.name: arm.close() for arm in arms}
+            for arm in arms:
+                arm.close()
     out.mkdir(parents=True, exist_ok=True)
     picture = out / "demo_memory.png"
-    labels = {AS_IS: AS_IS, **{name: f"{name}, {allocators[name]}" for name in (PLAIN, OFFLOAD)}}
-    courses = {labels[name]: [step["memory"] for step in found] for name, found in answers.items()}
+    found = {arm.spec.name: _measured(arm, answers[arm.spec.name]) for arm in arms}
+    labels = {name: name if name == AS_IS else f"{name}, {arm.allocator}" for name, arm in found.items()}
+    courses = {labels[name]: [each["memory"] for each in steps] for name, steps in answers.items()}
     draw_memory(courses, picture, title=f"{model.describe()}, AdamW: resident memory over idle")
-    found = {name: _measured(name, allocators[name], steps) for name, steps in answers.items()}
     data = {
         "model": {**model.options(), "parameters": text["parameters"]},
         "text_sha256": text["text_sha256"],
         "steps": len(answers[PLAIN]),
         "arms": {name: vars(arm) for name, arm in found.items()},
-        "stats": final[OFFLOAD]["stats"],
+        "stats": arms[-1].final["stats"],
         "gradients_bit_equal": same_gradients(list(found.values())),
     }
-    environment = environment_block(allocators, threads=threads)
+    environment = environment_block(found, threads=threads)
     return Result(theme="demo", tables=_tables(model, found, text), data=data, files=[picture], environment=environment)
 
 
-def _arm(name: str, model: Model, allocator: str, threads: int, **options: Any) -> Spec:
-    training = {"adamw": True, "learning_rate": _LEARNING_RATE, "sample_interval_s": _SAMPLE_INTERVAL_S}
-    merged = {**model.options(), **training, **options}
-    return Spec(name=name, role="train:TrainArm", options=merged, allocator=allocator, threads=threads)
-
-
 def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: str) -> dict[str, list[dict[str, Any]]]:
-    """Train round by round, so that all arms have trained the same steps when time is up; return their answers."""
+    """Train at least one round, and stop before time is up; all arms train the same steps. Return their answers."""
     answers: dict[str, list[dict[str, Any]]] = {arm.spec.name: [] for arm in arms}
     longest_s = 0.0
     for number in range(steps):
@@ -94,12 +104,12 @@ def _train(arms: list[Arm], steps: int, until_s: float, bar: ProgressBar, text: 
     return answers
 
 
-def _measured(name: str, allocator: str, steps: list[dict[str, Any]]) -> Measured:
+def _measured(arm: Arm, steps: list[dict[str, Any]]) -> Measured:
     skipped = _WARM_UP_ROUNDS if len(steps) > 2 * _WARM_UP_ROUNDS else 0
-    arm = Measured(name=name, allocator=allocator)
+    found = Measured(name=arm.spec.name, allocator=arm.allocator)
     for number, step in enumerate(steps):
-        arm.take(number, step, timed=number >= skipped)
-    return arm
+        found.take(number, step, timed=number >= skipped)
+    return found
 
 
 def _tables(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]) -> list[Grid]:
@@ -109,9 +119,8 @@ def _tables(model: Model, found: Mapping[str, Measured], text: Mapping[str, Any]
         + ", ".join(f"{name} {arm.losses[step - 1]:.6f}" for name, arm in found.items())
         for step in sorted({1, last})
     )
-    equal = "yes" if same_gradients(list(found.values())) else "NO"
-    note = f"{last} steps; {losses}; losses and gradients of all arms bit-equal: {equal}. Peak: the worst step."
+    note = f"{last} steps; {losses}. {equal_text(found)} Peak: the worst step."
     title = f"{model.describe()}, AdamW, {text['parameters'] / 1e6:.1f} M parameters"
-    rows = [(what, mib(offload.moved[counter])) for what, counter in _BYTES]
+    rows = [(what, mib(offload.moved[counter])) for counter, what in _BYTES.items()]
     waited = f"Backward waited {1e3 * offload.moved['wait_s']:.2f} ms."
     return [arm_table(title, found, note), Grid(f"{OFFLOAD}, the last step", ("what", "MiB"), rows, waited)]

@@ -1,23 +1,25 @@
 """The io benchmark: the stores against fio: bandwidth, CPU seconds and the cost of submitting.
 
-Cold (direct I/O, so that no cache answers) and verified: in every round all that was written is read back and compared,
-outside of the clock. The arms take turns in an order drawn by lot for each round, and are compared by medians of ratios
-within a round.
+Cold (direct I/O, so that no cache answers) and verified: in every round, everything written is read back and compared,
+outside the timed region. The arms take turns in a random order, and are compared by medians of ratios within a round.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Annotated
 
 import psutil
+import typer
 
 from ._io.fio import RUN_MS, Fio, Mode
 from ._io.rounds import FIO, MODES, STORE, TWO_PATHS, Series, measure
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
+from ._report.options import Folder, Quick
 from ._report.ratios import doubt, ratios, spread
 from ._report.results import MIB, CannotMeasure, Grid, Result
 from ._workload.tools import scratch_directory
@@ -28,12 +30,23 @@ _SESSIONS = 3
 _SHARE_BAR, _STRIPES_BAR, _SUBMIT_BAR_US = 0.90, 1.0, 30.0
 _CPU_BARS: dict[Mode, float] = {"write": 0.04, "read": 0.05}
 _RAM_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-Cell = Callable[[Series, Mode], str]
 _BARS_NOTE = (
     "Shares: medians of the ratios of bandwidth within a round ± half the interquartile range; over all sizes ± half "
-    "the notch of a box plot, about 95 % confidence: two paths count as no slower where 1 is within that. Each path "
-    "has workers of its own, so two have twice as many as one."
+    "the notch of a box plot, about 95 % confidence: two paths count as no slower if 1 is within that. Each path has "
+    "its own workers, so two paths have twice as many as one."
 )
+
+
+def io(
+    rounds: Annotated[int, typer.Option(min=2, help="Timed turns of each arm.")] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="I/O workers of each path, and jobs of fio.")] = 2,
+    path: Folder = None,
+    quick: Quick = False,
+) -> Result:
+    """Stores against fio: bandwidth, CPU seconds, cost of submitting (writes some 600 GB)."""
+    if quick:
+        return run_io(path, sizes=(MIB, 4 * MIB), nbytes=16 * MIB, rounds=2, threads=threads, fio_run_ms=50)
+    return run_io(path, rounds=rounds, threads=threads)
 
 
 def run_io(
@@ -45,10 +58,10 @@ def run_io(
     threads: int = 2,
     fio_run_ms: int = RUN_MS,
 ) -> Result:
-    """Measure in `path` (None: below `out/`): `nbytes` at a time, in buffers of each of `sizes`.
+    """Measure in `path` (None: below `out/`): `nbytes` at a time, in buffers of each size.
 
     Raises:
-        CannotMeasure: the folder is in RAM or has no direct I/O, fio fails, or a read brings back wrong bytes.
+        CannotMeasure: the folder is in RAM or has no direct I/O, fio fails, or a read returns wrong bytes.
     """
     directory = scratch_directory((path,) if path is not None else None)
     kind = file_system(directory)
@@ -57,7 +70,7 @@ def run_io(
     nbytes = -(-nbytes // (max(sizes) * threads)) * max(sizes) * threads  # whole buffers for every thread
     found: dict[int, dict[str, Series]] = {size: {} for size in sizes}
     for size, series in found.items():
-        # Each time with other memory and other files: where those lie makes a tenth, which more rounds do not even out.
+        # Each part has its own memory and files: their location makes a tenth, which more rounds do not average out.
         for part in parts(rounds):
             measure(series, directory, size, nbytes, threads=threads, rounds=part, fio_run_ms=fio_run_ms, tell=_tell)
     bars = make_bars(found)
@@ -100,7 +113,7 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
             what = f"{mode}, {size // MIB} MiB: store / fio"
             bars.append(Bar(what=what, measured=median(shares), limit=_SHARE_BAR, sign=">=", spread=spread(shares)))
     for mode in MODES:
-        # Over the rounds of all sizes, which together tell what no size's own do.
+        # The rounds of all sizes together show what those of one size cannot.
         every: list[float] = []
         for size, series in found.items():
             shares = ratios_of(series[TWO_PATHS], series[STORE], mode)
@@ -113,7 +126,7 @@ def make_bars(found: Mapping[int, Mapping[str, Series]]) -> list[Bar]:
         for size, series in found.items():
             what = f"CPU seconds per GiB, {mode}, {size // MIB} MiB"
             bars.append(Bar(what=what, measured=median(series[STORE].cpu_s_per_gib[mode]), limit=limit, unit=" s"))
-    smallest = found[min(found)][STORE]  # with the most transfers to the gigabyte
+    smallest = found[min(found)][STORE]  # with the most transfers per gigabyte
     what = f"submitting a transfer, {min(found) // MIB} MiB"
     bars.append(Bar(what=f"{what}, CPU", measured=median(smallest.submit_cpu_s) * 1e6, limit=_SUBMIT_BAR_US, unit="us"))
     bars.append(Bar(what=f"{what}, wall", measured=median(smallest.submit_wall_s) * 1e6, limit=None, unit="us"))
@@ -126,15 +139,21 @@ def ratios_of(one: Series, other: Series, mode: Mode) -> list[float]:
 
 
 def _tell(text: str) -> None:
-    """Print a line; a progress bar has a thread of its own, whose CPU time would count."""
+    """Print a line; the thread of a progress bar would add its CPU time."""
     print(f"io: {text}", file=sys.stderr, flush=True)
 
 
-def _table(title: str, found: Mapping[int, Mapping[str, Series]], modes: Iterable[Mode], cell: Cell, note: str) -> Grid:
-    """The table of one figure: a row for each mode and size, a column for each arm, the store's first."""
+def _table(
+    title: str, found: Mapping[int, Mapping[str, Series]], modes: Iterable[Mode], figure: str, note: str
+) -> Grid:
+    """Make the table of a figure: a row for each mode and size, a column for each arm, the store's first."""
     names = sorted(next(iter(found.values())), key=lambda name: name != STORE)
+    scale, digits = (1e9, 2) if figure == "bytes_per_s" else (1, 3)
     rows = [
-        (f"{mode}, {size // MIB} MiB", *(cell(series[name], mode) for name in names))
+        (
+            f"{mode}, {size // MIB} MiB",
+            *(f"{median(getattr(series[name], figure)[mode]) / scale:.{digits}f}" for name in names),
+        )
         for size, series in found.items()
         for mode in modes
     ]
@@ -143,27 +162,18 @@ def _table(title: str, found: Mapping[int, Mapping[str, Series]], modes: Iterabl
 
 def _speed_table(found: Mapping[int, Mapping[str, Series]], nbytes: int, rounds: int) -> Grid:
     note = (
-        f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB, a third of them each with memory and "
-        "files of their own; both: of both directions together, while both are under way. Store: PosixStore. Two "
-        "paths: a StripedStore of two, each with workers of its own. fio: psync, direct, as many jobs as workers, for "
-        "0.8 s (blocks above 16 MiB: 0.05 s for each MiB) after 0.1 s that do not count; of the others, one pass over "
-        "all buffers does not count before each that does. Reads that count go into as few buffers as are under "
-        "way at once, as fio's do; outside of the clock, everything is read into "
-        "memory of its own and verified, ahead of the reads that count and after the writes."
+        f"GB/s (10^9), medians over {rounds} rounds of {nbytes // MIB} MiB; each third has its own memory and files. "
+        "Both: both directions together, while both are in flight. Store: PosixStore. Two paths: a StripedStore of "
+        "two, each with its own workers. fio: psync, direct, one job per worker, for 0.8 s (blocks above 16 MiB: "
+        "0.05 s per MiB) after a ramp of 0.1 s. In the other arms, one untimed pass over all buffers precedes each "
+        "timed one. Timed reads use as many buffers as are in flight at once, as fio's do; outside the timed region, "
+        "everything is read into separate memory and verified, before the timed reads and after the writes."
     )
     if FIO not in next(iter(found.values())):
         note += " fio: not installed (Debian and Ubuntu: apt-get install fio)."
-
-    def speed(series: Series, mode: Mode) -> str:
-        return f"{median(series.bytes_per_s[mode]) / 1e9:.2f}"
-
-    return _table("Bandwidth", found, MODES, speed, note)
+    return _table("Bandwidth", found, MODES, "bytes_per_s", note)
 
 
 def _cpu_table(found: Mapping[int, Mapping[str, Series]]) -> Grid:
     note = "CPU seconds of all threads per GiB moved, user and system, medians."
-
-    def cpu_s(series: Series, mode: Mode) -> str:
-        return f"{median(series.cpu_s_per_gib[mode]):.3f}"
-
-    return _table("CPU seconds per GiB", found, _CPU_BARS, cpu_s, note)
+    return _table("CPU seconds per GiB", found, _CPU_BARS, "cpu_s_per_gib", note)

@@ -3,60 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ._processes.arms import Spec, in_turns, running
+import typer
+
+from ._processes.device import CPU
+from ._processes.measure import run_rounds
 from ._report.environment import environment_block
-from ._report.progress import progress
+from ._report.options import OUT, Out, Quick, Threads, parse_rate
 from ._report.ratios import median_ratio
-from ._report.results import Grid, Result, mib
-from ._workload.sizes import Model
+from ._report.results import Column, Grid, Result, mib
+from ._workload.sizes import CPU_MODELS, TINY
 
-_WARM_UP_ROUNDS = 2
 _TRANSFERS = ("write", "read")
+_FREE = "offload"  # at the device's own rate
 
 
-def run_overlap(model: Model, *, rates: Sequence[float], rounds: int, threads: int, out: Path) -> Result:
-    """Trace `rounds` steps at each rate beside plain ones; without a rate, at the device's own."""
+def overlap(
+    model: Annotated[Literal["24x256", "8x512"], typer.Option(help="Size of the GPT.")] = "24x256",
+    rate: Annotated[
+        list[str] | None, typer.Option(help="Limit the link to this rate, such as 200MB (a second).")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Steps traced; the report shows the last.")] = 3,
+    threads: Threads = 2,
+    out: Out = OUT,
+    quick: Quick = False,
+) -> Result:
+    """The share of a step's I/O that compute hides; with --rate (may be repeated) on slower links."""
     out.mkdir(parents=True, exist_ok=True)
-    specs, files = {"plain": _arm("plain", model, threads)}, []
-    for rate in [None, *rates]:
-        name = link_name(rate)
-        files.append(out / ("overlap.html" if rate is None else f"overlap_{rate / 1e6:.0f}MBps.html"))
+    size, rounds = (TINY, 1) if quick else (CPU_MODELS[model], rounds)
+    common = {"threads": threads, "allocator": CPU.allocator, "role": "timeline:TimelineArm"}
+    rates: dict[str, float | None] = {"plain": None, _FREE: None}
+    rates |= {f"{_FREE}, {limit / 1e6:,.0f} MB/s": limit for limit in map(parse_rate, rate or [])}
+    specs, files = {"plain": CPU.gpt("plain", size, **common)}, []
+    for name, limit in list(rates.items())[1:]:
+        files.append(out / ("overlap.html" if limit is None else f"overlap_{limit / 1e6:.0f}MBps.html"))
+        settings = {**size.settings, "max_write_rate": limit, "max_read_rate": limit}
         page = str(files[-1].absolute())
-        specs[name] = _arm(name, model, threads, tier="nvme", rate_bytes_per_s=rate, page=page)
-    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in specs}
-    total = _WARM_UP_ROUNDS + rounds
-    with progress(f"overlap {model.name}", total * len(specs)) as bar, running(list(specs.values())) as arms:
-        for arm, number, answer in in_turns(arms, range(total)):
-            if number >= _WARM_UP_ROUNDS:
-                answers[arm.spec.name].append(answer)
-            bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s")
-        allocators = {arm.spec.name: arm.allocator for arm in arms}
-        for arm in arms:
-            arm.close()
+        specs[name] = CPU.gpt(name, size, tier="nvme", settings=settings, page=page, **common)
+    turns = list(run_rounds(list(specs.values()), rounds=rounds, title=f"overlap {size.name}"))
+    answers = {name: [answer for arm, _, answer, timed in turns if timed and arm.spec.name == name] for name in specs}
     found = {name: summarise(steps, answers["plain"]) for name, steps in answers.items()}
-    free = found[link_name(None)]
-    need = needed_rate(free)
+    need = needed_rate(found[_FREE])
     data = {
-        "model": model.options(),
-        "links": {
-            name: {"rate_bytes_per_s": specs[name].options.get("rate_bytes_per_s"), **row}
-            for name, row in found.items()
-        },
+        "model": size.options(),
+        "links": {name: {"rate_bytes_per_s": rates[name], **row} for name, row in found.items()},
         "needed_bytes_per_s": need,
-        "hidden_share": free["hidden_share"],
+        "hidden_share": found[_FREE]["hidden_share"],
         "gradients_bit_equal": len({tuple(s["gradients_sha256"] for s in steps) for steps in answers.values()}) == 1,
     }
-    environment = environment_block(allocators, threads=threads)
-    return Result(theme="overlap", tables=[_table(model, found, need)], data=data, files=files, environment=environment)
-
-
-def link_name(rate: float | None) -> str:
-    """Name of a link in tables and legends."""
-    return "offload" if rate is None else f"offload, {rate / 1e6:,.0f} MB/s"
+    table = _table(f"Overlap, {size.describe()}", found, need)
+    environment = environment_block({arm.spec.name: arm for arm, *_ in turns}, threads=threads)
+    return Result(theme="overlap", tables=[table], data=data, files=files, environment=environment)
 
 
 def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def summarise(steps: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, A
 
 
 def busy_s(transfers: Iterable[tuple[float, float]]) -> float:
-    """Count the seconds in which at least one of the transfers, from start to end, was under way."""
+    """Count the seconds in which at least one of the transfers, from start to end, was in flight."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(transfers):
         total += max(0.0, end - max(start, until))
@@ -95,40 +94,33 @@ def busy_s(transfers: Iterable[tuple[float, float]]) -> float:
 
 
 def hidden_share(io_busy_s: float, waited_s: float) -> float:
-    """Share of I/O time hidden behind compute: 1 where nothing waited."""
+    """Share of I/O time hidden behind compute: 1 if nothing waited."""
     return max(0.0, 1.0 - waited_s / io_busy_s) if io_busy_s > 0.0 else 1.0
 
 
 def needed_rate(row: Mapping[str, Any]) -> float:
-    """Bytes per second each way below which I/O cannot fit behind this compute, whatever the order."""
+    """Bytes per second each way below which I/O cannot fit behind this compute, in any order."""
     return max(row["written_bytes"] / row["forward_s"], row["read_bytes"] / row["backward_s"])
 
 
-def _arm(name: str, model: Model, threads: int, **options: Any) -> Spec:
-    merged = {**model.options(), **options}
-    return Spec(name=name, role="timeline:TimelineArm", options=merged, allocator="auto", threads=threads)
+def _table(title: str, found: Mapping[str, Mapping[str, Any]], need: float) -> Grid:
+    def amount(key: str, show: Callable[[float], str] = "{:.3f}".format) -> Callable[[str], str]:
+        return lambda name: show(found[name][key])
 
-
-def _table(model: Model, found: Mapping[str, Mapping[str, Any]], need: float) -> Grid:
-    rows = [
-        (
-            name,
-            f"{row['wall_s']:.3f}",
-            f"{row['wall_ratio']:.2f}",
-            mib(row["peak_bytes"]),
-            mib(row["written_bytes"]),
-            mib(row["read_bytes"]),
-            f"{row['io_busy_s']:.3f}",
-            f"{row['forward_waited_s']:.3f}",
-            f"{row['backward_waited_s']:.3f}",
-            f"{row['hidden_share']:.1%}" if row["io_busy_s"] else "-",
-        )
-        for name, row in found.items()
+    columns: list[Column] = [
+        ("link", str),
+        ("step s", amount("wall_s")),
+        ("/ plain", amount("wall_ratio", "{:.2f}".format)),
+        ("peak MiB", amount("peak_bytes", mib)),
+        ("written MiB", amount("written_bytes", mib)),
+        ("read MiB", amount("read_bytes", mib)),
+        ("I/O busy s", amount("io_busy_s")),
+        ("forward waited s", amount("forward_waited_s")),
+        ("backward waited s", amount("backward_waited_s")),
+        ("hidden", lambda name: f"{found[name]['hidden_share']:.1%}" if found[name]["io_busy_s"] else "-"),
     ]
-    columns: tuple[str, ...] = ("link", "step s", "/ plain", "peak MiB", "written MiB", "read MiB", "I/O busy s")
-    columns += ("forward waited s", "backward waited s", "hidden")
     note = (
         "Hidden: 1 - waited / I/O busy time. I/O fits behind this compute on a link of "
         f"{need / 1e6:,.0f} MB/s each way: the bytes written over the forward's time, those read over the backward's."
     )
-    return Grid(f"Overlap, {model.describe()}", columns, rows, note)
+    return Grid.of(title, found, columns, note)

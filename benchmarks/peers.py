@@ -1,7 +1,7 @@
 """The peers benchmark: tba beside what its user would use instead: one model, one seed, one allocator.
 
-Each peer trains in a process of its own, in turns with the others. Beneath stands what each makes of ten things that
-training code does to saved tensors, found by doing them, each in a process that may hang or die.
+Each peer trains in its own process, in turns with the others. Then ten things that training code does to saved tensors
+are done under each peer, each in a process that may hang or die.
 """
 
 from __future__ import annotations
@@ -9,92 +9,86 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 from ._peers.cases import CASES
-from ._peers.registry import OURS, PEERS
+from ._peers.registry import CHECKPOINT, NVME, OURS, PEERS
 from ._peers.trial import Outcome, run_case
 from ._pictures.curves import Panel, Point, draw_curves
+from ._pictures.pictures import check_pictures
 from ._processes.arms import Spec
 from ._processes.child import ChildError
-from ._processes.device import CPU, Device
+from ._processes.device import DEVICES, Device
 from ._processes.measure import count_saved_bytes, measure
 from ._report.bar import Bar, bar_table
 from ._report.curve import per_second
 from ._report.environment import environment_block
+from ._report.options import OUT, Out, Quick, Threads, check_names
+from ._report.options import Device as DeviceName
 from ._report.progress import progress
-from ._report.ratios import doubt, median_ratio, ratios
-from ._report.results import MIB, Grid, Result, mib
-from ._report.steps import Measured, memory_share
+from ._report.ratios import doubt, ratios
+from ._report.results import MIB, Column, Grid, Result, mib
+from ._report.steps import Measured, arm_table, memory_share
 from ._workload.families import BY_SIZE
+from ._workload.sizes import TINY_SETTINGS
 from ._workload.tools import scratch_directory
 
 PLAIN, RULE, SHARE = "plain", "SSDTrain's rule", 0.4
 AUTO = f"tba auto {SHARE:.2f}"
-_WARM_UP, _WARM_UP_APART = 6, 4  # until a plan stands; fewer where a step moves gigabytes
-_CASE_TIMEOUT_S = 120.0  # what hangs hangs for ever; importing takes seconds
-# What PyPI has besides, and why it is no arm.
+_WARM_UP, _WARM_UP_APART = 6, 4  # until a plan is made; fewer if a step moves gigabytes
+_CASE_TIMEOUT_S = 120.0  # a case that hangs hangs for ever; importing takes seconds
+# What else PyPI has, and why it is no arm.
 ELSEWHERE = {
     "trainstream": "needs CUDA: wrap() refuses a CPU build of PyTorch; it pages weights, optimizer and activations",
     "ckptplan": "needs CUDA: it plans recomputing by bytes that it counts on a CUDA device alone",
 }
 
 
-def run_peers(
-    names: Sequence[str],
-    *,
-    family: str,
-    cases: Sequence[str],
-    rounds: int,
-    starts: int,
-    threads: int,
-    out: Path,
-    layers: int | None = None,
-    batch: int = 0,
-    settings: Mapping[str, Any] | None = None,
-    device: Device = CPU,
+def peers(
+    family: Annotated[
+        Literal["llama", "gpt", "bert", "conv"], typer.Option(help="The model that is trained.")
+    ] = "llama",
+    peer: Annotated[list[str] | None, typer.Option(help="Measure only these, and tba (default: all).")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on cuda 5).")
+    ] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 2; on cuda 1).")] = None,
+    threads: Threads = 2,
+    device: DeviceName = "cpu",
+    out: Out = OUT,
+    quick: Quick = False,
 ) -> Result:
-    """Train under each of the peers `names`, then run the cases under each; `batch` 0 is the family's own."""
-    from tba import OffloadConfig
-
-    directory = scratch_directory(OffloadConfig().storage_paths)
+    """tba against other tools: memory, time, bytes left on disk, and how each handles ten patterns (10 minutes)."""
+    check_pictures()
+    here, cases = DEVICES[device], list(CASES)
+    check_names(peer or (), PEERS, "peer")
+    names = [name for name in PEERS if name in (peer or PEERS) or name == NVME]
+    options: dict[str, Any] = {"family": family, "batch": 4 if here.apart else 0, "layers": None, "settings": {}}
+    rounds, starts = (rounds or 5, starts or 1) if here.apart else (rounds or 12, starts or 2)
+    if quick:
+        rounds, starts, here = 1, 1, replace(here, size="small")
+        options = {"family": "gpt", "batch": 2, "layers": 2, "settings": TINY_SETTINGS}
+        if not peer:
+            names, cases = [CHECKPOINT, "tutorial's files", NVME], cases[:1] + cases[-3:]
     missing = {name: why for name in names if (why := PEERS[name].missing())}
-    here = [name for name in names if name not in missing]
-    options = {"family": family, "layers": layers, "batch": batch}
-    with ExitStack() as stack:
-        folders = {
-            name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory)))
-            for name in (PLAIN, *here, RULE, AUTO)
-        }
-        # What a peer compiles (DeepSpeed an operator) is compiled here, by the step that tries it. In PyTorch's own
-        # cache who is killed meanwhile leaves a lock, for which all later processes wait: a hang that is no peer's.
-        compiled = {"TORCH_EXTENSIONS_DIR": stack.enter_context(tempfile.TemporaryDirectory(dir=directory))}
-        specs = make_arms(here, options, folders, compiled, threads, dict(settings or {}), device)
-        specs, failed = _those_that_run(specs)
-        warm_up = _WARM_UP_APART if device.apart else _WARM_UP
-        turns = {"rounds": rounds, "warm_up": warm_up, "starts": starts, "apart": device.apart}
-        arms = measure(specs, title=f"peers {family}", **turns)
-        left = {name: _bytes_below(folder) for name, folder in folders.items() if name in arms}
-        able = [name for name in here if name not in failed]
-        found = _run_cases(able, cases, directory, {**device.environment, **compiled}, device)
-    bars = make_bars(arms, found)
-    model = BY_SIZE[device.size][family]
-    title = f"{model.of(layers)}, batch {batch or model.examples}"
+    names = [name for name in names if name not in missing]
+    arms, left, failed, found = _measure(names, options, cases, rounds, starts, threads, here)
+    bars, model = make_bars(arms, found), BY_SIZE[here.size][options["family"]]
+    title = f"{model.of(options['layers'])}, batch {options['batch'] or model.examples}"
     tables = [
-        _table(title, arms, left, device),
+        _table(title, arms, left, here),
         _against_table(arms),
         Grid("Not measured here", ("peer", "why"), list((missing | ELSEWHERE | failed).items())),
         _case_table(found, cases, missing | failed),
         bar_table(bars),
     ]
-    out.mkdir(parents=True, exist_ok=True)
-    picture = out / "peers.png"
-    places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
-    draw_curves({title: Panel(places, "peak over idle, MiB", f"{model.unit} per second")}, picture)
     data = {
-        "family": family,
+        "family": options["family"],
         "arms": {name: vars(arm) for name, arm in arms.items()},
         "bytes_left_on_disk": left,
         "missing": missing | ELSEWHERE,
@@ -103,11 +97,42 @@ def run_peers(
         "bit_equal": {name: equal_to(arm, arms[PLAIN]) for name, arm in arms.items()},
         "bars": [bar.data() for bar in bars],
     }
-    allocators = {name: arm.allocator for name, arm in arms.items()}
-    environment = environment_block(allocators, threads=threads, device=device.name)
-    environment["processes"] = f"{starts} of each arm, one after another"
-    theme, files = device.theme("peers"), [picture]
+    picture = _draw(title, model.unit, arms, out)
+    environment = environment_block(arms, threads=threads, device=here.name, starts=starts)
+    theme, files = here.theme("peers"), [picture]
     return Result(theme=theme, tables=tables, data=data, files=files, picture=picture, environment=environment)
+
+
+def _measure(
+    names: Sequence[str],
+    options: Mapping[str, Any],
+    cases: Sequence[str],
+    rounds: int,
+    starts: int,
+    threads: int,
+    device: Device,
+) -> tuple[dict[str, Measured], dict[str, int], dict[str, str], dict[str, dict[str, Outcome]]]:
+    """Train under each peer, then run the cases under each that trains.
+
+    Returns:
+        The arms, the bytes that each left on disk, why arms failed, and the outcomes of the cases.
+    """
+    from tba import OffloadConfig
+
+    directory = scratch_directory(OffloadConfig().storage_paths)
+    with ExitStack() as stack:
+        every = (PLAIN, *names, RULE, AUTO)
+        folders = {name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory))) for name in every}
+        # What a peer compiles (DeepSpeed an operator) goes here, when its step is tried. In PyTorch's own cache, a
+        # process killed while it compiles leaves a lock that all later ones wait for: a hang that is no peer's.
+        compiled = {"TORCH_EXTENSIONS_DIR": stack.enter_context(tempfile.TemporaryDirectory(dir=directory))}
+        specs, failed = _those_that_run(make_arms(names, options, folders, compiled, threads, device))
+        warm_up = _WARM_UP_APART if device.apart else _WARM_UP
+        turns = {"rounds": rounds, "warm_up": warm_up, "starts": starts, "apart": device.apart}
+        arms = measure(specs, title=f"peers {options['family']}", **turns)
+        left = {name: _bytes_below(folder) for name, folder in folders.items() if name in arms}
+        able = [name for name in names if name not in failed]
+        return arms, left, failed, _run_cases(able, cases, directory, {**device.environment, **compiled}, device)
 
 
 def make_arms(
@@ -116,27 +141,28 @@ def make_arms(
     folders: Mapping[str, Path],
     environment: Mapping[str, str],
     threads: int,
-    settings: Mapping[str, Any],
     device: Device,
 ) -> list[Spec]:
     """List the arms: plain, each peer, and tba by the paper's rule and by a budget; all get these variables."""
+    settings = options["settings"]
+    trained = {name: value for name, value in options.items() if name != "settings"}
 
     def arm(name: str, **more: Any) -> Spec:
         folder = str(folders[name])
-        given = {**options, "scratch": folder, **more}
+        given = {**trained, "scratch": folder, **more}
         return device.spec(name, given, threads=threads, environment={"TMPDIR": folder, **environment})
 
     def planned(name: str, **more: Any) -> Spec:
         paths = {"storage_paths": [str(folders[name])]}
         return arm(name, tier="auto", settings={**settings, **paths, **more})
 
-    budget = int(SHARE * count_saved_bytes({**options, "settings": settings}, threads, device))
+    budget = int(SHARE * count_saved_bytes(options, threads, device))
     peers = [arm(name, peer=name) for name in names]
     return [arm(PLAIN), *peers, planned(RULE, policy="tba"), planned(AUTO, memory_budget=budget)]
 
 
 def _those_that_run(specs: Sequence[Spec]) -> tuple[list[Spec], dict[str, str]]:
-    """Try one step of each arm that is made from another package; tell what became of those that fail."""
+    """Try one step of each arm that another package makes; return those that run, and why the others fail."""
     run, failed = [], {}
     for spec in specs:
         if spec.name in PEERS and PEERS[spec.name].package:
@@ -183,19 +209,28 @@ def make_bars(arms: Mapping[str, Measured], found: Mapping[str, Mapping[str, Out
     return bars
 
 
+def _draw(title: str, unit: str, arms: Mapping[str, Measured], out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    places = [Point(name, _kind(name), arm.peak_bytes / MIB, per_second(arm)) for name, arm in arms.items()]
+    draw_curves({title: Panel(places, "peak over idle, MiB", f"{unit} per second")}, out / "peers.png")
+    return out / "peers.png"
+
+
 def _against_table(arms: Mapping[str, Measured]) -> Grid:
-    """Compare tba, moving all and by a budget, with each of the others."""
-    rows = []
-    for name, other in arms.items():
-        if name in (*OURS, AUTO):
-            continue
-        cells = []
-        for ours in (OURS[0], AUTO):
-            against = ratios(arms[ours].wall_s, other.wall_s)
-            cells += [f"{memory_share(arms[ours], other):.2f}", f"{median(against):.3f} ± {doubt(against):.3f}"]
-        rows.append((name, *cells))
-    heads = (f"{ours}: {what}" for ours in (OURS[0], AUTO) for what in ("peak", "step"))
-    return Grid("tba / each", ("against", *heads), rows, "Below 1: tba is better. Behind ±: about 95 % confidence.")
+    """Compare tba, moving everything and by a budget, with each of the others."""
+
+    def step(ours: str, other: Measured) -> str:
+        against = ratios(arms[ours].wall_s, other.wall_s)
+        return f"{median(against):.3f} ± {doubt(against):.3f}"
+
+    columns: list[Column] = [("against", lambda other: str(other.name))]
+    for ours in (OURS[0], AUTO):
+        columns += [
+            (f"{ours}: peak", lambda other, ours=ours: f"{memory_share(arms[ours], other):.2f}"),  # type: ignore[misc]
+            (f"{ours}: step", lambda other, ours=ours: step(ours, other)),  # type: ignore[misc]
+        ]
+    others = [arm for name, arm in arms.items() if name not in (*OURS, AUTO)]
+    return Grid.of("tba / each", others, columns, "Below 1: tba is better. Behind ±: about 95 % confidence.")
 
 
 def _kind(name: str) -> str:
@@ -203,34 +238,24 @@ def _kind(name: str) -> str:
 
 
 def _table(title: str, arms: Mapping[str, Measured], left: Mapping[str, int], device: Device) -> Grid:
-    plain, rows = arms[PLAIN], []
-    for name, arm in arms.items():
-        rows.append(
-            (
-                name,
-                mib(arm.peak_bytes),
-                f"{memory_share(arm, plain):.2f}",
-                f"{median(arm.wall_s):.3f}",
-                f"{median_ratio(arm.wall_s, plain.wall_s):.3f}",
-                f"{median(arm.cpu_s):.3f}",
-                f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}",
-                *([mib(arm.host_bytes)] if device.apart else []),
-                f"{left[name]:,}",
-                "yes" if equal_to(arm, plain) else "NO",
-            )
-        )
-    heads = ("arm", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain")
-    host = ("host MiB",) if device.apart else ()
+    host: list[Column] = [("host MiB", lambda arm: mib(arm.host_bytes))] if device.apart else []
     note = (
-        f"Peak: {device.memory}, over idle, worst of all steps. Left on disk: once the process has ended. "
-        f"tba auto may hold {SHARE:.0%} of what plain saves. Times: medians over {len(plain.wall_s)} rounds. "
+        f"Peak: {device.memory}, over idle, worst of all steps. Left on disk: after the process has ended. "
+        f"tba auto may hold {SHARE:.0%} of what plain saves. "
     )
     note += (
-        "Host: the most that was ever resident of the process."
+        "Host: the most memory that was ever resident in the process."
         if device.apart
-        else "save_on_cpu has nowhere to move a CPU's tensors to."
+        else "save_on_cpu cannot move tensors of a CPU anywhere."
     )
-    return Grid(title, (*heads, *host, "bytes left on disk", "bit-equal"), rows, note)
+    return arm_table(
+        title,
+        arms,
+        note,
+        *host,
+        ("bytes left on disk", lambda arm: f"{left[arm.name]:,}"),
+        ("bit-equal", lambda arm: "yes" if equal_to(arm, arms[PLAIN]) else "NO"),
+    )
 
 
 def _case_table(found: Mapping[str, Mapping[str, Outcome]], cases: Sequence[str], missing: Mapping[str, str]) -> Grid:
@@ -243,16 +268,11 @@ def _case_table(found: Mapping[str, Mapping[str, Outcome]], cases: Sequence[str]
         if outcome.kind not in ("right", "error", "-")
     )
     note = (
-        "Right: plain PyTorch's gradients, bit for bit. For the edit plain has an error, and the gradients without the "
-        f"edit are right too. -: keeps nothing in files. {words}."
+        "Right: plain PyTorch's gradients, bit for bit. For the edit, plain raises an error, and the gradients without "
+        f"the edit are right too. -: keeps nothing in files. {words}."
     )
-    return Grid("What becomes of it", ("under", *cases), rows, note)
+    return Grid("Outcomes of the cases", ("under", *cases), rows, note)
 
 
 def _bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def known_cases() -> list[str]:
-    """List the cases by name."""
-    return list(CASES)

@@ -1,16 +1,16 @@
-"""Armed: signals wait while the package is imported. So this is imported first, and `end` is called last."""
+"""Armed: delays signals while the package is imported; imported first, with `end` called last."""
 
 import os
 
 from io_backends import interrupts
 
-# No signal tears anything here. It may strike in what runs a program's code: the command line, an audit, integrations.
+# No signal interrupts code of this package, except parts that run a program's code: command line, audit, integrations.
 _RUN_PROGRAMS = ("cli", "_audit", "_forecast", "integrations/megatron", "integrations/transformers")
 interrupts.protect(os.path.dirname(__file__), but=_RUN_PROGRAMS)
 _is_armed = interrupts.arm()
 
 
 def end() -> None:
-    """Have them wait no more."""
+    """Deliver signals again."""
     if _is_armed:
         interrupts.disarm()

@@ -17,31 +17,31 @@ from compact import PRESETS, Preset
 from ._errors import ConfigError
 
 _PREFIX = "TBA_"
-# No setting of a training: `allow` keeps an untested torch from being warned of at import.
+# Not a setting of a training: `allow` turns off the warning about an untested torch at import.
 UNTESTED_TORCH = "TBA_UNTESTED_TORCH"
 
 
 def _number(value: Any) -> Any:
-    """Refuse a truth value, which Python counts as 0 or 1."""
+    """Refuse True and False, which Python counts as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("a truth value is not a number")
     return value
 
 
 def _size(value: Any) -> Any:
-    """Refuse what ByteSize would cut off: it looks at the beginning of a text, and takes "1,5GiB" for one byte."""
+    """Refuse what ByteSize would truncate: it parses the beginning of a text, and takes "1,5GiB" for one byte."""
     if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
         raise ValueError("neither a number nor a number and a unit")
     return int(value) if isinstance(value, float) and value.is_integer() else _number(value)
 
 
 def _rate(value: Any) -> Any:
-    """Accept a size with or without "/s" behind it."""
+    """Accept a size with or without a trailing "/s"."""
     return _size(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value)
 
 
 def _seconds(value: Any) -> Any:
-    """Accept "60", "60s" and "60 s" beside numbers."""
+    """Accept "60", "60s" and "60 s" as well as numbers."""
     return value.strip().removesuffix("s") if isinstance(value, str) else _number(value)
 
 
@@ -56,7 +56,7 @@ def _preset(value: Any) -> Any:
 
 
 def _rank(value: Any) -> Any:
-    """Accept a count of columns or a share of the width, as a number or as text."""
+    """Accept a number of columns or a share of the width, as a number or as text."""
     if isinstance(value, str):
         value = float(value) if re.search(r"[.eE]", value) else int(value)
     if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value < 1)):
@@ -90,7 +90,7 @@ def _directories(value: Any) -> Any:
         parts = value
     try:
         paths = tuple(Path(part).expanduser().absolute() for part in parts)
-    except (TypeError, RuntimeError, OSError) as error:  # no path; a home or a working directory that does not exist
+    except (TypeError, RuntimeError, OSError) as error:  # not a path, or the home or working directory does not exist
         raise ValueError(str(error)) from None
     if not paths or any("\0" in str(path) for path in paths):
         raise ValueError("it names no directory")
@@ -127,7 +127,7 @@ _ACCEPTS = {
     "max_read_rate": _A_RATE,
 }
 
-# Where an object remembers which settings were given, and how. Not a field, so that it takes no part in equality.
+# Attribute that holds which settings were given, and how. Not a field, so that equality ignores it.
 _ORIGINS = "_origins"
 
 
@@ -142,8 +142,8 @@ class Setting(NamedTuple):
 class OffloadConfig(BaseModel):
     """Immutable settings, equal and hashable by value: arguments > `TBA_` environment variables > defaults.
 
-    The variable of a field is its name in capitals after `TBA_`; one that is set to nothing counts as not set. The
-    environment is read when the object is made.
+    The variable of a field is `TBA_` and its name in capitals; an empty variable counts as not set. The environment is
+    read when the object is made.
 
     Raises:
         ConfigError: an unknown argument or `TBA_` variable, a value that does not parse, settings that contradict.
@@ -152,18 +152,18 @@ class OffloadConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     tier: Literal["keep", "cpu", "nvme", "auto"] = "auto"
-    """Where saved tensors go: "nvme" a scratch file, "cpu" pinned host memory, "keep" nowhere, "auto" the file, for
-    tensors that do not fit in memory."""
+    """Where saved tensors go: "nvme" to a scratch file, "cpu" to pinned host memory, "keep" nowhere, "auto" to the file
+    if they do not fit in memory."""
     compress: Annotated[Any, BeforeValidator(_preset)] = None
     """Compression of saved tensors: a preset of `compact` by name ("exact", "safe8", "balanced", "max", "compact"), or
-    a `compact.Preset`. None: no compression. All but "exact" change gradients."""
+    a `compact.Preset`. None: no compression. All but "exact" are lossy."""
     rank: Annotated[int | float | None, BeforeValidator(_rank)] = None
     """Rank of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
     seed: int = 0
-    """Seed of stochastic rounding and random projections. The default generators are never used."""
+    """Seed of stochastic rounding and random projections, which never use the default generators."""
     storage_paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_directories)] = None
-    """Directories for scratch files, used as one where there are several; in the variable they are joined by `:`.
-    None: a per-user directory below the system's cache or temp directory."""
+    """Directories for scratch files; several are used as one, and are joined by `:` in the variable. None: a per-user
+    directory below the system's cache or temp directory."""
     io_backend: Literal["auto", "posix", "kvikio"] = "auto"
     """How bytes reach the file: "posix" is O_DIRECT from host memory, "kvikio" GPUDirect Storage (extra `gds`), "auto"
     chooses."""
@@ -172,29 +172,26 @@ class OffloadConfig(BaseModel):
     memory_budget: Size | None = None
     """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
     policy: Literal["budget", "tba"] = "budget"
-    """What tier "auto" plans by: "budget" moves and recomputes just enough for `memory_budget`, in least time; "tba" is
-    the rule of the paper TBA/SSDTrain, a baseline: the first blocks move, as many as the link can carry."""
+    """How tier "auto" plans: "budget" moves and recomputes just enough for `memory_budget`, in minimum time; "tba" is
+    the rule of the TBA/SSDTrain paper, a baseline: the first blocks move, as many as the link can carry."""
     blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_blocks)] = None
     """Modules that tier "auto" may recompute, by class or by path: `Block`, "Block", "model.layers", or several. A
-    ModuleList or ModuleDict stands for its children, and so does a Sequential that is named alone. None: found by what
-    they save."""
+    ModuleList or ModuleDict stands for its children, and so does a single Sequential. None: found by what they save."""
     cpu_budget: Size | None = None
-    """Cap of host memory in bytes, shared by the ranks of a node: each gets it divided by LOCAL_WORLD_SIZE where that
-    variable is set. None: half of the memory."""
+    """Cap of host memory in bytes, divided by LOCAL_WORLD_SIZE among the ranks of a node. None: half of the memory."""
     nvme_budget: Size | None = None
-    """Cap of the scratch files in bytes, shared by the ranks of a node like `cpu_budget`. None: 80% of what is free on
-    the disks."""
+    """Cap of the scratch files in bytes, divided among ranks like `cpu_budget`. None: 80% of the free disk space."""
     staging_bytes: Size | None = None
-    """Cap of writes in flight, in bytes. None: 40 MiB, for tensors of a GPU 1 GiB, less where memory is little."""
+    """Cap of writes in flight, in bytes. None: 40 MiB, 1 GiB for GPU tensors, less if there is little memory."""
     prefetch_bytes: Size | None = None
-    """Cap of tensors held back from writing or read ahead, in bytes. None: three of the largest tensors, but 24 MiB at
-    least and the default of `staging_bytes` at most."""
+    """Cap of tensors held back from writing or prefetched, in bytes. None: three of the largest tensors, but at least
+    24 MiB and at most the default of `staging_bytes`."""
     io_threads: Annotated[int, BeforeValidator(_number), Field(ge=1, le=256)] | None = None
-    """Count of I/O workers per storage path. None: 2, but 1 where tensors are on a CPU of fewer than 8 cores."""
+    """Number of I/O workers per storage path. None: 2, but 1 for tensors on a CPU with fewer than 8 cores."""
     checksum: bool = False
-    """Hash every byte that is written, not a sample with a line of each page, and verify it when it is read."""
+    """Hash every byte that is written, not only a sample of each page, and verify it when it is read."""
     io_timeout: Seconds = 60.0
-    """Seconds without a byte moved after which a transfer has failed."""
+    """Seconds without progress after which a transfer has failed."""
     max_write_rate: Rate | None = None
     """Throttle of writes, in bytes per second of this process."""
     max_read_rate: Rate | None = None
@@ -241,7 +238,7 @@ class OffloadConfig(BaseModel):
         raise ConfigError(f"cannot change {name!r}: settings are immutable; make others with OffloadConfig({name}=...)")
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return these settings but for `update`, which is checked; those not updated keep their origin."""
+        """Return these settings with `update`, which is checked; the others keep their origin."""
         changes = dict(update or {})
         made = type(self)(**{name: getattr(self, name) for name in _FIELDS} | changes)
         made.__dict__[_ORIGINS] = self.__dict__[_ORIGINS] | dict.fromkeys(changes, "argument")
@@ -252,13 +249,13 @@ _FIELDS = tuple(OffloadConfig.model_fields)
 
 
 def describe(config: OffloadConfig) -> list[Setting]:
-    """List every setting in force, in the order of the fields, and where it came from."""
+    """List every setting in force and where it came from, in the order of the fields."""
     origins: Mapping[str, str] = config.__dict__[_ORIGINS]
     return [Setting(name, getattr(config, name), origins.get(name, "default")) for name in _FIELDS]
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Read the settings from the environment: `TBA_TIER`, and `tba_tier` too. Raises ConfigError for unknown ones."""
+    """Read the settings from the environment, in any case of letters. Raises ConfigError for unknown ones."""
     found = {}
     for variable, value in environment.items():
         if variable[: len(_PREFIX)].upper() != _PREFIX:
@@ -278,7 +275,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _problems(error: ValidationError, given: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each wrong field: the value, where it came from and what is accepted."""
+    """Yield a line for each wrong field: its value, where it came from, and what is accepted."""
     first = {str(problem["loc"][0]): problem["msg"] for problem in reversed(error.errors(include_url=False))}
     for name in sorted(first, key=_FIELDS.index):
         asked = f"{name if origins[name] == 'argument' else origins[name]}={given[name]!r}"

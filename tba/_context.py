@@ -1,7 +1,7 @@
-"""Registry: one Offloader per model and settings, so that writing the context inside the loop costs nothing.
+"""Registry: one Offloader per model and settings, so that a context inside the loop costs nothing.
 
-Keyed weakly by the model: when it dies its Offloaders leave the registry, and each closes when the last graph that
-uses it is gone. An Offloader without a model is never remembered.
+The registry refers weakly to models: when a model dies, its Offloaders leave the registry, and each closes when the
+last graph that uses it is freed. An Offloader without a model is never registered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Blocks = str | type[nn.Module] | nn.Module | Iterable[str | type[nn.Module] | nn
 
 
 class _Known:
-    """Offloaders of a model, and what was asked for last: checking settings takes longer than a small step."""
+    """Offloaders of a model, and the last request: checking settings takes longer than a small step."""
 
     def __init__(self) -> None:
         self.by_settings: dict[OffloadConfig, Offloader] = {}
@@ -44,20 +44,19 @@ def offload_context(
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
-    """Return the context in which saved tensors leave memory for `tier` until backward needs them.
+    """Return the context in which saved tensors are offloaded to `tier` until backward needs them.
 
-    Put it around a forward, a step or a whole training loop; with a model it may stand inside the loop, because the
-    same model and settings give the same `Offloader`. Without a lossy preset,
-    gradients are bit for bit those of plain PyTorch. Inside of one, a second one of the same model with other settings
-    is an error where it is entered.
+    Put it around a forward, a step or a whole training loop. With a model, it may be inside the loop, because the same
+    model and settings give the same `Offloader`. Without a lossy preset, gradients are bit-identical to plain
+    PyTorch's. Entering a second context of the same model with other settings inside the first is an error.
 
     Args:
         model: its parameters and buffers are recognised as weights and never moved. None: parameters are still
             recognised, buffers are not.
         tier: "nvme" (a scratch file), "cpu" (pinned host memory, for tensors of a GPU), "keep" (nothing moves) or
             "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
-        compress: a preset of `compact` by name, or a `compact.Preset`: what makes saved tensors smaller, under any
-            tier. "exact" changes no bit; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
+        compress: a preset of `compact` by name, or a `compact.Preset`, which compresses saved tensors under any tier.
+            "exact" is lossless; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
         blocks: the modules that tier "auto" may recompute: a class or its name, a path such as "model.layers" (its
             children), or a list of those or of modules. Default: found by what they save.
         config: settings to start from; `overrides` are single fields of `OffloadConfig`.
@@ -65,7 +64,7 @@ def offload_context(
     Raises:
         ConfigError: a setting is unknown or malformed, there is nothing for the preset "compact" to project, or the
             model has no such blocks.
-        RankError: a rank above the width of a layer, which it names.
+        RankError: a rank exceeds the width of a layer, which the message names.
         StorageError: the storage path cannot be used.
     """
     if model is not None and not isinstance(model, nn.Module):
@@ -96,11 +95,11 @@ def attach(
     config: OffloadConfig | None = None,
     **overrides: Any,
 ) -> Offloader:
-    """Offload during every forward of `model` from now on, for training loops that somebody else owns.
+    """Offload during every forward of `model` from now on, for training loops that are not yours.
 
-    The context is entered before the model's forward and left after it, also when it raises. `close()` on what is
-    returned ends it. Copies of the model (`copy.deepcopy`, pickle) are not attached, nor is what takes its place later.
-    Arguments and errors are those of `offload_context`.
+    The context is entered before the model's forward and left after it, also if it raises. `close()` of the returned
+    Offloader ends this. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those
+    of `offload_context`.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
@@ -113,7 +112,7 @@ def attach(
 
 
 def _named(model: nn.Module | None, blocks: Blocks) -> str | tuple[str | type[nn.Module], ...]:
-    """Name modules by their paths in the model: settings hold none, as they outlive models and are compared."""
+    """Replace modules by their paths in the model: settings outlive models and are compared, so they hold none."""
     if isinstance(blocks, str) or not isinstance(blocks, type | nn.Module | Iterable):
         return blocks
     parts = (blocks,) if isinstance(blocks, type | nn.Module) else tuple(blocks)

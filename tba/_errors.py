@@ -1,4 +1,4 @@
-"""Errors and the warning of tba: one tree, separated by who must act.
+"""Errors and the warning of tba: one tree, by who must act.
 
 ::
 
@@ -8,13 +8,13 @@
         ├── BudgetError            no plan keeps saved tensors within `memory_budget`
         ├── ClosedError            you used it after `close()`, or in a forked child
         ├── StorageError           a storage path cannot be used: missing, read-only, full, in RAM
-        └── TransferError          the bytes of a tensor could not be brought back; names the tensor and the cause
+        └── TransferError          the bytes of a tensor could not be restored; names the tensor and the cause
             └── StalledError       no byte moved for `io_timeout` seconds
     UserWarning
-    └── OffloadWarning             training goes on, but not as asked
+    └── OffloadWarning             training continues, but not as asked
 
-An in-place edit of a saved tensor raises PyTorch's own RuntimeError in PyTorch's own words, and so does a lack of
-memory for one that is to come back: they are not in this tree.
+An in-place edit of a saved tensor raises PyTorch's own RuntimeError, and so does a lack of memory for a tensor that is
+being restored: they are not in this tree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class BudgetError(OffloadError):
-    """No plan keeps saved tensors within `memory_budget`. The message tells what the best one needs, and where."""
+    """No plan keeps saved tensors within `memory_budget`. The message says what the best one needs, and where."""
 
 
 class ClosedError(OffloadError):
@@ -41,7 +41,7 @@ class StorageError(OffloadError):
 
 
 class TransferError(OffloadError):
-    """The bytes of a tensor could not be brought back. The message names the tensor, `__cause__` is what failed."""
+    """The bytes of a tensor could not be restored. The message names the tensor, `__cause__` is what failed."""
 
 
 class StalledError(TransferError):
@@ -49,11 +49,11 @@ class StalledError(TransferError):
 
 
 class OffloadWarning(UserWarning):
-    """Training goes on, but not as it was asked for: the message says what happens instead."""
+    """Training continues, but not as asked: the message says what happens instead."""
 
 
 def edited_in_place(name: str, version: int, expected: int) -> RuntimeError:
-    """PyTorch's own error in its own words, so that what users know and search for still applies."""
+    """Make PyTorch's own error in its own words, which users know and search for."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{name}] is at version {version}; expected version {expected} instead. Hint: enable anomaly detection to "

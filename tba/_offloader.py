@@ -1,4 +1,4 @@
-"""Offloader: the context that a user enters, and what it tells."""
+"""Offloader: the context that a user enters, and its statistics, plan and report."""
 
 from __future__ import annotations
 
@@ -40,26 +40,26 @@ _NOT_ENTERED = "not entered"
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        # One for each entry of the context on this thread; None for one in the midst of the engine's own code.
+        # One for each entry of the context on this thread; None for an entry inside the engine's own code.
         self.pairs: list[Pair | None] = []
-        self.forwards: list[Pair | str | None] = []  # of the model: the entry it has made, or `_NOT_ENTERED`
+        self.forwards: list[Pair | str | None] = []  # for each forward of the model: its entry, or `_NOT_ENTERED`
 
 
 class Offloader:
-    """Moves what autograd saves out of memory and back. Made by `offload_context` and `attach`.
+    """Offloads what autograd saves, and restores it. Made by `offload_context` and `attach`.
 
     A context manager that may be entered again and nested: inside, tensors saved for backward go to the tier. Leaving
-    it only stops the hooks; graphs made inside stay valid until `close`. Making one is cheap: no file and no thread
-    before something is first stored.
+    it only removes the hooks; graphs made inside stay valid until `close`. Making one is cheap: files and threads start
+    when the first tensor is stored.
 
     Args:
-        model: recognises its parameters and buffers as weights; held weakly. May be None.
+        model: its parameters and buffers are recognised as weights; held weakly. May be None.
         config: the settings.
-        store: where bytes go, instead of what the settings say (it is closed with the Offloader).
+        store: where bytes go, instead of the settings' store. The Offloader closes it.
 
     Raises:
-        ConfigError: settings that do not go together. When it is entered: inside of another one of this model with
-            other settings.
+        ConfigError: the settings contradict each other; or, on entry, another Offloader of this model with other
+            settings is entered.
         StorageError: the storage path cannot be used.
     """
 
@@ -78,13 +78,13 @@ class Offloader:
         self._untie: Callable[[], None] | None = None
 
     def _take(self, saver: Saver) -> None:
-        """Have an engine do the work."""
+        """Use an engine from now on."""
         saver.heed_forks()
         self._saved_by, self._foreign = saver.mode(), Foreign(saver.pack)
         self._saver = saver
 
     def _replace(self) -> None:
-        """Make another engine in place of one that is torn; graphs keep that, and it keeps its store."""
+        """Replace a torn engine by a new one; graphs keep the torn one, which keeps its store."""
         torn = self._saver
         if self._saved_by is not None:
             self._saved_by.remove()
@@ -123,7 +123,7 @@ class Offloader:
             if interrupts.pending:
                 _ = [*interrupts.again]
             return self
-        except BaseException:  # nobody calls `__exit__` then
+        except BaseException:  # Python will not call `__exit__`
             if len(self._per_thread.pairs) > entries:
                 self._leave(failed=True)
             raise
@@ -141,14 +141,14 @@ class Offloader:
             _ = [*interrupts.again]
 
     def _enter(self, forward: weakref.ref[nn.Module] | None) -> Pair | None:
-        """Enter by a `with` statement, or by the model's forward; None where that comes in the midst of a hook."""
+        """Enter by a `with` statement, or by the model's forward; None inside a hook."""
         if self._saver.came_back():
             if interrupts.in_midst():
                 self._per_thread.pairs.append(None)
                 return None
             self._saver.let_go()
         if self._saver.torn:
-            clear_dead(forward)  # what has torn it has ended its forward too
+            clear_dead(forward)  # the interrupt that tore it has ended its forward too
             if not self.entered:
                 self._replace()
         if not owners():
@@ -180,7 +180,7 @@ class Offloader:
         return pair
 
     def _undo(self, pair: Pair) -> None:
-        """Leave for good what an error has broken off in the midst of being entered or left."""
+        """Leave a context whose entry or exit an error has interrupted."""
         if self._saved_by is not None:
             private.take_function_mode(self._saved_by, pair.mode_below)
         if pair in self._per_thread.pairs:
@@ -189,7 +189,7 @@ class Offloader:
         self._foreign.end()
 
     def _inside_another(self) -> Offloader | None:
-        """Return an Offloader of the same model with other settings that is entered on this thread, if there is one."""
+        """Return an Offloader of the same model with other settings that is entered on this thread, if any."""
         model = self._saver.model()
         if model is None:
             return None
@@ -197,7 +197,7 @@ class Offloader:
         return next((other for other in others if other.config != self.config), None)
 
     def _watch(self, pair: Pair, forward: weakref.ref[nn.Module] | None) -> None:
-        """Look on as the model's forward begins, for as long as the pair is on."""
+        """Watch the model's forward begin, as long as the pair is entered."""
         model = self._saver.model()
         if pair.pushed:
             self._foreign.watch(model)
@@ -206,11 +206,11 @@ class Offloader:
             end = partial(_end_forward, weak)
             try:
                 pair.unwatch = tie(model, partial(_begin_forward, weak), end, end)
-            except RuntimeError as error:  # a ScriptModule takes no hook that sees keyword arguments: it never rests
+            except RuntimeError as error:  # a ScriptModule refuses hooks with keyword arguments: its hooks stay on
                 interrupts.pass_on(error, tracer)
 
     def _leave(self, *, failed: bool) -> None:
-        """Leave what was entered last. There is no check of the first step: a forward may well be an evaluation."""
+        """Leave what was entered last, without checking for a step: a forward may be an evaluation."""
         pair = self._per_thread.pairs[-1]
         if pair is None:
             self._per_thread.pairs.pop()
@@ -222,7 +222,7 @@ class Offloader:
                 self._saved_by.__exit__(None, None, None)
             pair.pop()
             if saver.torn:
-                return  # what it had to do for the next step is the next engine's
+                return  # the next engine prepares the next step
             saver.leave(failed=failed, packed=packed, inside=self.entered)
             if (foreign := self._foreign.end()) is not None:
                 saver.tell_of_foreign(foreign)
@@ -239,11 +239,11 @@ class Offloader:
                 interrupts.disarm(leaves=False)
 
     def _forget(self, pair: Pair) -> None:
-        """Forget a pair whose forward has ended in a KeyboardInterrupt; it is off the stack."""
+        """Remove a pair whose forward a KeyboardInterrupt has ended; it is no longer on the stack."""
         if self._saved_by is not None:
             private.take_function_mode(self._saved_by, pair.mode_below)
         self._per_thread.pairs.remove(pair)
-        with suppress(ValueError):  # an interrupt between its two ends has taken it
+        with suppress(ValueError):  # an interrupt has removed it already
             self._per_thread.forwards.remove(pair)
         self._foreign.end()
         self._saver.leave(failed=True, packed=True, inside=self.entered)
@@ -251,12 +251,12 @@ class Offloader:
             interrupts.disarm(leaves=False)
 
     def stats(self) -> OffloadStats:
-        """Take a snapshot of what was moved since the start."""
+        """Take a snapshot of what has moved since the start."""
         return self._saver.stats(inside=self.entered)
 
     def flush(self) -> None:
-        """Wait until all that this thread's graphs saved, and whatever else is queued, is written and its memory given
-        back. Tier "auto" writes only what memory has no room for.
+        """Wait until everything that this thread's graphs saved, and whatever else is queued, is written and its memory
+        freed. Tier "auto" only writes what does not fit in memory.
 
         Raises:
             StalledError: no transfer ended for `io_timeout` seconds.
@@ -265,25 +265,25 @@ class Offloader:
 
     @contextmanager
     def suspend(self) -> Iterator[None]:
-        """Lift the hooks for a region on this thread, e.g. for `torch.func.grad`, which refuses any."""
+        """Remove the hooks for a region on this thread, e.g. for `torch.func.grad`, which refuses any hooks."""
         with lifted(self._saver.pack):
             yield
 
     def trace(self) -> AbstractContextManager[list[TraceEvent]]:
-        """Collect an event for each tensor saved or freed, write, read and wait of the region, in the order they ended.
+        """Collect the region's events in the order they end: tensors saved and freed, writes, reads and waits.
 
-        `report` shows it.
+        `report` shows them.
         """
         recorder = self._saver.recorder
         return recorder.region()
 
     def report(self, path: str | os.PathLike[str]) -> None:
-        """Write one HTML page that needs nothing else: bytes by class, memory and transfers over time, plan, settings.
+        """Write one self-contained HTML page: bytes by class, memory and transfers over time, plan, settings.
 
-        The courses are those of the last region inside `trace()`, or of the last of the micro-batches 1, 2, 4, 8...
+        It shows the last region inside `trace()`, or else the last of the micro-batches 1, 2, 4, 8...
 
         Raises:
-            ConfigError: nothing was saved yet, a path that does not end in .html, or no such directory.
+            ConfigError: nothing was saved yet, the path does not end in .html, or the directory does not exist.
             OSError: the file cannot be written.
         """
         check_page(path)
@@ -309,9 +309,9 @@ class Offloader:
 
     @property
     def plan(self) -> Plan | None:
-        """What tier "auto" has decided for the steps to come, with predicted and measured figures; None until then.
+        """The plan of tier "auto" for the next steps, with predicted and measured figures; None without a plan.
 
-        A run that fits is not planned.
+        A run that fits in memory is not planned.
         """
         planner = self._saver.planner
         return planner.plan if planner is not None else None
@@ -323,19 +323,19 @@ class Offloader:
 
     @interrupts.whole
     def tie_to(self, model: nn.Module) -> None:
-        """Enter and leave with the model's own forward (`attach`). A second call changes nothing."""
+        """Enter and leave with the model's own forward (`attach`). Idempotent."""
         clear_dead()
         if self._untie is None:
-            weak, forward = weakref.ref(self), weakref.ref(model)  # none keeps another alive
+            weak, forward = weakref.ref(self), weakref.ref(model)  # neither keeps the other alive
             first, last = partial(_enter, weak, forward), partial(_leave, weak)
             self._untie = tie(model, first, last, partial(_end_forward, weak))
             self._saver.tie()
 
     @interrupts.whole
     def close(self) -> None:
-        """End threads, give back files and buffers. Idempotent.
+        """End threads, free files and buffers. Idempotent.
 
-        What is still in memory stays usable by its graphs; an unpack of what was stored raises ClosedError.
+        Graphs can still use what is in memory; unpacking what was stored raises ClosedError.
         """
         if not self._saver.stop():
             return
@@ -345,7 +345,7 @@ class Offloader:
         untie, self._untie = self._untie, None
         if untie is not None:
             untie()
-            while self._per_thread.forwards:  # closed by the model's own forward, which ends without us now
+            while self._per_thread.forwards:  # closed inside the model's own forward, which will not leave us
                 if self._per_thread.forwards.pop() is not _NOT_ENTERED:
                     self._leave(failed=True)
         self._saver.close(self._store)
@@ -359,7 +359,7 @@ def _enter(
 ) -> None:
     offloader = weak()
     if offloader is not None and not offloader.closed:
-        enters = torch.is_grad_enabled()  # else nothing can be saved: an evaluation, a model that generates
+        enters = torch.is_grad_enabled()  # otherwise nothing can be saved: evaluation or generation
         offloader._per_thread.forwards.append(offloader._enter(forward) if enters else _NOT_ENTERED)
         if enters:
             _begin_forward(weak, args, kwargs)
@@ -367,18 +367,18 @@ def _enter(
 
 def _leave(weak: weakref.ref[Offloader]) -> None:
     offloader = weak()
-    if offloader is not None and offloader._per_thread.forwards:  # else a hook ahead of ours has raised
+    if offloader is not None and offloader._per_thread.forwards:  # otherwise a hook before ours has raised
         if offloader._per_thread.forwards.pop() is _NOT_ENTERED:
             return
-        error = sys.exc_info()[1]  # of the forward: its closing hooks run while it is raised
+        error = sys.exc_info()[1]  # the forward's: its hooks run while it is raised
         offloader._leave(failed=error is not None)
         hint(error)
-        if interrupts.kept and error is None:  # else torch would leave ours out: whoever leaves next raises it
+        if interrupts.kept and error is None:  # otherwise torch would drop ours: the next exit raises it
             interrupts.throw()
 
 
 def _begin_forward(weak: weakref.ref[Offloader], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take the hooks off, or push them, as the model's forward begins: it depends on what that is given."""
+    """Remove or push the hooks as the model's forward begins, depending on its arguments."""
     offloader = weak()
     if (
         offloader is None
@@ -407,7 +407,7 @@ def _end_forward(weak: weakref.ref[Offloader]) -> None:
 
 
 def conflict(model: object, asked: OffloadConfig, other: Offloader) -> ConfigError:
-    """Make the error for a model that `other` is attached to, or entered for, with settings that are not `asked`."""
+    """Make the error for a model to which `other` is attached, or for which it is entered, with other settings."""
     there = other.config
     names = [name for name in OffloadConfig.model_fields if getattr(asked, name) != getattr(there, name)]
     differ = ", ".join(f"{name}={getattr(asked, name)!r} instead of {getattr(there, name)!r}" for name in names)

@@ -15,9 +15,9 @@ from ._text import as_html, as_text, size
 class TraceEvent(NamedTuple):
     """One event; times are those of `time.perf_counter()`.
 
-    `kind` is "saved" or "freed", of a tensor that its graph now has, or has no more; "write" or "read", of a transfer;
-    "forwarded", of one that backward wanted while it was still in memory; "wait" or "room", of backward that stood
-    still for a tensor, or forward for room; "held": saved tensors hold `nbytes` in memory now.
+    `kind` is "saved" or "freed" for a tensor that its graph now owns, or no longer does; "write" or "read" for a
+    transfer; "forwarded" for a tensor that backward needed while it was still in memory; "wait" or "room" when backward
+    waited for a tensor, or forward for room; "held" when saved tensors now hold `nbytes` in memory.
     """
 
     kind: str
@@ -27,21 +27,21 @@ class TraceEvent(NamedTuple):
     label: str
 
 
-# One that nobody has asked for: a step has very many, and the garbage collector looks at a plain tuple only once.
+# An event outside `trace()`: a step has very many, and the garbage collector looks at a plain tuple only once.
 _Event = tuple[str, float, float, int, str]
-# Of a micro-batch that nobody asked to record: forwards without a backward never end it.
+# Limit for a micro-batch outside `trace()`: forwards without a backward never end it.
 _MOST_EVENTS = 1 << 17
 
 
 class Recorder:
-    """Events of the region under way, if that is recorded: one that was asked for, or a micro-batch now and then.
+    """Events of the current region, if it is recorded: one inside `trace()`, or every 2^n-th micro-batch.
 
     The first, second, fourth, eighth... are recorded: enough for a picture, and nothing over a long run.
 
     Attributes:
-        trace: of the region under way; None where nothing is recorded.
-        last: of the region recorded last.
-        number: of the micro-batch that `last` is of; 0 for a region that was asked for.
+        trace: events of the current region; None if it is not recorded.
+        last: events of the last recorded region.
+        number: of the micro-batch that `last` recorded; 0 for a region inside `trace()`.
     """
 
     def __init__(self) -> None:
@@ -53,12 +53,12 @@ class Recorder:
 
     @property
     def asked(self) -> bool:
-        """Whether a region is under way that somebody asked for."""
+        """Whether the current region is inside `trace()`."""
         return self.trace is not None and self.trace is not self._own
 
     def note(self, kind: str, start_s: float, end_s: float, nbytes: int, label: str) -> None:
-        """Record an event, if anything is recorded."""
-        trace = self.trace  # read once: on another thread a region may end
+        """Record an event, if the region is recorded."""
+        trace = self.trace  # read once: another thread may end the region
         if trace is None:
             return
         event = kind, start_s, end_s, nbytes, label
@@ -71,14 +71,14 @@ class Recorder:
         """End a micro-batch."""
         self._ended += 1
         if self.trace is not self._own:
-            return  # a region that was asked for goes on
+            return  # a region inside `trace()` continues
         if self.trace:
             self.last, self.number = self.trace, self._ended
         due = self._ended & (self._ended + 1) == 0
         self.trace = self._own = [] if due else None
 
     def latest(self) -> tuple[list[TraceEvent], int]:
-        """Return what `last` and `number` are; of the first micro-batch while that is still under way."""
+        """Return the events and number of the last recorded region; at first, of the current micro-batch."""
         events, number = (self.last, self.number) if self.last else (self.trace or (), self._ended + 1)
         return [TraceEvent(*event) for event in events], number
 
@@ -91,7 +91,7 @@ class Recorder:
             yield events
         finally:
             self.trace = before
-            if before is self._own:  # which has a gap now
+            if before is self._own:  # it now has a gap
                 self.trace = self._own = None
             self.last, self.number = [*events], 0
 
@@ -99,50 +99,51 @@ class Recorder:
 def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) -> Any:
     """A field and its line in the table: a label, indented if it is a part, and the field that it is a share of.
 
-    `now` is for readings of the moment; all else adds up over time, so that a step's share is a difference.
+    `now` marks momentary readings; everything else adds up over time, so that a step's share is a difference.
     """
     return field(default=default, metadata={"label": label, "of": of, "now": now})
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """Bytes and seconds since the start, and in the last ended step (`last_step`). `print` shows a table, and so does a
-    notebook.
+    """Bytes and seconds since the start, and in the last complete step (`last_step`). Prints as a table; a notebook
+    shows it too.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
-    shows, or those of the range it spans where that is less (an expanded tensor). Under tier "auto" what is known to
-    stay is let pass: it counts as kept, the weights and duplicates among it do not.
+    shows, or those of the range it spans if that is less (an expanded tensor). Under tier "auto", tensors that are
+    known to stay count as kept, except weights and duplicates.
 
     Attributes:
         saved_bytes: all bytes that autograd saved.
-        weight_bytes: recognised as parameters or buffers and left alone.
-        duplicate_bytes: views of a storage that the engine has already.
-        kept_bytes: left in memory; `kept_by_reason` says why.
+        weight_bytes: recognised as parameters or buffers, which stay.
+        duplicate_bytes: views of a storage that the engine already has.
+        kept_bytes: kept in memory; `kept_by_reason` says why.
         offloaded_bytes: handed to a tier (logical bytes).
         encoded_bytes, packed_bytes: bytes before and after codecs; tiers move and budgets count the latter.
-        derived_bytes: of kept tensors that are recomputed from others in backward and stored nowhere.
-        written_bytes, read_bytes: physically moved, padding included.
+        derived_bytes: kept tensors that are stored nowhere, because backward recomputes them from others.
+        written_bytes, read_bytes: physically moved, including padding.
         forwarded_bytes: needed while still in memory, so that nothing was read.
         wait_s: seconds that backward waited for data.
-        backpressure_s: seconds that forward waited: writes in flight were at their cap, or memory was at its budget.
+        backpressure_s: seconds that forward waited, because writes in flight or memory had reached their limit.
         live_records: storages that graphs still own.
-        resident_bytes: restored or read ahead and not yet freed.
-        held_bytes: most bytes ever held back from writing at once, because backward needs them first (tier "auto":
+        resident_bytes: restored or prefetched and not yet freed.
+        held_bytes: maximum ever held back from writing at once, because backward needs them first (tier "auto":
             because memory has room).
-        staging_peak_bytes: most bytes ever in flight to a tier.
-        written_today_bytes: of the allowance `max_write_bytes_per_day`, by all processes of this user; 0 without one.
+        staging_peak_bytes: maximum ever in flight to a tier.
+        written_today_bytes: part of the allowance `max_write_bytes_per_day` that all processes of this user have used;
+            0 without an allowance.
         projected_bytes_per_day: bytes written in a day at the rate of this run so far.
-        file_bytes: blocks the tier occupies (of a scratch file: allocated blocks, not its size).
-        peak_bytes: most bytes that saved tensors held in memory at once: waiting, on their way out, read back. Tensors
-            that are not worth moving come on top, and memory that compiled code or a custom Function has taken over.
-        unseen_bytes: results that torch's own selective checkpointing kept in its cache, where no hook sees them; no
-            part of `saved_bytes`.
+        file_bytes: blocks that the tier occupies (for a scratch file, its allocated blocks, not its size).
+        peak_bytes: maximum that saved tensors held in memory at once: waiting, being written, read back. Tensors that
+            are not worth moving are extra, and so is memory that compiled code or a custom Function has taken over.
+        unseen_bytes: results in the cache of torch's own selective checkpointing, where no hook sees them; not in
+            `saved_bytes`.
         errors: transfers that failed.
         step_s: seconds of the steps, each from its first saved tensor until the next step begins, the context is left
-            or statistics are asked for.
-        steps: steps ended. One ends with `step()` of an optimizer that has parameters of the model (of any optimizer,
-            without a model), or, while none has been seen to step, with each backward.
-        micro_batches: forwards whose backward has ended: several to a step where gradients are accumulated.
+            or statistics are read.
+        steps: steps ended. A step ends with `step()` of an optimizer that has parameters of the model (without a model,
+            of any optimizer), or with each backward until an optimizer has stepped.
+        micro_batches: forwards whose backward has ended; several per step if gradients accumulate.
         kept_by_reason: bytes kept, by reason or by type of tensor.
     """
 
@@ -155,23 +156,23 @@ class OffloadStats:
     offloaded_bytes: int = _line("  offloaded", of="saved_bytes")
     kept_bytes: int = _line("  kept", of="saved_bytes")
     encoded_bytes: int = _line("given to codecs")
-    packed_bytes: int = _line("  made of it", of="encoded_bytes")
-    derived_bytes: int = _line("made again from others")
+    packed_bytes: int = _line("  encoded", of="encoded_bytes")
+    derived_bytes: int = _line("recomputed from others")
     written_bytes: int = _line("written")
     read_bytes: int = _line("read")
-    forwarded_bytes: int = _line("asked for while in memory")
+    forwarded_bytes: int = _line("unpacked from memory")
     wait_s: float = _line("backward waited", of="step_s", default=0.0)
     backpressure_s: float = _line("forward waited", of="step_s", default=0.0)
     unseen_bytes: int = _line("in the cache of selective checkpointing")
     errors: int = _line("failed transfers")
-    peak_bytes: int = _line("most in memory at once", now=True)
+    peak_bytes: int = _line("peak in memory", now=True)
     held_bytes: int = _line("most held back in memory", now=True)
     staging_peak_bytes: int = _line("most in flight to the tier", now=True)
-    live_records: int = _line("graphs own now, storages", now=True)
-    resident_bytes: int = _line("restored or read ahead now", now=True)
-    file_bytes: int = _line("the tier occupies now", now=True)
+    live_records: int = _line("storages that graphs own now", now=True)
+    resident_bytes: int = _line("restored or prefetched now", now=True)
+    file_bytes: int = _line("occupied by the tier now", now=True)
     written_today_bytes: int = _line("written today", now=True)
-    projected_bytes_per_day: int = _line("written a day, at this rate", now=True)
+    projected_bytes_per_day: int = _line("written per day at this rate", now=True)
     kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     last_step: OffloadStats | None = None
 
@@ -183,11 +184,11 @@ class OffloadStats:
         return as_html(list(_rows(self)), self.notes())
 
     def notes(self) -> list[str]:
-        """List what the numbers alone do not say: what went wrong or waits, why nothing was written, what is unseen."""
+        """List what the numbers do not show: what failed or waits, why nothing was written, what is unseen."""
         return list(_notes(self))
 
     def asdict(self) -> dict[str, Any]:
-        """Convert to types that JSON knows: bytes, counts and seconds by field; `last_step` likewise, or None."""
+        """Convert to JSON types: bytes, counts and seconds by field; `last_step` likewise, or None."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         last = None if self.last_step is None else self.last_step.asdict()
         return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
@@ -218,7 +219,7 @@ class Counters:
     peak_bytes: int = 0
     held_bytes: int = 0
     staging_peak_bytes: int = 0
-    # A collections.Counter takes twice as long to add to.
+    # Adding to a collections.Counter takes twice as long.
     kept_by_reason: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     @property
@@ -232,12 +233,12 @@ class Counters:
         return self.weight_bytes + self.duplicate_bytes + self.kept_bytes + self.offloaded_bytes
 
     def kept_to_offloaded(self, nbytes: int, reason: str) -> None:
-        """Recount a kept tensor as offloaded after all (negative: back again, as its write failed)."""
+        """Count a kept tensor as offloaded after all (negative: as kept again, because its write failed)."""
         self.kept_by_reason[reason] -= nbytes
         self.offloaded_bytes += nbytes
 
     def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
-        """Take a snapshot of the counters, with the readings of others (`file_bytes` and the like)."""
+        """Take a snapshot of the counters, with readings of other parts (such as `file_bytes`)."""
         values = {name: getattr(self, name) for name in (*_COUNTED, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
         return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
@@ -248,7 +249,7 @@ _SUMS = tuple(f.name for f in fields(OffloadStats) if f.name in _COUNTED and not
 
 
 def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
-    """Subtract sums to get one step's share; readings of the moment stay as they are now."""
+    """Subtract sums to get one step's share; momentary readings stay as they are now."""
     values = {f.name: getattr(now, f.name) for f in fields(now) if f.name not in ("last_step", "kept_by_reason")}
     for name in (*_SUMS, "saved_bytes", "kept_bytes"):
         values[name] -= getattr(before, name)
@@ -257,13 +258,13 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
     return OffloadStats(**values, kept_by_reason=MappingProxyType({r: n for r, n in kept.items() if n}))
 
 
-_MUCH_WAITING = 0.1  # share of a step, above which something is said
+_MUCH_WAITING = 0.1  # share of a step, above which a note says so
 
 # -- for people ------------------------------------------------------------------------------------------------------
 
 
 def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:
-    """Rows of the table: the total and the last step beside it. Lines that are 0 in both are left out."""
+    """Rows of the table: the total and the last step. Lines that are 0 in both are omitted."""
     columns = [stats] if stats.last_step is None else [stats, stats.last_step]
     yield ("", *(cell for title in ("total", "last step")[: len(columns)] for cell in (title, "")))
     for line in fields(stats):
@@ -303,15 +304,15 @@ def _notes(stats: OffloadStats) -> Iterator[str]:
     if (waited_s := last.wait_s + last.backpressure_s) > _MUCH_WAITING * last.step_s > 0:
         yield (
             f"a step waits {waited_s / last.step_s:.0%} of its time for the tier: `tba doctor` measures the disks; a "
-            "larger memory_budget, compress='exact' or a further storage path leaves less to wait for."
+            "larger memory_budget, compress='exact' or another storage path reduces the waiting."
         )
     if stats.unseen_bytes:
         yield (
-            f"{size(stats.unseen_bytes)} of results lay in the cache of torch's selective checkpointing, where no hook "
-            "sees them; tba.integrations.checkpoint stores them as any other saved tensor."
+            f"{size(stats.unseen_bytes)} of results were in the cache of torch's selective checkpointing, where no "
+            "hook sees them; tba.integrations.checkpoint stores them like any other saved tensor."
         )
     if stats.offloaded_bytes and stats.held_bytes and not stats.staging_peak_bytes:
         yield (
-            f"nothing was written: all fits in what is held back ({size(stats.held_bytes)} at most), because backward "
-            "wants it first. A larger step or a smaller TBA_PREFETCH_BYTES writes, and so does flush()."
+            "nothing was written: everything was held back for backward, which needs it first "
+            f"({size(stats.held_bytes)} at most). A larger step, a smaller TBA_PREFETCH_BYTES or flush() writes."
         )

@@ -1,4 +1,4 @@
-"""Text for people: counts of bytes, and rows aligned for a terminal or a page; and whether a picture can be drawn."""
+"""Text for people: counts of bytes, values, and aligned tables; and whether a picture can be drawn."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import html
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize
 
 from ._errors import ConfigError
 
@@ -20,17 +23,26 @@ def size(nbytes: float) -> str:
     return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{amount:.0f} B"
 
 
+def value_text(value: Any) -> str:
+    """Format the value of a setting: a size, a switch, several paths, or anything else."""
+    if isinstance(value, ByteSize):
+        return size(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def as_text(rows: Sequence[Sequence[str]], notes: Iterable[str] = ()) -> str:
-    """Align rows of cells: two spaces between columns, the first flush left, the others right; then the notes."""
+    """Align rows of cells: two spaces between columns, the first flush left, the others flush right; then notes."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([first.ljust(widths[0]), *map(str.rjust, rest, widths[1:])]).rstrip() for first, *rest in rows]
     return "\n".join([*lines, *notes])
 
 
 def as_html(rows: Sequence[Sequence[str]], notes: Iterable[str] = (), *, heads: int = 1) -> str:
-    """Make an HTML table of rows of cells, the first `heads` as its head; then the notes.
+    """Make an HTML table of rows of cells, the first `heads` as its head; then notes.
 
-    Cells align as those of `as_text`; a label's leading spaces indent it.
+    Cells align as in `as_text`; leading spaces of a label indent it.
     """
     lines = []
     for number, (first, *rest) in enumerate(rows):
@@ -43,10 +55,10 @@ def as_html(rows: Sequence[Sequence[str]], notes: Iterable[str] = (), *, heads: 
 
 
 def check_picture(path: str | os.PathLike[str], what: str) -> None:
-    """Check that a picture of `what` can be drawn there, before any time is spent on its contents.
+    """Check that a picture of `what` can be drawn there, before its contents are computed.
 
     Raises:
-        ConfigError: matplotlib is not installed, does not know the path's ending, or there is no such directory.
+        ConfigError: matplotlib is not installed or does not know the path's ending, or the directory does not exist.
     """
     try:
         from matplotlib.figure import Figure

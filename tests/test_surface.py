@@ -148,9 +148,9 @@ FLOORS = {
     ],
     "benchmarks": [
         ("_report", "_workload", ""),
-        ("_io", "_peers", "_pictures", "_processes", "all"),
-        ("_arms", "bert", "curve", "demo", "io", "overlap", "peers", "step"),
-        ("codec", "forecast", "hooks"),
+        ("_io", "_peers", "_pictures", "_processes"),
+        ("_arms", "codec", "curve", "demo", "forecast", "io", "overlap", "peers", "step"),
+        ("hooks",),
         ("__main__",),
     ],
 }

@@ -15,7 +15,7 @@ from compact import Codec
 
 from .._processes.serve import Tell
 
-# Elements that an error is measured on: enough for three digits.
+# Number of elements for measuring an error: enough for three digits.
 _ERROR_ELEMENTS = 1 << 21
 
 
@@ -29,7 +29,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The name of the codec; also that of the values, unless they are normal."""
+        """The name of the codec, and of the values unless they are normal."""
         return self.codec.name if self.data == "normal" else f"{self.codec.name}, {self.data}"
 
     @property
@@ -39,7 +39,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """List every codec with the types it is for; those for floating-point numbers with fp32 and bf16."""
+    """List every codec with the types it takes; codecs of floating-point numbers with fp32 and bf16."""
     quantized = [
         compact.Quantized("int8"),
         compact.Quantized("int8", rounding="stochastic"),
@@ -82,10 +82,10 @@ def make_data(data: str, dtype: torch.dtype, tokens: int, width: int, seed: int)
 def measure_codecs(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Time every codec, in turns, on one core.
 
-    Options: `tokens`, `width` of the tensor, `rounds` timed ones after one that only warms up.
+    Options: `tokens` and `width` of the tensor; timed `rounds`, after one that warms up.
 
     Returns:
-        Per case bytes per second of input (a list per direction), bytes before and after, and the error of one draw.
+        For each case: input bytes per second (a list per direction), bytes before and after, and the error of one draw.
     """
     torch.set_num_threads(1)
     tokens, width, rounds = options["tokens"], options["width"], options["rounds"]
@@ -136,7 +136,7 @@ def _turn(codec: Codec, tensor: Tensor, key: int) -> tuple[float, float]:
 def measure_linear(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Time forward and backward of one layer, as `nn.Linear` and as `compact_linear`, in turns.
 
-    Options: `tokens`, `width` (n), `out`, `rank`, `rounds` (after one that only warms up), `threads`.
+    Options: `tokens`, `width` (n), `out`, `rank`, `rounds` (after one that warms up), `threads`.
 
     Returns:
         Seconds per round of each.
@@ -157,7 +157,7 @@ def measure_linear(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
             layer.zero_grad()
             x.grad = None
             begun_s = time.perf_counter()
-            # A key of its own for each step, as in training: making the projection is part of the cost.
+            # A new key for each step, as in training: making the projection is part of the cost.
             arms[name](compact.key(0, "layer", number)).backward(grad)
             if number:
                 found[name].append(time.perf_counter() - begun_s)

@@ -1,4 +1,4 @@
-"""The family arm: trains a model of one of five families, plain, offloaded, by plan or checkpointed."""
+"""The family arm: trains a model of one of five families: plain, offloaded, planned or checkpointed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .._workload.families import BY_SIZE, Family
 from .._workload.gpt import GPT, GPTConfig
 from .train import Options, TrainArm
 
-# Steps over which what was predicted is compared with what came of it.
+# Number of steps over which predictions are compared with measurements.
 _LAST = 16
 
 
@@ -28,7 +28,7 @@ class FamilyOptions(Options):
         family: a key of `FAMILIES`.
         size: a key of `BY_SIZE`.
         dtype: of weights and activations.
-        checkpoint: recompute every block, as the model's own library does it.
+        checkpoint: recompute every block, by the model library's own checkpointing.
         peer: a key of `PEERS` to train under.
         batch: examples of a batch; 0: the family's own.
         layers: of the model; None: the family's own number.
@@ -47,7 +47,7 @@ class FamilyOptions(Options):
 
 
 class FamilyArm(TrainArm):
-    """A `TrainArm` of one family. What a plan predicts and what came of it is among the bytes moved."""
+    """A `TrainArm` of one family. Its `moved` also has what the plan predicted and what was measured."""
 
     options_class = FamilyOptions
 
@@ -62,7 +62,7 @@ class FamilyArm(TrainArm):
 
     def make_model(self) -> Any:
         o = self.options
-        with self.device:  # a processor takes its time to make a large one
+        with self.device:  # making a large one on the CPU is slow
             model = self.family.make(o.checkpoint, o.layers)
         model = model.to(self.device, self.dtype)
         if o.peer:
@@ -100,7 +100,7 @@ class FamilyArm(TrainArm):
         if plan is None:
             return answer
         if plan.measured is not None and self._predicted is not None:
-            # What is measured is the step before: the engine learns of its end where the next begins.
+            # `measured` is the step before: the engine sees a step's end when the next one begins.
             step_s, peak_bytes = self._predicted
             self._step_ratios.append(step_s / plan.measured.step_s)
             self._peak_ratios.append(peak_bytes / plan.measured.peak_bytes)
@@ -122,7 +122,7 @@ class FamilyArm(TrainArm):
 
 
 def _compile_kernels(preset: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Compile what codecs need by a step of a tiny model, so that it counts as idle and not as a step's peak."""
+    """Compile the codecs' kernels in a step of a tiny model, so that they count as idle and not in a step's peak."""
     from tba import OffloadConfig, Offloader
 
     model = GPT(GPTConfig(layers=1, width=64, heads=2, sequence=64)).to(device, dtype)

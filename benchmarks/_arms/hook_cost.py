@@ -1,10 +1,10 @@
 """The hook-cost arm: CPU time of the calling thread per saved tensor, by kind, above an empty pair of hooks.
 
-Each product of a chain saves one prepared tensor and nothing else. The chain is run under the empty pair and under the
-engine, in turns within one process, and the difference is divided by the number of tensors. It covers pack in the
-forward, unpack in the backward (for CPU tensors on the calling thread too) and freeing the graph. In training, compute
-goes on between one tensor and the next, and so do the transfers; here a pause outside of the clock after every few
-tensors, under both pairs, takes its place. Without it the arm would measure waiting for the disk.
+Each product of a chain saves one prepared tensor and nothing else. The chain runs under the empty pair and under the
+engine, in turns within one process, and the difference is divided by the number of tensors. It covers pack in forward,
+unpack in backward (for CPU tensors also on the calling thread) and freeing the graph. In training, transfers progress
+while the model computes between two tensors; here, both pairs pause outside the clock after every few tensors instead.
+Otherwise the arm would measure waiting for the disk.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from .._report.results import CannotMeasure
 from .._workload.instant_store import InstantStore
 from .._workload.tools import empty_hooks
 
-# Small, as the products cost what they cost under both pairs; no work of the hooks depends on the size.
+# Small: the products cost the same under both pairs, and no work of the hooks depends on the size.
 _WIDTH = 64
 _RECORD_BYTES = 4 * _WIDTH * _WIDTH
-# The engine reads ahead, and holds back from writing, as many tensors as this. So many are saved before the counted
-# ones: then each counted pack sends one tensor off, and each counted unpack asks for one, as in a long graph.
+# The engine reads this many tensors ahead, and holds as many back from writing. As many are saved before the counted
+# ones: then each counted pack writes one tensor and each counted unpack prefetches one, as in a long graph.
 _WINDOW_TENSORS = 32
 _PAUSE_EVERY = 16
 _PAUSE_S = 0.004
 
 _RECORD_OF_CHAIN_BYTES = 1 << 20
 
-# Of the steps by a plan, these move, and as they are larger than what is counted that stays.
+# Under a plan, tensors of this size move, and the counted ones stay because they are smaller.
 _MOVED_BYTES = 1 << 20
 _STEPS_UNTIL_LIGHT = 12
-_MOST_TRIES = 50  # of a light step: where the machine has become faster or slower the engine plans anew, in full
+_MOST_TRIES = 50  # to get a light step: if the machine changes speed, the engine plans again, with full hooks
 
-COUNTED, FOLLOWED = "counted: all fits the budget", "let pass: stays by plan"
+COUNTED, FOLLOWED = "counted: everything fits the budget", "kept: stays under a plan"
 LIGHT = (COUNTED, FOLLOWED)
 KINDS = ("weight", "below minimum size", "further view", "new record", *LIGHT)
-STORES = ("a store that ends at once", "the file")
+STORES = ("a store that finishes at once", "the file")
 
 
 class _Clock:
@@ -54,7 +54,7 @@ class _Clock:
         self._begun: tuple[float, float] | None = None
 
     def pause(self) -> None:
-        """Stop for a moment, in which transfers go on; then start or go on."""
+        """Stop for a moment, in which transfers progress; then start or continue."""
         self.stop()
         # Computing without Python's lock, as training would: a sleeping core comes back slow, with cold caches.
         until_s = time.perf_counter() + _PAUSE_S
@@ -71,7 +71,7 @@ class _Clock:
 
 
 class _Then(torch.autograd.Function):
-    """Passes a tensor through; in backward it calls `call`."""
+    """Passes a tensor through, and calls `call` in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
@@ -85,7 +85,7 @@ class _Then(torch.autograd.Function):
 
 
 class _Saves(torch.autograd.Function):
-    """Passes a tensor through and saves another; backward asks for it and does nothing with it."""
+    """Passes a tensor through and saves another; backward unpacks it and does nothing with it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Saves(torch.autograd.Function):
 
 
 class _Calls(nn.Module):
-    """A model that saves a weight of its own, and then what it is told to."""
+    """A model that saves a weight of its own, and then what `chain` saves."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -113,8 +113,8 @@ class _Calls(nn.Module):
 class HookArm:
     """An arm that saves tensors of every kind, once under the empty pair and once under the engine per turn.
 
-    Options: `tensors`, the number that a chain saves; `records`, the number of 1 MiB that one without pauses saves;
-    `device`, where they are. Of a card the calling thread is in backward the one that autograd has for it.
+    Options: `tensors`, the number that a chain saves; `records`, the number of 1 MiB that a chain without pauses saves;
+    `device`, where they are. On a GPU, the calling thread of backward is autograd's thread for that device.
     """
 
     def __init__(self, options: Mapping[str, Any], tell: Tell) -> None:
@@ -124,12 +124,12 @@ class HookArm:
         self.count: int = options["tensors"]
         self.device = torch.device(options["device"])
         self.model = nn.ModuleList(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(self.count))
-        self.model.requires_grad_(False)  # else each product would save its other factor too
-        # Kinds differ by what is saved and by the minimum size that lets it in or not.
+        self.model.requires_grad_(False)  # otherwise each product would save its other factor too
+        # Kinds differ by what is saved, and by whether it reaches the minimum size.
         window = {"prefetch_bytes": _WINDOW_TENSORS * _RECORD_BYTES}
         self.moves = offload_context(self.model, tier="nvme", min_tensor_bytes=0, **window)
         self.passes = offload_context(self.model, tier="nvme", min_tensor_bytes=1 << 20)
-        # Of all that is saved there is room for twice as much, or for half of what is large.
+        # One budget is twice what is saved; the other has room for the counted tensors and half of the large ones.
         kept_bytes = (self.count + 1) * _RECORD_BYTES
         large_bytes = (_WINDOW_TENSORS + 1) * _MOVED_BYTES
         budgets = {COUNTED: 2 * (kept_bytes + large_bytes), FOLLOWED: kept_bytes + large_bytes // 2}
@@ -148,9 +148,9 @@ class HookArm:
         self.chains = dict(zip(STORES, stores, strict=True))
 
     def turn(self, index: int) -> dict[str, Any]:
-        """Measure each kind under each pair: microseconds per tensor of CPU time, and of wall time without waiting.
+        """Measure each kind under each pair: microseconds of CPU time per tensor, and of wall time without waiting.
 
-        And each store's chain of records, above the empty pair: microseconds per record by three clocks.
+        Also measure the chain of records through each store, above the empty pair: microseconds per record.
         """
         answer: dict[str, Any] = {}
         empty = self._chain(empty_hooks)
@@ -174,7 +174,7 @@ class HookArm:
         return counters
 
     def _measure_light(self, kind: str, pair: str) -> dict[str, float]:
-        """Measure; of a kind that is for light steps, the first one that was: in those weights are not looked for."""
+        """Measure; for a kind of light steps, measure the first light one, which looks for no weights."""
         if pair == "empty" or kind not in LIGHT:
             return self._measure(kind, pair)
         for _ in range(_MOST_TRIES):
@@ -205,10 +205,10 @@ class HookArm:
 
         def chain(out: Tensor) -> Tensor:
             nonlocal pack_s
-            for _ in range(_WINDOW_TENSORS + 1):  # of views, the first makes the record
-                # Taken out: from here on the graph alone holds the tensor, as an activation.
+            for _ in range(_WINDOW_TENSORS + 1):  # the first of several views makes the record
+                # Popped: from here on only the graph holds the tensor, as it holds an activation.
                 out = _Saves.apply(out, held.pop(0))
-            out = _Then.apply(out, ahead_of_the_first)  # in backward, when the turn comes to these
+            out = _Then.apply(out, ahead_of_the_first)  # in backward, after the counted ones
             clock.pause()
             for number in range(count):
                 pausing = kind == "new record" and number % _PAUSE_EVERY == 0
@@ -219,7 +219,7 @@ class HookArm:
                     out = _Then.apply(out, clock.pause)
             clock.stop()
             pack_s = clock.cpu_s
-            # The last one is unpacked first: it asks for a window full of reads, and the clock starts behind it.
+            # The last one is unpacked first: it starts a window of reads, and the clock starts after it.
             return _Then.apply(out, behind_the_last) * held.pop()
 
         model = self.models.get(kind)
@@ -236,7 +236,7 @@ class HookArm:
         }
 
     def _chain(self, under: Callable[[], AbstractContextManager[Any]]) -> dict[str, float]:
-        # Filled, so that a write does not find the kernel's one page of zeros everywhere.
+        # Filled: untouched memory would be the kernel's single page of zeros.
         held = [torch.ones(_RECORD_OF_CHAIN_BYTES // 4, device=self.device) for _ in range(self.records)]
         out = torch.zeros(1, requires_grad=True, device=self.device) * 1
         begun = time.perf_counter(), time.thread_time(), time.process_time()

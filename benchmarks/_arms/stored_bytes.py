@@ -1,81 +1,18 @@
-"""Bytes stored between forward and backward, in memory or on a disk, by plain PyTorch and under a preset.
+"""The block arm: what presets store of one Llama block between forward and backward, and what they do to its gradients.
 
-Plain PyTorch: every storage that autograd saves counts once and whole, weights and buffers apart. Under a preset,
-everything goes through tier "nvme" without a minimum size and is written before backward begins, so that the bytes
-counted are those the engine really stores: written ones (blocks of 4 KiB included) and those it kept, except for
-tensors that it makes again from others.
+`tba.audit` counts and compares. Plain PyTorch keeps every storage that autograd saves, without weights; a preset keeps
+what its codecs make, and nothing of tensors that it recomputes from others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import compact
-
 from .._processes.serve import Tell
-from .._workload.tools import gradient_hash
-
-if TYPE_CHECKING:
-    from tba import OffloadStats
-
-Forward = Callable[[], Tensor]
-# In the first steps the engine still tries what it can leave out; the one after them is counted.
-_SETTLING_STEPS = 2
-PLAIN = "plain"
-
-
-def unique_bytes(model: nn.Module, forward: Forward) -> int:
-    """Count the bytes of all storages that autograd saves in one forward, except parameters and buffers."""
-    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    # Held until all are counted: a freed storage's address may be given to another.
-    saved: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        saved.append(tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = forward()
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}
-    del out
-    return sum(nbytes for address, nbytes in storages.items() if address not in weights)
-
-
-def stored_bytes(
-    model: nn.Module, forward: Forward, backward: Callable[[Tensor], None], settings: Mapping[str, Any]
-) -> int:
-    """Count the bytes that the engine stores between forward and backward of a step.
-
-    Args:
-        model: the model trained; the last of several backwards leaves its gradients.
-        forward: makes the graph.
-        backward: ends the step that `forward` began.
-        settings: fields of `OffloadConfig`, such as `compress`; tier and smallest size are set here.
-    """
-    from tba import offload_context
-
-    with closing(offload_context(model, tier="nvme", min_tensor_bytes=0, **settings)) as offload, offload:
-        for _ in range(_SETTLING_STEPS):
-            model.zero_grad(set_to_none=True)
-            backward(forward())
-        model.zero_grad(set_to_none=True)
-        offload.flush()  # a write that backward overtook counts when it ends, which must not be after this
-        before = offload.stats()
-        out = forward()
-        offload.flush()
-        after = offload.stats()
-        backward(out)
-    return _held(after) - _held(before)
-
-
-def _held(stats: OffloadStats) -> int:
-    """Bytes written, and bytes kept except those of tensors made again from others, which take no room."""
-    return stats.written_bytes + stats.kept_bytes - stats.derived_bytes
 
 
 def measure_block(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
@@ -84,39 +21,30 @@ def measure_block(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     Options: `width`, `heads`, `batch`, `sequence`, `presets` (names), `threads`.
 
     Returns:
-        `plain_bytes`, and per preset `stored_bytes`, `gradients_bit_equal`, and `relative_error` and `cosine` of the
-        gradient of all weights as one vector.
+        `plain_bytes`, and for each preset `stored_bytes`, and `relative_error` and `cosine` of the gradient of all
+        weights as one vector; `gradients_bit_equal` if there is no error.
     """
+    from tba import audit
+
     torch.set_num_threads(options["threads"])
-    model, hidden, positions, grad = _llama_block(**{n: options[n] for n in ("width", "heads", "batch", "sequence")})
-
-    def forward() -> Tensor:
-        out: Tensor = model(hidden, position_embeddings=positions)
-        return out
-
-    def backward(out: Tensor) -> None:
-        hidden.grad = None
-        out.backward(grad)
-
-    plain = unique_bytes(model, forward)
-    backward(forward())
-    exact, wanted = _gradient(model), gradient_hash([*model.parameters(), hidden])
-    presets = {}
+    model, batch, grad = _llama_block(**{name: options[name] for name in ("width", "heads", "batch", "sequence")})
+    presets: dict[str, Any] = {}
+    plain_bytes = 0
     for name in options["presets"]:
-        stored = stored_bytes(model, forward, backward, {} if name == PLAIN else {"compress": name})
-        found = _gradient(model)
+        found = audit(model, batch, loss=lambda out: (out * grad).sum(), presets=[name])
+        plain_bytes, outcome = sum(found.before_bytes.values()), found.outcomes[name]
         presets[name] = {
-            "stored_bytes": stored,
-            "gradients_bit_equal": gradient_hash([*model.parameters(), hidden]) == wanted,
-            "relative_error": compact.relative_error(found, exact),
-            "cosine": compact.cosine(found, exact),
+            "stored_bytes": sum(outcome.after_bytes.values()),
+            "gradients_bit_equal": outcome.relative_error == 0.0,
+            "relative_error": outcome.relative_error,
+            "cosine": outcome.cosine,
         }
         tell(name)
-    return {"plain_bytes": plain, "presets": presets}
+    return {"plain_bytes": plain_bytes, "presets": presets}
 
 
-def _llama_block(width: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, Tensor, Any, Tensor]:
-    """Make the block, its input [B, S, W], the rotary embedding's cosines and sines, and a gradient of its output."""
+def _llama_block(width: int, heads: int, batch: int, sequence: int) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    """Make the block, its arguments (input [B, S, W]; cosines and sines), and the gradient of its output."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -130,8 +58,5 @@ def _llama_block(width: int, heads: int, batch: int, sequence: int) -> tuple[nn.
     model = LlamaDecoderLayer(config, 0).bfloat16()
     hidden = torch.randn(batch, sequence, width).bfloat16().requires_grad_()
     positions = LlamaRotaryEmbedding(config)(hidden.detach(), torch.arange(sequence)[None])
-    return model, hidden, positions, torch.randn(batch, sequence, width).bfloat16()
-
-
-def _gradient(model: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+    grad = torch.randn(batch, sequence, width).bfloat16()
+    return model, {"hidden_states": hidden, "position_embeddings": positions}, grad

@@ -13,13 +13,13 @@ from .train import TrainArm, TrainOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineOptions(TrainOptions):
-    """Options of the arm: `page`, a file for the offloader's report of the last step; "" for none."""
+    """Options of the arm: `page`, the file for the offloader's report of the last step; "" writes none."""
 
     page: str = ""
 
 
 class TimelineArm(TrainArm):
-    """A `TrainArm` whose turns also answer `forward_s`, `backward_s` and `events`, each from the step's start."""
+    """A `TrainArm` whose turns also return `forward_s`, `backward_s` and `events`, in seconds from the step's start."""
 
     options_class = TimelineOptions
 

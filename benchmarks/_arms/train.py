@@ -7,10 +7,10 @@ import gc
 import os
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,7 @@ from .._processes.serve import Tell
 from .._workload.gpt import GPT
 from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
-from .._workload.tools import empty_hooks, gradient_hash, make_state, scratch_directory
-
-if TYPE_CHECKING:
-    from io_backends import Store
-    from tba import OffloadConfig
+from .._workload.tools import gradient_hash, make_state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +31,12 @@ class Options:
     batch: int
     tier: str | None = None
     """The tier of `offload_context`; None trains without it."""
-    empty_hooks: bool = False
-    """Train under a pair of saved-tensor hooks that do nothing."""
     device: str = "cpu"
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `OffloadConfig`."""
-    rate_bytes_per_s: float | None = None
-    """Limit of the link, for each direction on its own."""
     sample_interval_s: float | None = None
-    """Interval at which resident memory is noted; None: it is not."""
+    """Interval at which resident memory is sampled; None samples nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +65,6 @@ class TrainArm:
         torch.manual_seed(self.options.seed)
         self.model = self.make_model()
         self.optimizer = self.make_optimizer()
-        self._stack = ExitStack()
         self.offload = self._enter_context()
         self.idle_bytes: int | None = None
         self.about = {"parameters": sum(p.numel() for p in self.model.parameters()), **self.describe()}
@@ -96,16 +87,6 @@ class TrainArm:
         """Arguments of the model, which returns the loss."""
         o = self.options
         return self.text.batch(size=o.batch, sequence=o.sequence, seed=o.seed, index=index)
-
-    def make_store(self, config: OffloadConfig) -> Store | None:
-        """Make the store to offload to; None for that of the settings."""
-        rate = self.options.rate_bytes_per_s
-        if rate is None:
-            return None
-        from io_backends import PosixStore
-
-        directory = scratch_directory(config.storage_paths)
-        return PosixStore(directory, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
 
     def describe(self) -> dict[str, Any]:
         """The arm's own part of `about`."""
@@ -136,8 +117,7 @@ class TrainArm:
             "memory": [(at_s - begun_s, size - self.idle_bytes) for at_s, size in samples],
         }
         if self.offload is not None:
-            # A step that backward has ended leaves nothing in flight; this makes sure that no write of this arm
-            # runs beside the next arm's turn.
+            # Backward leaves nothing in flight; this makes sure that no write of this arm runs in the next arm's turn.
             self.offload.flush()
         after = self._counters()
         answer["moved"] = {name: after[name] - before[name] for name in after}
@@ -154,39 +134,32 @@ class TrainArm:
         return loss.detach()
 
     def turn_to_backward(self) -> None:
-        """Do what an arm has to do between forward and backward; by default nothing."""
+        """Do what a subclass has to do between forward and backward."""
 
     def close(self) -> dict[str, Any]:
         """Leave the context and close the offloader; return its final counters."""
-        self._stack.close()
         if self.offload is None:
             return {"stats": {}}
-        stats = vars(dataclasses.replace(self.offload.stats(), last_step=None))
+        self.offload.__exit__(None, None, None)
+        stats = self.offload.stats().asdict()
         self.offload.close()
-        return {"stats": {**stats, "kept_by_reason": dict(stats["kept_by_reason"])}}
+        return {"stats": {**stats, "last_step": None}}
 
     def _prepare_torch(self) -> None:
         if self.device.type == "cuda":
-            # Some CUDA kernels add in any order; the hash of gradients needs those that do not. Every arm runs them.
-            # (Not `warn_only`: with it the backward of flash attention still adds in any order.)
+            # The hash of gradients needs kernels that add in a fixed order, in every arm. (Not with `warn_only`: the
+            # backward of flash attention would still add in any order.)
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # set on the module's type
         else:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 
     def _enter_context(self) -> Any:
-        o = self.options
-        if o.empty_hooks:
-            self._stack.enter_context(empty_hooks())
-        if o.tier is None:
+        if self.options.tier is None:
             return None
-        from tba import OffloadConfig, Offloader, offload_context
+        from tba import offload_context
 
-        config = OffloadConfig(tier=o.tier, **o.settings)
-        store = self.make_store(config)
-        if store is None:
-            return self._stack.enter_context(offload_context(self.model, config=config))
-        return self._stack.enter_context(Offloader(self.model, config, store=store))
+        return offload_context(self.model, self.options.tier, **self.options.settings).__enter__()
 
     def _counters(self) -> dict[str, float]:
         """The offloader's counters that only grow; empty for an arm without one."""

@@ -1,8 +1,8 @@
-"""Arms of the io benchmark: ways to bring the buffers of a rig to the disk and back.
+"""Arms of the io benchmark: ways to move the buffers of a rig to the disk and back.
 
-`write`, `read` and `both` are measured; they return when the last byte is where it belongs. `both` returns the bytes
-per second while reads and writes were both under way. A `write` or `warm_read` goes ahead of them: after a pause the
-disk, and threads that have slept, take some time to be fast again. After `warm_read`, `found` is all that was read.
+`write`, `read` and `both` are timed; they return when the last transfer has ended. `both` returns the bytes per second
+while reads and writes were both in flight. A `write` or `warm_read` precedes them: after a pause, the disk and sleeping
+threads need some time to be fast again. After `warm_read`, `found` is everything that was read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _TIMEOUT_S = 120.0
 
 
 class Rig(NamedTuple):
-    """The buffers: `sources` to write from, `targets` to read all of them into, and `few` for reads that count.
+    """The buffers: `sources` to write from, `targets` to read all of them into, and `few` for timed reads.
 
-    fio's jobs have a buffer each, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth faster
-    than into 512 MiB. Reads that count therefore go into as few buffers as transfers are under way, each into the one
-    that another has left.
+    Each of fio's jobs has one buffer, which stays in the processor's caches; that alone makes reads of 4 MiB a tenth
+    faster than reads into 512 MiB. So timed reads use only as many buffers as there are transfers in flight, and reuse
+    each when its transfer has ended.
     """
 
     sources: Memory
@@ -35,7 +35,7 @@ class Rig(NamedTuple):
 
 
 class StoreArm:
-    """A `Store` of `threads` workers in all, used as the engine does: one thread submits, the workers do the rest.
+    """A `Store` with `threads` workers in total, used as the engine uses it: one thread submits, the workers transfer.
 
     Attributes:
         submit_cpu_s, submit_wall_s: the submitting thread's time per transfer, in the last `write` or `read`.
@@ -63,10 +63,10 @@ class StoreArm:
         flow.wait()
 
     def both(self) -> float:
-        """Read what was written last, and write it anew to another place, half of the workers for each.
+        """Read what was written last, and write it again elsewhere, half of the workers for each.
 
-        Queued together, all reads would go ahead of the writes, so each flow has a depth of its own. That of writes is
-        twice as deep, as in training; all paths of a striped store then have something to do.
+        In one queue, all reads would precede the writes, so each direction has its own depth. Twice as many writes are
+        in flight, as in training, which keeps all paths of a striped store busy.
         """
         share, before = max(1, self._threads // 2), self._written
         reads = self._flow_of_reads(share)
@@ -107,7 +107,7 @@ class StoreArm:
         ended_cpu_s, ended_s = time.thread_time(), time.perf_counter()
         self.submit_cpu_s = (ended_cpu_s - begun_cpu_s) / len(jobs)
         self.submit_wall_s = (ended_s - begun_s) / len(jobs)
-        for ticket in reversed(tickets):  # the last first: this thread is then woken once, not for each
+        for ticket in reversed(tickets):  # the last first: this thread then wakes once, not once for each
             ticket.wait()
         return tickets
 
@@ -117,7 +117,7 @@ class StoreArm:
 
 
 class _Flow:
-    """Transfers of one kind, `depth` at a time: each that ends submits the next, on the worker that ended it."""
+    """Transfers of one kind, `depth` at a time: when one ends, its worker submits the next."""
 
     def __init__(self, jobs: Sequence[Callable[..., Ticket]], depth: int) -> None:
         self.tickets: list[Ticket] = []
@@ -130,9 +130,9 @@ class _Flow:
             self._next()
 
     def wait(self) -> list[Ticket]:
-        """Wait until all have ended. Raises the first error."""
+        """Wait for all transfers. Raises the first error."""
         if not self._all_submitted.wait(_TIMEOUT_S):
-            raise TimeoutError(f"after {_TIMEOUT_S:g} s some transfers are not even submitted")
+            raise TimeoutError(f"some transfers were not submitted within {_TIMEOUT_S:g} s")
         for ticket in self.tickets:
             ticket.wait()
         return self.tickets
@@ -151,7 +151,7 @@ def together(begun_s: float, flows: Sequence[Sequence[tuple[float, float, int]]]
 
     Args:
         begun_s: the beginning, by `time.perf_counter()`.
-        flows: (start, end, bytes) of each transfer. One that is under way at the end counts by its share of time.
+        flows: (start, end, bytes) of each transfer. One that is in flight at the end counts by its share of time.
     """
     until_s = min(max(end_s for _, end_s, _ in flow) for flow in flows)
     spans = [span for flow in flows for span in flow if span[0] < until_s]

@@ -1,9 +1,8 @@
 """fio (https://fio.readthedocs.io): the bandwidth of the disk for a program that does nothing else.
 
 Direct I/O by pread and pwrite, one request at a time in each of as many threads as the store has workers: the same
-system calls, block size and depth. Memory is as good as the store's: in huge pages (through glibc, which has a switch
-for them; fio has none without a reserve of them), aligned, and touched before the clock starts, as a store's is that
-has worked before. fio's own clock counts.
+system calls, block size and depth. Its memory is like the store's: aligned, touched before the clock starts, and in
+huge pages (by a switch of glibc; fio itself needs reserved ones). Times are those of fio's own clock.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .._report.results import CannotMeasure
 Mode = Literal["write", "read", "both"]
 
 _TIMEOUT_S = 300.0
-# Requests under way when the ramp ends count in full: in runs of 0.8 s that made blocks of 64 MiB at 3 GB/s a tenth
-# faster than in runs of 3 s. The larger the blocks, the longer the runs, then.
+# fio counts requests in flight at the end of the ramp in full: in runs of 0.8 s, blocks of 64 MiB at 3 GB/s looked a
+# tenth faster than in runs of 3 s. So larger blocks get longer runs.
 RUN_MS, _RAMP_MS = 800, 100
 _BLOCK_BYTES_A_RUN = 16 << 20
-_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later, others ignore it
+_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # glibc 2.35 and later; others ignore it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +49,14 @@ class Fio:
         return self._call(["--version"]).strip()
 
     def run(self, mode: Mode, block_bytes: int) -> FioRun:
-        """Write the first file or read it; or read the first and write the second at once, half of the threads each.
+        """Write or read the first file; or read the first and write the second, half of the threads for each.
 
-        After `lay_out`. Raises CannotMeasure.
+        `lay_out` comes first. Raises CannotMeasure.
         """
         return parse(self._call(arguments(mode, self._files, self._nbytes, block_bytes, self._threads, self._run_ms)))
 
     def lay_out(self) -> None:
-        """Write both files once: existing blocks are then written again, as a store reuses its own."""
+        """Write both files once: runs then overwrite existing blocks, as a store does."""
         line = ["--ioengine=psync", "--direct=1", "--bs=4M", f"--size={self._nbytes}", "--rw=write"]
         for file in self._files:
             line += [f"--name={file.stem}", f"--filename={file.name}"]
@@ -101,11 +100,11 @@ def arguments(mode: Mode, files: list[Path], nbytes: int, block_bytes: int, thre
 
 def parse(text: str) -> FioRun:
     """Sum fio's JSON over all jobs. Raises CannotMeasure."""
-    start = re.search(r"^\{", text, re.MULTILINE)  # there may be notes ahead of it
+    start = re.search(r"^\{", text, re.MULTILINE)  # notes may precede it
     try:
         jobs: list[dict[str, Any]] = json.loads(text[start.start() :] if start else "")["jobs"]
         if any(job["error"] for job in jobs):
-            raise CannotMeasure(f"fio says errors {[job['error'] for job in jobs]} of its jobs")
+            raise CannotMeasure(f"fio reports errors {[job['error'] for job in jobs]} of its jobs")
         sides = [job[side] for job in jobs for side in ("read", "write") if job[side]["io_bytes"]]
         cpu_s = sum((job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000 for job in jobs)
         rate = sum(side["io_bytes"] / side["runtime"] * 1000 for side in sides)
@@ -113,4 +112,4 @@ def parse(text: str) -> FioRun:
             raise CannotMeasure("fio moved nothing")
         return FioRun(nbytes=sum(side["io_bytes"] for side in sides), bytes_per_s=rate, cpu_s=cpu_s)
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise CannotMeasure(f"fio's answer cannot be read ({error!r}): {text[:400]!r}") from error
+        raise CannotMeasure(f"fio's output cannot be read ({error!r}): {text[:400]!r}") from error

@@ -1,7 +1,7 @@
-"""Memory of the io benchmark, and the proof that a read brought back what was written.
+"""Memory of the io benchmark, and the proof that a read returned what was written.
 
-Every 512 bytes begin with a number that no other 512 bytes of any round have, so neither stale bytes of an earlier
-round nor a sector out of place passes. Filling and comparing are no part of any measurement.
+Every 512 bytes begin with a number that is unique over all rounds, so stale bytes of an earlier round and misplaced
+sectors are found. Filling and comparing are not timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUMBERED = 512 // 8
 
 
 class Memory:
-    """`count` buffers of `nbytes` each, a multiple of 4096, in huge pages where the system gives them."""
+    """`count` buffers of `nbytes` each, a multiple of 4096, in huge pages if the system has them."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         self._pool = BufferPool(_ALIGNMENT)
@@ -42,7 +42,7 @@ class Memory:
             words[:] = random.integers(0, 1 << 64, words.size, dtype=np.uint64)
 
     def number(self, first: int) -> int:
-        """Number every 512 bytes, from `first` on; return the number after the last."""
+        """Number every 512 bytes, beginning with `first`; return the number after the last."""
         for words in self.words:
             count = words.size // _NUMBERED
             words[::_NUMBERED] = np.arange(first, first + count, dtype=np.uint64)
@@ -50,14 +50,14 @@ class Memory:
         return first
 
     def close(self) -> None:
-        """Give all buffers back."""
+        """Release all buffers."""
         self.words.clear()
         self.buffers.clear()
         self._pool.close()
 
 
 def wipe(found: Sequence[Words]) -> None:
-    """Take the numbers away, so that whatever is not read from here on shows."""
+    """Erase the numbers, so that whatever is not read afterwards shows."""
     for words in found:
         words[::_NUMBERED] = 0
 

@@ -20,7 +20,7 @@ from .memory import Memory, verify, wipe
 MODES: tuple[Mode, ...] = ("write", "read", "both")
 STORE, TWO_PATHS, FIO = "store", "two paths", "fio"
 GIB = 1 << 30
-WARM_UP_ROUNDS = 1  # files are laid out, memory is touched
+WARM_UP_ROUNDS = 1  # lays out files and touches memory
 
 
 @dataclass(kw_only=True)
@@ -33,7 +33,7 @@ class Series:
     submit_wall_s: list[float] = field(default_factory=list)
 
     def take(self, mode: Mode, nbytes: int, bytes_per_s: float, cpu_s: float) -> None:
-        """Add a round's bandwidth, and the CPU time of the `nbytes` moved in it."""
+        """Add a round's bandwidth, and the CPU time for the `nbytes` moved in it."""
         self.bytes_per_s.setdefault(mode, []).append(bytes_per_s)
         self.cpu_s_per_gib.setdefault(mode, []).append(cpu_s / nbytes * GIB)
 
@@ -49,19 +49,19 @@ def measure(
     fio_run_ms: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Add `rounds` timed rounds of every arm to `found`; fio is among them where it is installed.
+    """Add `rounds` timed rounds of every arm to `found`; fio is one of them if it is installed.
 
     A round moves `nbytes` in buffers of `size`.
 
     Raises:
-        CannotMeasure: something read is not what was written, no direct I/O in the directory, or fio fails.
+        CannotMeasure: a read returned wrong bytes, the directory has no direct I/O, or fio fails.
     """
     with ExitStack() as stack:
         count = nbytes // size
         rig = Rig(Memory(count, size), Memory(count, size), Memory(2 * threads, size))
         for memory in rig:
             stack.callback(memory.close)
-            memory.fill(size)  # noise; the numbers in it tell the buffers apart
+            memory.fill(size)  # with noise; the numbers in it identify the buffers
         arms: dict[str, StoreArm] = {STORE: StoreArm(_open(directory, threads), threads, rig)}
         stack.callback(arms[STORE].close)
         arms[TWO_PATHS] = StoreArm(StripedStore([_open(directory, threads) for _ in range(2)]), 2 * threads, rig)
@@ -71,15 +71,13 @@ def measure(
             stack.callback(fio.clear)
             fio.lay_out()
         names = [*arms, *([FIO] if fio else [])]
-        # By lot, not in a fixed order or every other round in reverse: a disk's host that does something every few
-        # seconds would meet the same arm each time.
-        order, next_number = random.Random(size), 1
+        order, next_number = random.Random(size), 1  # random: periodic work of the disk's host then hits no arm more
         for number in range(WARM_UP_ROUNDS + rounds):
             for mode in MODES:
                 if mode != "read":
                     next_number = rig.sources.number(next_number)  # bytes that the sources never had
-                # One mode of all arms, and only then is it verified: a disk's speed drifts by a fifth within seconds,
-                # and nearer turns are more alike.
+                # Verify only after all arms had this mode: a disk's speed drifts by a fifth within seconds, so turns
+                # that are compared should be close together.
                 for name in order.sample(names, len(names)):
                     series = found.setdefault(name, Series()) if number >= WARM_UP_ROUNDS else Series()
                     if name in arms:
@@ -93,7 +91,7 @@ def measure(
 
 
 def take(arm: StoreArm, mode: Mode, rig: Rig, series: Series, name: str) -> None:
-    """Measure one turn of an arm; verify the reads ahead of reads that count."""
+    """Measure one turn of an arm; verify the reads that precede timed ones."""
     if mode == "write":
         arm.write()
     else:
@@ -113,7 +111,7 @@ def take(arm: StoreArm, mode: Mode, rig: Rig, series: Series, name: str) -> None
 
 
 def check(arm: StoreArm, mode: Mode, rig: Rig, name: str) -> None:
-    """Read and verify all that was written in this mode."""
+    """Read and verify everything written in this mode."""
     if mode != "read":
         wipe(arm.found)
         arm.warm_read()
@@ -125,7 +123,7 @@ def _open(directory: Path, threads: int) -> PosixStore:
     if not store.open().direct:
         store.close()
         raise CannotMeasure(
-            f"there is no direct I/O in {str(directory)!r}, so the page cache would answer; name a folder on a disk "
-            "with --path"
+            f"there is no direct I/O in {str(directory)!r}, so the page cache would be measured; name a folder on a "
+            "disk with --path"
         )
     return store

@@ -1,6 +1,6 @@
-"""Cases: what training code does to saved tensors, each with the gradients it should lead to.
+"""Cases: what training code does to saved tensors. A case gets a peer's wrapper and returns gradients.
 
-A case gets a peer's wrapper and returns gradients. Plain PyTorch, where nothing is wrapped, tells what is right.
+Plain PyTorch, which wraps nothing, gives the right ones.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .peer import Function, Wrapper
 Leaf = Callable[[int], Tensor]
 Case = Callable[[Wrapper, Path, Leaf], Sequence[Tensor | None]]
 _SIDE = 512  # of square matrices: 1 MiB each
-# Graphs dropped, each with so many saved MiB; a peer that still holds half of them leaks.
+# Number of graphs dropped, and the MiB that each saves; a peer that still holds half of them leaks.
 _DROPPED, _DROPPED_MIB = 8, 8
 _STRETCH = 256 << 10  # of which 4 KiB are overwritten
-_WRITING_S = 0.5  # until all that a peer writes behind forward is in its file
+_WRITING_S = 0.5  # until everything that a peer writes in the background is in its file
 
 
 class NotTried(Exception):
-    """A case could not do to a peer what it is for."""
+    """A case could not do what it tests to this peer."""
 
 
 def as_it_is(function: Function) -> Function:
@@ -37,7 +37,7 @@ def as_it_is(function: Function) -> Function:
 
 
 def leaf_on(device: torch.device) -> Leaf:
-    """Give the maker of leaves: random square matrices, the same for the same seed."""
+    """Return the maker of leaves: random square matrices, the same for the same seed."""
 
     def leaf(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -47,13 +47,13 @@ def leaf_on(device: torch.device) -> Leaf:
 
 
 def _through(wrap: Wrapper, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Call a wrapped function with an activation, as in a model, made from the leaf `x`."""
+    """Call a wrapped function with an activation made from the leaf `x`, as in a model."""
     out: Tensor = wrap(function)(x * 1.0)
     return out
 
 
 def views(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """Several views of one storage are saved: halves, a transposed one, a slice that starts within."""
+    """Several views of one storage are saved: halves, a transpose, a slice that starts inside."""
 
     def function(x: Tensor) -> Tensor:
         base = x * 2
@@ -87,7 +87,7 @@ def retained(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None
 
 
 def double_backward(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """The gradient is differentiated in turn: create_graph=True."""
+    """The gradient is differentiated again: create_graph=True."""
     x = leaf(0)
     out = _through(wrap, lambda x: (x * 2).exp().mul(x).sum(), x)
     [gradient] = torch.autograd.grad(out, x, create_graph=True)
@@ -110,14 +110,14 @@ class _Twice(torch.autograd.Function):
 
 
 def read_twice(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """A Function of the user reads `ctx.saved_tensors` twice."""
+    """A custom Function reads `ctx.saved_tensors` twice."""
     x = leaf(0)
     _through(wrap, lambda x: _Twice.apply(x * 2).square().sum(), x).backward()
     return [x.grad]
 
 
 def two_forwards(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """Two forwards come before the first backward, as in a pipeline."""
+    """Two forwards precede the first backward, as in a pipeline."""
     function = wrap(lambda x: (x * 2).exp().square().sum())
     first, second = leaf(0), leaf(1)
     outs = function(first * 1.0), function(second * 1.0)
@@ -127,7 +127,7 @@ def two_forwards(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | 
 
 
 def edited(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """A saved tensor is edited in place before backward, for which plain PyTorch has an error."""
+    """A saved tensor is edited in place before backward, which plain PyTorch refuses."""
     x = leaf(0)
     hidden = x * 2
     out = wrap(lambda hidden: hidden.square().sum())(hidden)
@@ -137,19 +137,19 @@ def edited(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
 
 
 def unedited(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """The gradients that `edited` would have without the edit: right as well."""
+    """The gradients of `edited` without the edit, which are right too."""
     x = leaf(0)
     wrap(lambda hidden: hidden.square().sum())(x * 2).backward()
     return [x.grad]
 
 
 def vanished(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """What was written is gone before backward: its files are deleted, and cut to nothing where they have no name."""
+    """What was written is gone before backward: files are deleted, and unnamed ones truncated."""
     return _spoiled(wrap, scratch, leaf, lambda descriptor: os.ftruncate(descriptor, 0), unlink=True)
 
 
 def changed(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """The disk returns other bytes than were written: some of each file are overwritten."""
+    """The disk returns other bytes than were written: some bytes of each file are overwritten."""
 
     def spoil(descriptor: int) -> None:
         for offset in range(_STRETCH // 2, os.fstat(descriptor).st_size, _STRETCH):
@@ -172,7 +172,7 @@ def _spoiled(
     time.sleep(_WRITING_S)
     files = _files(scratch)
     if wrap is not as_it_is and not any(path.stat().st_size for path in files):
-        raise NotTried("nothing was written that could be spoiled")
+        raise NotTried("nothing was written that could be changed")
     for path in files:
         descriptor = os.open(path, os.O_RDWR)
         spoil(descriptor)
@@ -184,7 +184,7 @@ def _spoiled(
 
 
 def _files(scratch: Path) -> list[Path]:
-    """Find the files of this process below a folder, by their names or, where they have none, their descriptors."""
+    """Find the files of this process below a folder: by name, and unnamed ones by their descriptors."""
     named = [path for path in scratch.rglob("*") if path.is_file()]
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     nameless = [path for path in descriptors if _nameless(path) and os.readlink(path).startswith(str(scratch))]
@@ -194,15 +194,15 @@ def _files(scratch: Path) -> list[Path]:
 def _nameless(path: Path) -> bool:
     try:
         return os.readlink(path).endswith(" (deleted)")
-    except OSError:  # that of the listing itself
+    except OSError:  # the descriptor of the listing itself
         return False
 
 
 def dropped(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]:
-    """Graphs are dropped without a backward; afterwards one step is taken.
+    """Graphs are dropped without a backward; then one step is taken.
 
     Raises:
-        MemoryError: what they saved is still there, in memory or on the disk.
+        MemoryError: what they saved is still in memory or on the disk.
     """
 
     def function(x: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def dropped(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]
     filed = sum(path.stat().st_blocks * 512 for path in _files(scratch))
     half = _DROPPED * _DROPPED_MIB << 19
     if held >= half or filed >= half:
-        raise MemoryError(f"{held >> 20} MiB in memory and {filed >> 20} MiB in files are held by dropped graphs")
+        raise MemoryError(f"dropped graphs hold {held >> 20} MiB in memory and {filed >> 20} MiB in files")
     _through(wrap, function, x).backward()
     return [x.grad]
 

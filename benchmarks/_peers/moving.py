@@ -13,18 +13,18 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from .peer import Wrapper, within
 
-# Every tensor goes, however small, and next to nothing is held back for backward.
+# Every tensor moves, however small, and almost nothing is held back for backward.
 _ALL = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 16}
 
 
 def host_memory(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """PyTorch's `save_on_cpu`. On a CPU it has nowhere to move a tensor to, and keeps it."""
-    # Pinned where the training is on a card; a machine that has one may also train on its CPU.
+    """PyTorch's `save_on_cpu`. On a CPU it cannot move a tensor anywhere, and keeps it."""
+    # Pinned if the training is on a GPU; a machine with a GPU may also train on its CPU.
     return within(lambda: save_on_cpu(pin_memory=torch.cuda.is_initialized()))
 
 
 def files(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """The hooks that PyTorch's tutorial on saved tensors proposes: a file for each tensor, gone with its last owner."""
+    """The hooks of PyTorch's tutorial on saved tensors: a file for each tensor, deleted with its last owner."""
     numbers = itertools.count()
 
     class File:
@@ -50,14 +50,14 @@ def trl(model: nn.Module | None, scratch: Path) -> Wrapper:
     """Put saved tensors on the host, as TRL's trainers do with `activation_offloading=True`."""
     from trl.models.activation_offloading import OffloadActivations, get_act_offloading_ctx_manager
 
-    # Made once: each making puts another pair of hooks on the model's head, which it finds in the library's own model.
+    # Made once: each call puts another pair of hooks on the model's head, which it finds in the library's own model.
     inner = getattr(model, "model", model)
     context = OffloadActivations() if inner is None else get_act_offloading_ctx_manager(inner)
     return within(lambda: context)
 
 
 def ours(**settings: Any) -> Callable[[nn.Module | None, Path], Wrapper]:
-    """Give the maker of tba's own context; without a model every tensor is moved."""
+    """Return the maker of tba's own context; without a model, every tensor moves."""
 
     def make(model: nn.Module | None, scratch: Path) -> Wrapper:
         from tba import offload_context

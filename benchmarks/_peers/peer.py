@@ -1,4 +1,4 @@
-"""Peer: one way to save memory, as a wrapper of functions, and how it is put under a model."""
+"""Peer: one way to save memory, as a wrapper of functions, and how it is applied to a model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Peer:
     """One way to save memory.
 
     Attributes:
-        make: gives the wrapper, for a model (None: a function that is no model) and a folder for files.
-        scope: what the wrapper goes around in a model: its whole forward, or each block.
-        every: of the blocks, one in so many is wrapped.
-        package: what it is imported from beside PyTorch.
+        make: returns the wrapper for a model (None: a function that is no model) and a folder for files.
+        scope: what the wrapper wraps in a model: its whole forward, or each block.
+        every: wrap every n-th block.
+        package: the package that it needs besides PyTorch.
         install: the command that installs it.
         cuda: why it needs a CUDA device; "" if it does not.
-        files: whether it keeps bytes in files.
+        files: whether it stores bytes in files.
     """
 
     make: Callable[[nn.Module | None, Path], Wrapper]
@@ -41,7 +41,7 @@ class Peer:
     files: bool = False
 
     def missing(self) -> str:
-        """Tell why it cannot run here; "" if it can."""
+        """Say why it cannot run here; "" if it can."""
         if self.package and find_spec(self.package) is None:
             return f"not installed: {self.install}"
         if self.cuda and not torch.cuda.is_available():
@@ -57,7 +57,7 @@ class Peer:
 
 
 def within(make: Callable[[], AbstractContextManager[Any]]) -> Wrapper:
-    """Make the wrapper that calls a function within a context, which `make` gives for each call."""
+    """Make the wrapper that calls a function within a context; `make` returns one for each call."""
 
     def wrap(function: Function) -> Function:
         def call(*arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Recomputing peers: PyTorch's checkpointing, its selective form, torch_remat, and two that move the inputs away."""
+"""Recomputing peers: PyTorch's checkpointing, its selective form, torch_remat, and two that offload the inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from .._workload.families import blocks
 from .peer import Function, Wrapper
 
-# What is kept by selective checkpointing, by operator: all that multiplies matrices. The rest is cheap to make again.
+# Operators whose results selective checkpointing keeps: all matrix products. The rest is cheap to recompute.
 _KEPT = (
     "mm",
     "addmm",
@@ -35,7 +35,7 @@ def checkpointed(model: nn.Module | None, scratch: Path) -> Wrapper:
 
 
 def selective(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """Recompute all but what multiplies matrices."""
+    """Recompute everything but matrix products."""
     kept = {getattr(torch.ops.aten, name) for name in _KEPT}
 
     def policy(context: Any, operator: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
@@ -47,11 +47,11 @@ def selective(model: nn.Module | None, scratch: Path) -> Wrapper:
 
 
 def remat(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """Recompute by torch_remat all but the attention of each block, where a block has one that can be told apart."""
+    """Recompute by torch_remat everything but the attention of each block, if the block has one that can be found."""
     import torch_remat
 
     class RandomState:
-        """PyTorch's generators, which torch_remat leaves to its user: that of the processor, and a card's."""
+        """PyTorch's generators of the CPU and the GPU, which torch_remat leaves to its user."""
 
         def snapshot(self) -> list[Tensor]:
             card = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
@@ -91,7 +91,7 @@ def _keep_attention(block: Any, torch_remat: Any) -> None:
 
 
 def transformers_offload(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """Checkpoint by the function that transformers sets for `offload=True`: inputs of blocks go to host memory."""
+    """Checkpoint by the function that transformers sets for `offload=True`: inputs of blocks move to host memory."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
@@ -102,7 +102,7 @@ def transformers_offload(model: nn.Module | None, scratch: Path) -> Wrapper:
 
 
 def deepspeed(model: nn.Module | None, scratch: Path) -> Wrapper:
-    """Checkpoint by DeepSpeed with `cpu_checkpointing`: inputs of blocks go to host memory."""
+    """Checkpoint by DeepSpeed with `cpu_checkpointing`: inputs of blocks move to host memory."""
     import deepspeed as library
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}

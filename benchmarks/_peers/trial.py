@@ -1,6 +1,6 @@
-"""Trial: one case under one peer in a process of its own, which may hang or die.
+"""Trial: one case under one peer in its own process, which may hang or die.
 
-Processes are forked from one that has imported PyTorch and nothing else, so that each takes a tenth of a second.
+Processes are forked from one that has only imported PyTorch, so that each starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORKS.set_forkserver_preload(["torch", "torch.utils.checkpoint"])
 
 
 class Outcome(NamedTuple):
-    """What became of a case: "right", "error", "wrong", "leak", "hang", "crash" or "not tried", and the words to it."""
+    """Outcome of a case: "right", "error", "wrong", "leak", "hang", "crash", "not tried" or "-", and why."""
 
     kind: str
     words: str = ""
@@ -33,7 +33,7 @@ def run_case(
     environment: Mapping[str, str] | None = None,
     device: str = "cpu",
 ) -> Outcome:
-    """Run a case, with these variables besides; files go below `directory`, which is left as it was."""
+    """Run a case with additional environment variables; its files go below `directory`, which ends as it began."""
     inlet, outlet = _FORKS.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(dir=directory.resolve()) as scratch, inlet:
         variables = {"TMPDIR": scratch, **(environment or {})}
@@ -70,12 +70,12 @@ def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
     chosen, leaf = PEERS[peer], leaf_on(torch.device(device))
     if case in OF_FILES and not chosen.files:
         return Outcome("-", "keeps nothing in files")
-    # Where plain has an error, gradients as if nothing had been edited are right too.
+    # If plain raises an error, the gradients without the edit are right too.
     truth = unedited if CASES[case] is edited else CASES[case]
     expected = truth(as_it_is, scratch, leaf)
     try:
         wrap = chosen.make(None, scratch)
-    except Exception as error:  # of the peer, and of no case
+    except Exception as error:  # the peer's, not the case's
         return Outcome("crash", f"cannot be set up: {_words(error)}")
     try:
         found = CASES[case](wrap, scratch, leaf)

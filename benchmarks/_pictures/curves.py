@@ -20,40 +20,40 @@ class Point(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The arms of one model at one batch, and what their peak and throughput are given in."""
+    """The arms of one model at one batch, and the units of peak and throughput."""
 
     points: Sequence[Point]
     peak_unit: str
     rate_unit: str
 
 
-_COLOURS = {"plain": GREY, "peer": RED, "ours": GREEN, "auto": BLUE, "lossy": PURPLE}
-_LABELS = {
-    "plain": "plain PyTorch",
-    "peer": "{}",
-    "ours": "tba {}",
-    "auto": "tba auto, a budget each",
-    "lossy": "tba {} (lossy)",
+# By kind: color, label, and whether the marker is filled.
+_STYLES = {
+    "plain": (GREY, "plain PyTorch", True),
+    "peer": (RED, "{}", False),
+    "ours": (GREEN, "tba {}", True),
+    "auto": (BLUE, "tba auto, one point per budget", True),
+    "lossy": (PURPLE, "tba {} (lossy)", False),
 }
 _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*", "d", "8")
-_SIZE = 6.0
-TITLE = "Throughput against peak memory: the upper left is better"
+_TITLE = "Throughput against peak memory: the upper left is better"
 
 
-def draw_curves(panels: Mapping[str, Panel], path: Path, *, title: str = TITLE) -> None:
+def draw_curves(panels: Mapping[str, Panel], path: Path) -> None:
     """Draw a panel for each model and batch.
 
-    The budgets of tier auto are joined by a line; each other arm has a marker of its own in every panel.
+    A line joins the budgets of tier auto; every other arm has the same marker in all panels.
     """
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     names = [p.name for panel in panels.values() for p in panel.points if p.kind not in ("auto", "plain")]
     markers = dict(zip(dict.fromkeys(names), cycle(_MARKERS), strict=False))
+    handles: dict[str, Any] = {}
     with picture(path, rows, columns, figsize=(5.2 * columns + 0.6, 4.3 * rows + 0.8), squeeze=False) as (figure, grid):
         for axes in grid.flat[len(panels) :]:
             axes.set_visible(False)
         for (name, panel), axes in zip(panels.items(), grid.flat, strict=False):
-            _draw(axes, panel.points, markers)
+            handles |= _draw(axes, panel.points, markers)
             if len(panels) == 1:
                 for point in panel.points:
                     place = (point.peak, point.rate)
@@ -63,33 +63,27 @@ def draw_curves(panels: Mapping[str, Panel], path: Path, *, title: str = TITLE) 
             axes.set_ylabel(panel.rate_unit)
             axes.set_xlim(left=0)
             axes.grid(alpha=0.3)
-        handles = {label: handle for axes in grid.flat for handle, label in zip(*_legend(axes), strict=True)}
         figure.legend(
             handles.values(), handles.keys(), frameon=False, fontsize=9, loc="outside lower center", ncols=1 + columns
         )
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        figure.suptitle(_TITLE, x=0.01, ha="left", fontsize=11)
 
 
-def _draw(axes: Any, points: Sequence[Point], markers: Mapping[str, str]) -> None:
+def _draw(axes: Any, points: Sequence[Point], markers: Mapping[str, str]) -> dict[str, Any]:
+    """Draw the points of a panel; return what the legend shows, by label."""
     auto = sorted((point.peak, point.rate) for point in points if point.kind == "auto")
-    if auto:
-        peaks, rates = zip(*auto, strict=True)
-        axes.plot(peaks, rates, "-o", color=_COLOURS["auto"], linewidth=1.2, markersize=_SIZE, label=_LABELS["auto"])
-    for point in points:
-        if point.kind == "auto":
-            continue
-        label = _LABELS[point.kind].format(point.name)
-        filled = None if point.kind in ("plain", "ours") else "white"
-        axes.plot(
-            [point.peak],
-            [point.rate],
-            "o" if point.kind == "plain" else markers[point.name],
-            color=_COLOURS[point.kind],
-            markerfacecolor=filled,
-            markersize=_SIZE,
-            label=label,
+    lines = [(point.kind, point.name, [(point.peak, point.rate)]) for point in points if point.kind != "auto"]
+    handles = {}
+    for kind, name, places in [*([("auto", "", auto)] if auto else []), *lines]:
+        colour, label, filled = _STYLES[kind]
+        [line] = axes.plot(
+            *zip(*places, strict=True),
+            linestyle="-" if kind == "auto" else "",
+            linewidth=1.2,
+            marker=markers.get(name, "o"),
+            markersize=6.0,
+            color=colour,
+            markerfacecolor=None if filled else "white",
         )
-
-
-def _legend(axes: Any) -> tuple[list[Any], list[str]]:
-    return axes.get_legend_handles_labels()  # type: ignore[no-any-return]  # matplotlib's own types end here
+        handles[label.format(name)] = line
+    return handles

@@ -1,46 +1,45 @@
-"""Pictures: memory over a run, and what all pictures share; no display is needed."""
+"""Pictures: memory over a run, and what all pictures share. Matplotlib is imported to draw, and needs no display."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from .._report.results import MIB, CannotMeasure
 
-matplotlib.use("Agg")
-
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-
-from .._report.results import MIB
-
-# The Okabe-Ito palette: told apart by every kind of colour vision, and in print.
+# The Okabe-Ito palette: told apart by every kind of color vision, and in print.
 BLUE, GREY, GREEN, RED, PURPLE = "#0072B2", "#999999", "#009E73", "#D55E00", "#CC79A7"
 
 
+def check_pictures() -> None:
+    """Check that pictures can be drawn, before anything is measured. Raises CannotMeasure."""
+    if find_spec("matplotlib") is None:
+        raise CannotMeasure("pictures need matplotlib, which is not installed; pip install 'tba-offload[plot]'")
+
+
 @contextmanager
-def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Figure, Any]]:
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
     """A figure and its axes, saved at the end as a PNG."""
-    figure, axes = pyplot.subplots(rows, columns, layout="constrained", **options)
-    try:
-        yield figure, axes
-        figure.savefig(path, dpi=130)
-    finally:
-        pyplot.close(figure)
+    from matplotlib.figure import Figure
+
+    size = {name: options.pop(name) for name in ("figsize",) if name in options}
+    figure = Figure(layout="constrained", **size)
+    yield figure, figure.subplots(rows, columns, **options)
+    figure.savefig(path, dpi=130)
 
 
 def draw_memory(courses: Mapping[str, Sequence[Sequence[tuple[float, int]]]], path: Path, *, title: str) -> None:
-    """Draw resident memory of every arm over its own training time (other arms' turns cut out): first steps, and all.
+    """Draw resident memory of every arm over its own training time, without the turns of others: first steps, and all.
 
     `courses`: per arm, per step, `(seconds from the step's start, bytes over idle)`.
     """
     first_steps = min(3, *(len(steps) for steps in courses.values()))
     plain = iter((GREY, RED, PURPLE))
     colours = [GREEN if "offload" in name else next(plain) for name in courses]
-    size = {"figsize": (13, 4.6), "width_ratios": (1, 1.6)}
-    with picture(path, 1, 2, sharey=True, **size) as (figure, panels):
+    with picture(path, 1, 2, sharey=True, figsize=(13, 4.6), width_ratios=(1, 1.6)) as (figure, panels):
         for panel, last in zip(panels, (first_steps, None), strict=True):
             for (name, steps), colour in zip(courses.items(), colours, strict=True):
                 at_s, sizes = _joined(steps[:last])
@@ -51,14 +50,13 @@ def draw_memory(courses: Mapping[str, Sequence[Sequence[tuple[float, int]]]], pa
             panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
         panels[0].set_ylabel("resident memory over idle, MiB")
-        # Above the lines, which would else run through it.
-        panels[1].set_ylim(top=1.35 * panels[1].get_ylim()[1])
+        panels[1].set_ylim(top=1.35 * panels[1].get_ylim()[1])  # room for the legend above the lines
         panels[1].legend(frameon=False, fontsize=9, loc="upper right")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
 
 
 def _joined(steps: Sequence[Sequence[tuple[float, int]]]) -> tuple[list[float], list[float]]:
-    """Put steps one after the other on one axis of seconds; sizes in MiB."""
+    """Concatenate steps on one axis of seconds; sizes in MiB."""
     at_s: list[float] = []
     sizes: list[float] = []
     begun_s = 0.0

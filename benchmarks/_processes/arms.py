@@ -1,8 +1,7 @@
 """Arms as processes: each under its own allocator, taking turns so that they share the machine's noise.
 
 Timing on a small machine drifts by tens of percent within minutes. So all arms are alive at once, one works at a time
-(A B A B ...), every other round runs in reverse, and results are ratios within a round. What needs no turns is
-asked once: `ask`.
+(A B A B ...), every other round runs in reverse, and results are ratios within a round. `ask` runs one without turns.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from .serve import Tell
 _WORKER = "benchmarks._processes.worker"
 # A turn takes a few seconds; the timeout only ends one that hangs.
 _TURN_TIMEOUT_S = 600.0
-# The longest arm that is asked once times every codec, which takes minutes.
+# The longest arm without turns times every codec, which takes minutes.
 _ASK_TIMEOUT_S = 3600.0
-# OpenMP's threads spin for some milliseconds after their work; the next arm should not run beside them.
+# OpenMP's threads spin for some milliseconds after their work; the next arm should not run at the same time.
 _SETTLE_S = 0.02
-# Variables that choose or tune an allocator: removed for the arm that runs "as Python comes".
+# Variables that choose or tune an allocator; removed for the arm that runs "as Python comes".
 _ALLOCATOR_PREFIXES = ("LD_PRELOAD", "MALLOC_", "_RJEM_MALLOC_CONF", "JE_MALLOC_CONF", "MIMALLOC_", "GLIBC_TUNABLES")
 
 
@@ -46,15 +45,15 @@ class Spec:
 
 
 def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without anything that chooses or tunes an allocator."""
+    """Return `environ` without variables that choose or tune an allocator."""
     return {name: value for name, value in environ.items() if not name.startswith(_ALLOCATOR_PREFIXES)}
 
 
 def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, str], str, str]:
-    """The process environment of an arm, the name of the allocator it gets, and why that one.
+    """Return the environment of an arm's process, the name of its allocator, and why that one.
 
     Raises:
-        CannotMeasure: the allocator is not on this machine.
+        CannotMeasure: this machine does not have the allocator.
     """
     environment, allocator, reason = plain_environment(environ), "as Python comes", "nothing is preloaded or tuned"
     if spec.allocator != "as-is":
@@ -72,7 +71,7 @@ def arm_environment(spec: Spec, environ: Mapping[str, str]) -> tuple[dict[str, s
 
 
 def available(allocator: str) -> bool:
-    """Whether an arm can run under this allocator here."""
+    """Whether this machine has the allocator."""
     try:
         arm_environment(Spec(name=allocator, role="", options={}, allocator=allocator), os.environ)
     except CannotMeasure:
@@ -84,33 +83,34 @@ class Arm:
     """The process of one arm, started on construction.
 
     Attributes:
-        about: what the arm says of itself once it is built; of a role without turns, its answer.
+        about: the arm's description of itself, once it is built; for a role without turns, its answer.
+        final: its final figures, once it is closed.
         allocator, allocator_reason: the allocator it runs under, and why that one.
     """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
         self.about: dict[str, Any] = {}
+        self.final: dict[str, Any] = {}
         environment, self.allocator, self.allocator_reason = arm_environment(spec, os.environ)
         self.child = Child(f"the arm {spec.name!r}", _WORKER, environment=environment)
 
     def begin(self) -> None:
-        """Let the process build the arm."""
+        """Start building the arm in its process."""
         self.child.send({"role": self.spec.role, "options": dict(self.spec.options)})
 
     def ready(self, *, timeout_s: float = _TURN_TIMEOUT_S, tell: Tell = lambda note: None) -> None:
-        """Wait until the arm is built; `tell` gets its notes as they come."""
+        """Wait until the arm is built; `tell` gets its notes as they arrive."""
         self.about = self.child.receive(timeout_s=timeout_s, tell=tell)
 
     def turn(self, index: int) -> dict[str, Any]:
-        """Let the arm work once."""
+        """Run one turn."""
         answer: dict[str, Any] = self.child.ask({"turn": index}, timeout_s=_TURN_TIMEOUT_S)
         return answer
 
-    def close(self) -> dict[str, Any]:
-        """Close what the arm has open, and return its last figures."""
-        answer: dict[str, Any] = self.child.ask({"close": True}, timeout_s=_TURN_TIMEOUT_S)
-        return answer
+    def close(self) -> None:
+        """Close the arm, which then has its final figures."""
+        self.final = self.child.ask({"close": True}, timeout_s=_TURN_TIMEOUT_S)
 
 
 @contextmanager
@@ -138,10 +138,10 @@ def in_turns(arms: Sequence[Arm], rounds: Sequence[int]) -> Iterator[tuple[Arm, 
 
 
 def ask(spec: Spec, *, tell: Tell = lambda note: None) -> Arm:
-    """Run an arm without turns to its end; its answer is the `about` of what is returned, a closed arm.
+    """Run an arm without turns; return it closed, with its answer in `about`.
 
     Raises:
-        CannotMeasure: the allocator is not on this machine.
+        CannotMeasure: this machine does not have the allocator.
         ChildError: the process ended, or gave no answer in an hour.
     """
     arm = Arm(spec)

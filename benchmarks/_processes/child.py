@@ -1,16 +1,16 @@
-"""Child processes that are asked questions and answer them.
+"""Child processes that answer questions.
 
 Guarantees:
 
-1. `ask` and `receive` return an answer or raise ChildError, within their timeout and half a minute more. The error
-   holds the end of the child's standard error; of a child that hangs, that is the stack of each of its threads.
+1. `ask` and `receive` return an answer or raise ChildError, at most half a minute after their timeout. The error holds
+   the end of the child's standard error; if the child hangs, that is the stack of each of its threads.
 2. After `close` there is no process.
 
-The other side is `serve`. Messages are JSON, on a pipe of their own:
+The other side is `serve`. Messages are JSON, on a separate pipe:
     in   a question
     out  {"note": "..."}   any number, while the child works on the question
          {"answer": ...}   one for each question
-What the child prints, or a library in it, goes where its errors go.
+Standard output of the child goes to its standard error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import IO, Any
 PIPE = "BENCHMARKS_PIPE"  # the variable that tells the child its end of the pipe
 _ROOT = Path(__file__).resolve().parents[2]
 _STACKS_S = 2.0  # a process that hangs takes a moment to write its stacks
-_ENDING_S = 30.0  # one that has let go of its pipe ends, in its own time on a busy machine
+_ENDING_S = 30.0  # a process that has closed its pipe ends, but slowly on a busy machine
 _WORDS = 6000
 
 
@@ -38,7 +38,7 @@ class ChildError(RuntimeError):
     """A child process ended or gave no answer in time.
 
     Attributes:
-        hung: whether it gave no answer in time.
+        hung: whether it ran out of time.
         words: the end of its standard error.
     """
 
@@ -51,10 +51,10 @@ class Child:
     """A process of `python -m <module> <arguments>`, which calls `serve`.
 
     Args:
-        name: how errors call it.
+        name: its name in errors.
         module: the module to run.
         arguments: of the command line.
-        environment: its environment variables; the checkout is put first in PYTHONPATH.
+        environment: its environment variables; the checkout comes first in PYTHONPATH.
     """
 
     def __init__(self, name: str, module: str, *arguments: str, environment: Mapping[str, str]) -> None:
@@ -74,11 +74,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process's id."""
         return self._process.pid
 
     def ask(self, question: Any, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
-        """Send a question and wait for its answer; `tell` gets each note as it comes. Raises ChildError."""
+        """Send a question and wait for its answer; `tell` gets each note as it arrives. Raises ChildError."""
         self.send(question)
         return self.receive(timeout_s=timeout_s, tell=tell)
 
@@ -90,7 +90,7 @@ class Child:
             raise self._failed("ended") from None
 
     def receive(self, *, timeout_s: float, tell: Callable[[str], None] = lambda note: None) -> Any:
-        """Wait for the answer to the question sent; `tell` gets each note as it comes. Raises ChildError."""
+        """Wait for the answer to the question sent; `tell` gets each note as it arrives. Raises ChildError."""
         until_s = time.monotonic() + timeout_s
         while True:
             if not self._pipe.poll(max(0.0, until_s - time.monotonic())):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._workload.sizes import Model
 from .arms import Spec
 
 
@@ -15,13 +16,13 @@ class Device:
 
     Attributes:
         name: PyTorch's name of it.
-        size: of the families' members, a key of `BY_SIZE`.
+        size: of the models trained, a key of `BY_SIZE`.
         dtype: of weights and activations.
-        allocator: of the host's memory, as in `Spec`.
+        allocator: of host memory, as in `Spec`.
         environment: variables of every arm.
-        tiers: those that move all, in the order of tables.
-        apart: whether arms come one after the other, each alone on the machine. A card has not the memory for several,
-            and does not drift as a shared processor does.
+        tiers: those that move everything, in the order of tables.
+        apart: whether the arms run one after the other, each alone on the machine. A GPU has no memory for several at
+            once, and does not drift as a shared processor does.
     """
 
     name: str = "cpu"
@@ -46,13 +47,26 @@ class Device:
             environment={**self.environment, **(environment or {})},
         )
 
+    def gpt(
+        self, name: str, model: Model, *, threads: int, allocator: str, role: str = "train:TrainArm", **options: Any
+    ) -> Spec:
+        """Describe an arm that trains a GPT on the text here; `options` are those of `TrainArm`."""
+        return Spec(
+            name=name,
+            role=role,
+            options={**model.options(), "device": self.name, "dtype": self.dtype, **options},
+            allocator=allocator,
+            threads=threads,
+            environment=self.environment,
+        )
+
     @property
     def memory(self) -> str:
-        """What the peak of an arm is of."""
+        """The kind of memory that the peak of an arm counts."""
         return "resident" if self.name == "cpu" else "allocated on the device"
 
     def theme(self, name: str) -> str:
-        """Name a result: that of a card stands beside the processor's."""
+        """Name a result; GPU results have names of their own."""
         return name if self.name == "cpu" else f"{name}-{self.name}"
 
 
@@ -61,8 +75,8 @@ CUDA = Device(
     name="cuda",
     size="large",
     dtype="bfloat16",
-    allocator="as-is",  # torch has one of its own for the card
-    environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # without a fixed one results differ from run to run
+    allocator="as-is",  # torch has its own allocator for the GPU
+    environment={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},  # without a fixed workspace, results differ from run to run
     tiers=("nvme", "cpu"),
     apart=True,
 )

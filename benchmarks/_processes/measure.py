@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .._report.progress import progress
-from .._report.results import mib
 from .._report.steps import Measured
-from .arms import Spec, in_turns, running
+from .arms import Arm, Spec, in_turns, running
 from .device import CPU, Device
 
 WARM_UP_ROUNDS = 2
 
 
-def measure(
+def run_rounds(
     specs: Sequence[Spec],
     *,
     rounds: int,
@@ -22,31 +21,37 @@ def measure(
     warm_up: int = WARM_UP_ROUNDS,
     starts: int = 1,
     apart: bool = False,
-) -> dict[str, Measured]:
-    """Run all arms in turns, in `starts` sets of processes: `rounds` timed rounds or more in all.
+) -> Iterator[tuple[Arm, int, dict[str, Any], bool]]:
+    """Run all arms in turns, in `starts` sets of processes: at least `rounds` timed rounds in total.
 
-    Each set begins with `warm_up` rounds: their memory counts, their time does not. With `apart` the arms of a set come
-    one after the other, each from its first round to its last with no other process alive.
+    Each set begins with `warm_up` rounds, which are not timed. With `apart`, the arms of a set run one after the other,
+    each alone from its first round to its last. Yields (arm, number of the round, answer, whether it is timed); the
+    arms are closed at the end.
     """
     each = warm_up + -(-rounds // starts)
-    found: dict[str, Measured] = {}
     together = [[spec] for spec in specs] if apart else [specs]
     with progress(title, starts * each * len(specs)) as bar:
         for start, some in ((start, some) for start in range(starts) for some in together):
             with running(some) as arms:
-                for arm in arms:
-                    name = arm.spec.name
-                    found.setdefault(name, Measured(name=name, allocator=arm.allocator, about=arm.about))
                 for arm, number, answer in in_turns(arms, range(start * each, (start + 1) * each)):
-                    found[arm.spec.name].take(number, answer, timed=number >= start * each + warm_up)
-                    bar.advance(f"{arm.spec.name}: {answer['wall_s']:.2f} s, {mib(answer['peak_bytes'])} MiB over idle")
+                    yield arm, number, answer, number >= start * each + warm_up
+                    bar.advance(arm.spec.name + (f": {answer['wall_s']:.2f} s" if "wall_s" in answer else ""))
                 for arm in arms:
                     arm.close()
+
+
+def measure(specs: Sequence[Spec], **turns: Any) -> dict[str, Measured]:
+    """Run arms that train, as `run_rounds` does. The memory of all rounds counts, the time of timed ones."""
+    found: dict[str, Measured] = {}
+    for arm, number, answer, timed in run_rounds(specs, **turns):
+        name = arm.spec.name
+        one = found.setdefault(name, Measured(name=name, allocator=arm.allocator, about=arm.about))
+        one.take(number, answer, timed=timed)
     return found
 
 
 def count_saved_bytes(options: Mapping[str, Any], threads: int, device: Device = CPU) -> int:
-    """Count the bytes of storages, of at least the minimum size, that a plain step of a `FamilyArm` saves."""
+    """Count the bytes that a plain step of a `FamilyArm` saves, in storages of at least the minimum size."""
     found = device.spec("keep", {**options, "tier": "keep"}, threads=threads)
     moved = measure([found], rounds=1, title=f"bytes {options['family']}", warm_up=1)["keep"].moved
     return int(moved["saved_bytes"] - moved["weight_bytes"] - moved["duplicate_bytes"])

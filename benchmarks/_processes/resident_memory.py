@@ -1,7 +1,7 @@
-"""Resident memory of this process: now, its exact peak, and its course over a stretch of time.
+"""Resident memory of this process: now, its exact peak, and samples of it over time.
 
-The kernel keeps the highest resident size itself (`VmHWM`), so nothing between two samples is missed; writing 5 to
-`/proc/self/clear_refs` starts it anew (proc(5)). Linux only.
+The kernel keeps the peak itself (`VmHWM`), so nothing between two samples is missed; writing 5 to
+`/proc/self/clear_refs` resets it (proc(5)). Linux only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Start the peak anew from the memory that is resident now."""
+    """Reset the peak to the memory that is resident now."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The highest resident memory since `reset_peak`."""
+    """Peak resident memory since `reset_peak`."""
     return _status("VmHWM")
 
 
 def host_peak_bytes() -> int:
-    """The highest resident memory of this process in all its life."""
+    """Peak resident memory over the life of this process."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -46,13 +46,13 @@ def _status(name: str) -> int:
 
 @contextmanager
 def sampled(interval_s: float) -> Iterator[list[tuple[float, int]]]:
-    """Note (`time.perf_counter()`, resident bytes) at this interval, at the beginning and at the end."""
+    """Sample (`time.perf_counter()`, resident bytes) at this interval, at the beginning and at the end."""
     samples: list[tuple[float, int]] = []
     ended = threading.Event()
     descriptor = os.open("/proc/self/statm", os.O_RDONLY)
 
     def sample() -> None:
-        # statm is one short line; status would format forty.
+        # statm is one short line; status has forty.
         resident = int(os.pread(descriptor, 128, 0).split()[1]) * _PAGE_BYTES
         samples.append((time.perf_counter(), resident))
 

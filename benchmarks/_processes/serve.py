@@ -1,4 +1,4 @@
-"""The child's side of `Child`: answers the questions that come through the pipe."""
+"""The child's side of `Child`: answers the questions that arrive on the pipe."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Tell = Callable[[str], None]
 
 
 def serve(answer: Callable[[Any, Tell], Any]) -> None:
-    """Answer each question by `answer(question, tell)` until the parent is gone; `tell` sends a note.
+    """Answer each question by `answer(question, tell)` until the parent has gone; `tell` sends a note.
 
-    An exception ends the process, with its traceback on standard error, which the parent shows.
+    An exception ends the process; the parent shows its traceback.
     """
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     with Connection(int(os.environ[PIPE])) as pipe:

@@ -1,10 +1,10 @@
-"""Worker: builds the arm of a role in its own process and lets it take turns, or runs a role that answers once.
+"""Worker: builds the arm of a role in its own process and runs its turns, or runs a role that answers once.
 
-`python -m benchmarks._processes.worker` is started by `arms`. Its questions:
-    {"role": "train:TrainArm", "options": {...}}   once, first: the module of `_arms` and the name in it
-    {"turn": 3}                                    of an arm with turns: one for each round
+`arms` starts `python -m benchmarks._processes.worker`. Its questions:
+    {"role": "train:TrainArm", "options": {...}}   once, first: a module of `_arms` and a name in it
+    {"turn": 3}                                    for an arm with turns: one for each round
     {"close": true}                                last
-Called with its options and `tell`, a role answers once, or returns an Arm.
+A role is called with its options and `tell`; it returns its answer, or an Arm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .serve import Tell, serve
 
 
 class Arm(Protocol):
-    """A role with turns; `about` describes it, `turn` returns figures, `close` the last ones."""
+    """A role with turns; `about` describes it, `turn` returns figures, `close` the final ones."""
 
     about: dict[str, Any]
 
@@ -26,7 +26,7 @@ class Arm(Protocol):
 
 
 class Worker:
-    """Answers the questions that one arm is asked."""
+    """Answers the questions to one arm."""
 
     def __init__(self) -> None:
         self._arm: Arm | None = None

@@ -1,4 +1,4 @@
-"""Curve: throughput against peak memory, whether an arm of ours is above and left of the others, and plans kept to."""
+"""Curve: throughput against peak memory, the arms of others that ours do not beat, and how far plans were off."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from statistics import median
 from .bar import Bar
 from .ratios import doubt, ratios
 from .results import Grid, mib
-from .steps import Measured, memory_share
+from .steps import Measured, arm_table, memory_share
 
-# A peak counts as no higher up to here: two processes of one arm differ by about so much.
+# A peak counts as no higher up to this factor: two processes of one arm differ by about as much.
 _NO_HIGHER = 1.02
 _PEAK_OFF, _STEP_OFF = 0.05, 0.10  # by how much a plan's prediction may be off
 
 
 def per_second(arm: Measured) -> float:
-    """Compute the throughput of an arm: what its batch holds over the median step."""
+    """Compute the throughput of an arm: units of its batch over the median step."""
     return float(arm.about["units"]) / median(arm.wall_s)
 
 
@@ -27,7 +27,7 @@ def best_within(peer: Measured, ours: Sequence[Measured]) -> Measured | None:
 
 
 def curve_bars(where: str, arms: Mapping[str, Measured], peers: Sequence[str], ours: Sequence[str]) -> list[Bar]:
-    """Compare each peer with the fastest arm of ours that needs no more memory; doubt decides for ours."""
+    """Compare each peer with the fastest arm of ours that needs no more memory; a tie within doubt counts as met."""
     bars = []
     for name in peers:
         peer = arms[name]
@@ -58,24 +58,16 @@ def plan_bars(what: str, moved: Mapping[str, float]) -> list[Bar]:
 
 def curve_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
     """Make the table beneath a curve: where each arm lies, and what it moved."""
-    plain, rows = arms["plain"], []
-    for arm in arms.values():
-        moved = arm.moved
-        faster = ratios(plain.wall_s, arm.wall_s)
-        rows.append(
-            (
-                arm.name,
-                mib(arm.peak_bytes),
-                f"{memory_share(arm, plain):.2f}",
-                f"{per_second(arm):,.0f}",
-                f"{median(faster):.3f} ± {doubt(faster):.3f}",
-                mib(moved["written_bytes"]) if moved else "-",
-                mib(moved["read_bytes"]) if moved else "-",
-                f"{moved['recomputed']:.0f} of {moved['blocks']:.0f}" if "blocks" in moved else "-",
-                f"{median(arm.waited_share):.2%}" if moved else "-",
-                "yes" if arm.exact else "no, on purpose",
-            )
-        )
-    unit = plain.about["unit"]
-    heads = ("arm", "peak MiB", "/ plain", f"{unit}/s", "/ plain", "written MiB", "read MiB", "blocks run again")
-    return Grid(title, (*heads, "waited", "exact"), rows, note)
+
+    def recomputed(arm: Measured) -> str:
+        return f"{arm.moved['recomputed']:.0f} of {arm.moved['blocks']:.0f}" if "blocks" in arm.moved else "-"
+
+    return arm_table(
+        title,
+        arms,
+        note,
+        (f"{arms['plain'].about['unit']}/s", lambda arm: f"{per_second(arm):,.0f}"),
+        ("read MiB", lambda arm: mib(arm.moved["read_bytes"]) if arm.moved else "-"),
+        ("blocks recomputed", recomputed),
+        ("exact", lambda arm: "yes" if arm.exact else "no, lossy"),
+    )

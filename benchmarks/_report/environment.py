@@ -8,10 +8,19 @@ import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 
-def environment_block(allocators: Mapping[str, str], *, threads: int, device: str = "cpu") -> dict[str, str]:
-    """Machine, versions, allocators and settings of a run; no host name and no path."""
+class Allocated(Protocol):
+    """An arm, whose process runs under an allocator."""
+
+    allocator: str
+
+
+def environment_block(
+    arms: Mapping[str, Allocated], *, threads: int, device: str = "cpu", starts: int = 0
+) -> dict[str, str]:
+    """Describe machine, versions, allocators and settings of a run, and its sets of processes; no host name."""
     import torch
 
     import tba
@@ -27,11 +36,13 @@ def environment_block(allocators: Mapping[str, str], *, threads: int, device: st
         "python": platform.python_version(),
         "torch": torch.__version__,
         "tba": tba.__version__,
-        "allocators": "; ".join(f"{arm}: {name}" for arm, name in allocators.items()),
+        "allocators": "; ".join(f"{name}: {arm.allocator}" for name, arm in arms.items()),
     }
     if device == "cuda":
         block["gpu"] = torch.cuda.get_device_name()
-    # The value of a variable may be a path; its name says what was changed.
+    if starts:
+        block["processes"] = f"{starts} of each arm, one after another"
+    # A variable that holds a path is named without its value.
     changed = [f"{k}={'...' if 'PATH' in k else v}" for k, v in sorted(os.environ.items()) if k.startswith("TBA_")]
     return block | ({"settings": ", ".join(changed)} if changed else {})
 
@@ -43,7 +54,7 @@ def _commit() -> str:
         return done.stdout.strip()
 
     try:
-        # Results are filed into the tree that is measured; they do not make it another tree.
+        # Results are filed into the tree that is measured; filing one is no change.
         changed = git("status", "--porcelain", "--", ":!benchmarks/results")
         return git("rev-parse", "--short", "HEAD") + (" with changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):

@@ -1,4 +1,4 @@
-"""Command-line options that commands share, and the end of every command: the result is shown and filed."""
+"""Command-line options that commands share, and what every command ends with: its result is shown and filed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OUT = Path("out")
 
 
 def _neutral(machine: str) -> str:
-    """Return the name if it is fit for a public file: no host name and no path."""
+    """Return the name if it may be published: no host name and no path."""
     if not machine.isidentifier() or len(machine) > 16:
         raise typer.BadParameter(f"it becomes public: give a short neutral name such as vm2, not {machine!r}")
     return machine
@@ -29,7 +29,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard out
 Out = Annotated[Path, typer.Option(help="Folder for pictures and reports.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
 Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")]
-Quick = Annotated[bool, typer.Option(help="A tiny model and few rounds: shows that all works, measures nothing.")]
+Quick = Annotated[
+    bool, typer.Option(help="A tiny model and few rounds: shows that the benchmark works, measures nothing.")
+]
 Save = Annotated[bool, typer.Option("--save/--no-save", help="File the result under benchmarks/results/.")]
 Machine = Annotated[
     str, typer.Option(help="Short neutral name of this machine for the result's file, such as vm2.", callback=_neutral)
@@ -40,7 +42,7 @@ Folder = Annotated[
 
 
 def check_names(names: Iterable[str], known: Collection[str], what: str, *, where: str = "") -> None:
-    """Refuse a name that is not known. Raises BadParameter."""
+    """Refuse an unknown name. Raises BadParameter."""
     for name in names:
         if name not in known:
             raise typer.BadParameter(f"unknown {what} {name!r}{where}; known are {', '.join(known)}")
@@ -58,7 +60,7 @@ def parse_rate(text: str) -> float:
 
 
 def command(app: typer.Typer) -> Callable[[Callable[..., Result]], None]:
-    """Make a function a command of `app`: with its own options, and --json, --save and --machine for its result."""
+    """Make a function a command of `app`: its own options, and --json, --save and --machine for its result."""
 
     def register(function: Callable[..., Result]) -> None:
         def run(json: AsJson = False, save: Save = False, machine: Machine = MACHINE, **options: Any) -> None:
@@ -73,7 +75,7 @@ def command(app: typer.Typer) -> Callable[[Callable[..., Result]], None]:
 
 
 def finish(result: Result, as_json: bool, save: bool, machine: str) -> None:
-    """Show the result and, if asked to, file it."""
+    """Show the result; with `save` also file it."""
     show(result, as_json=as_json)
     if save:
         for path in file_result(result, machine):

@@ -7,7 +7,7 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,9 @@ from rich.markdown import Markdown
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MIB = 1 << 20
 
+# The head of a column, and what a row shows in it.
+Column = tuple[str, Callable[[Any], str]]
+
 
 class CannotMeasure(RuntimeError):
     """A benchmark cannot go on, or its figures would be worth nothing; the message says why."""
@@ -25,12 +28,18 @@ class CannotMeasure(RuntimeError):
 
 @dataclass(frozen=True)
 class Grid:
-    """A table of text, which is Markdown in a file, and on a terminal as rich draws Markdown."""
+    """A table of text: Markdown in a file, and on a terminal as rich renders Markdown."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+
+    @classmethod
+    def of(cls, title: str, rows: Iterable[Any], columns: Sequence[Column], note: str = "") -> Grid:
+        """Make the table of some objects, from what each column shows of one."""
+        cells = [[show(row) for _, show in columns] for row in rows]
+        return cls(title, [head for head, _ in columns], cells, note)
 
     def markdown(self) -> str:
         lines = [f"### {self.title}", "", _row(self.columns), _row(["---"] + ["---:"] * (len(self.columns) - 1))]
@@ -97,7 +106,7 @@ def show(result: Result, *, as_json: bool) -> None:
 
 
 def mib(nbytes: float) -> str:
-    """Bytes as MiB for a table."""
+    """Format bytes as MiB for a table."""
     return f"{nbytes / MIB:,.0f}"
 
 

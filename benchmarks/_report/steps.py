@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from .bar import Bar
 from .ratios import doubt, median_ratio, ratios
-from .results import Grid, mib
+from .results import Column, Grid, mib
 
+AS_IS = "plain, as Python comes"
 # Peak over idle of the offloaded run, as a share of plain's: (as Python comes, same allocator, under mimalloc).
 _MEMORY_BARS = {"24x256": (0.30, 0.35, 0.35), "8x512": (0.40, 0.50, 0.45)}
 _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
@@ -20,8 +21,8 @@ _WALL_BAR, _CPU_BAR, _WAIT_BAR = 1.05, 1.07, 0.01
 class Measured:
     """The measurements of one arm; each list has one value per timed round, each dict one per round.
 
-    `waited_share` is backward's waiting, `stalled_share` that of forward too. `host_bytes` is the most memory that the
-    process of an arm on a card ever had on the host; 0 on a CPU, where `peak_bytes` is the host's.
+    `waited_share` is the time that backward waited, `stalled_share` includes forward. `host_bytes` is the most host
+    memory that the process of an arm on a GPU ever had; 0 on a CPU, where `peak_bytes` is the host's.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Measured:
 
     @property
     def exact(self) -> bool:
-        """Whether its gradients are to be plain's; not where bytes are lost on purpose."""
+        """Whether its gradients must be plain's; not with a lossy preset."""
         return not self.about.get("inexact", False)
 
     def take(self, number: int, answer: Mapping[str, Any], *, timed: bool) -> None:
@@ -60,80 +61,75 @@ class Measured:
 
 
 def same_gradients(arms: Sequence[Measured]) -> bool:
-    """Compare losses and gradients of all arms, bit for bit, in every round they share."""
-    arms = [arm for arm in arms if arm.exact]
-    first = arms[0]
+    """Compare losses and gradients of all exact arms, bit for bit, in every round they share."""
+    first, *others = [arm for arm in arms if arm.exact]
     return all(
         arm.gradients[number] == first.gradients[number] and arm.losses[number] == first.losses[number]
-        for arm in arms[1:]
+        for arm in others
         for number in arm.gradients.keys() & first.gradients.keys()
     )
 
 
-def arm_table(title: str, arms: Mapping[str, Measured], note: str) -> Grid:
-    """Make the table of memory, time and bytes; ratios are to the arm "plain"."""
-    base = arms["plain"]
-    rows = []
-    for arm in arms.values():
-        times = ("-",) * 5  # an arm outside the turns has no partners to be compared with
-        if arm.wall_s:
-            times = (
-                f"{median(arm.wall_s):.3f}",
-                f"{median_ratio(arm.wall_s, base.wall_s):.3f}",
-                f"{median(arm.cpu_s):.3f}",
-                f"{median_ratio(arm.cpu_s, base.cpu_s):.3f}",
-                f"{median(arm.waited_share):.2%}" if arm.moved else "-",
-            )
-        peak = mib(arm.peak_bytes), f"{memory_share(arm, base):.2f}"
-        written = f"{mib(arm.moved['written_bytes'])} MiB" if arm.moved else "-"
-        rows.append((arm.name, arm.allocator, *peak, *times, written))
-    columns = ("arm", "allocator", "peak MiB", "/ plain", "step s", "/ plain", "CPU s", "/ plain", "waited", "written")
-    times_note = f" Times: medians; ratios: medians over {len(base.wall_s)} rounds."
-    return Grid(title, columns, rows, note + times_note)
+def equal_text(arms: Mapping[str, Measured]) -> str:
+    """Say for a table's note whether the gradients of all exact arms are equal."""
+    equal = "yes" if same_gradients(list(arms.values())) else "NO"
+    return f"Losses and gradients of all exact arms bit-equal: {equal}."
 
 
-def cpu_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
-    """The bars of a step on a CPU; a model without limits of its own has its values only shown."""
-    as_is, plain, offload = arms["plain, as Python comes"], arms["plain"], arms["offload nvme"]
-    checkpoint, mimalloc = arms["checkpoint"], arms.get("offload nvme, mimalloc")
-    limits = _MEMORY_BARS.get(model, (1.0, 1.0, 1.0))
-    bars = [
-        Bar(what="peak over idle / plain as Python comes", measured=memory_share(offload, as_is), limit=limits[0]),
-        Bar(what="peak over idle / plain, same allocator", measured=memory_share(offload, plain), limit=limits[1]),
+def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column) -> Grid:
+    """Make the table of memory, time and bytes, with `more` columns; ratios are to the arm "plain"."""
+    plain = arms["plain"]
+
+    def timed(show: Callable[[Measured], str]) -> Callable[[Measured], str]:
+        return lambda arm: show(arm) if arm.wall_s else "-"  # an arm outside the turns cannot be compared
+
+    def moved(show: Callable[[Measured], str]) -> Callable[[Measured], str]:
+        return lambda arm: show(arm) if arm.moved else "-"
+
+    def wall(arm: Measured) -> str:
+        found = ratios(arm.wall_s, plain.wall_s)
+        return f"{median(found):.3f} ± {doubt(found):.3f}"
+
+    columns: list[Column] = [
+        ("arm", lambda arm: str(arm.name)),
+        ("peak MiB", lambda arm: mib(arm.peak_bytes)),
+        ("/ plain", lambda arm: f"{memory_share(arm, plain):.2f}"),
+        ("step s", timed(lambda arm: f"{median(arm.wall_s):.3f}")),
+        ("/ plain", timed(wall)),
+        ("CPU s", timed(lambda arm: f"{median(arm.cpu_s):.3f}")),
+        ("/ plain", timed(lambda arm: f"{median_ratio(arm.cpu_s, plain.cpu_s):.3f}")),
+        ("waited", timed(moved(lambda arm: f"{median(arm.waited_share):.2%}"))),
+        ("written MiB", moved(lambda arm: mib(arm.moved["written_bytes"]))),
+        *more,
     ]
-    if mimalloc is not None:
-        what = "peak over idle under mimalloc / plain as Python comes"
-        bars.append(Bar(what=what, measured=memory_share(mimalloc, as_is), limit=limits[2]))
-    wall, cpu = ratios(offload.wall_s, plain.wall_s), ratios(offload.cpu_s, plain.cpu_s)
-    against = ratios(offload.wall_s, checkpoint.wall_s)
-    bars += [
-        _time("wall per step / plain, same allocator", wall, _WALL_BAR),
-        _time("CPU seconds per step / plain, same allocator", cpu, _CPU_BAR),
-        Bar(what="backward's waiting", measured=median(offload.waited_share), limit=_WAIT_BAR, unit="%"),
-        Bar(what="peak / full checkpointing", measured=memory_share(offload, checkpoint), limit=1, sign="<"),
-        _time("wall / full checkpointing", against, 1, sign="<"),
-    ]
+    times = f"Times: medians; ratios: medians over {len(plain.wall_s)} rounds ± about 95% confidence."
+    return Grid.of(title, arms.values(), columns, f"{note} {times}")
+
+
+def step_bars(model: str, arms: Mapping[str, Measured]) -> list[Bar]:
+    """Make the bars of each arm that offloads; for a model without limits of its own, the values are only shown."""
+    plain, as_is, checkpoint = arms["plain"], arms.get(AS_IS), arms["checkpoint"]
+    as_is_bar, plain_bar, mimalloc_bar = _MEMORY_BARS.get(model, (1.0, 1.0, 1.0))
+    bars = []
+    for name, arm in arms.items():
+        if as_is is not None and arm.moved:
+            what, limit = f"{name}: peak over idle / plain as Python comes", as_is_bar if arm.wall_s else mimalloc_bar
+            bars.append(Bar(what=what, measured=memory_share(arm, as_is), limit=limit))
+        if arm.wall_s and arm.moved:
+            peaks, waits = memory_share(arm, checkpoint), median(arm.waited_share)
+            bars += [
+                Bar(what=f"{name}: peak over idle / plain", measured=memory_share(arm, plain), limit=plain_bar),
+                _time(f"{name}: wall per step / plain", ratios(arm.wall_s, plain.wall_s), _WALL_BAR),
+                _time(f"{name}: CPU seconds per step / plain", ratios(arm.cpu_s, plain.cpu_s), _CPU_BAR),
+                Bar(what=f"{name}: backward waited", measured=waits, limit=_WAIT_BAR, unit="%"),
+                Bar(what=f"{name}: peak / full checkpointing", measured=peaks, limit=1, sign="<"),
+                _time(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), 1, sign="<"),
+            ]
     return bars if model in _MEMORY_BARS else [replace(bar, limit=None) for bar in bars]
 
 
-def cuda_bars(arms: Mapping[str, Measured]) -> list[Bar]:
-    """The values of a step on a GPU, where no limits are set."""
-    plain, checkpoint = arms["plain"], arms["checkpoint"]
-    bars = []
-    for name in ("offload nvme", "offload cpu"):
-        arm = arms[name]
-        bars += [
-            Bar(what=f"{name}: peak over idle / plain", measured=memory_share(arm, plain), limit=None),
-            _time(f"{name}: wall / plain", ratios(arm.wall_s, plain.wall_s), None),
-            Bar(what=f"{name}: backward's waiting", measured=median(arm.waited_share), limit=None, unit="%"),
-            Bar(what=f"{name}: peak / full checkpointing", measured=memory_share(arm, checkpoint), limit=None),
-            _time(f"{name}: wall / full checkpointing", ratios(arm.wall_s, checkpoint.wall_s), None),
-        ]
-    return bars
-
-
 def _time(what: str, found: Sequence[float], limit: float | None, *, sign: str = "<=") -> Bar:
-    """A bar on the median of ratios, with the median's doubt."""
+    """A bar on the median of ratios, with the median's uncertainty."""
     return Bar(what=what, measured=median(found), limit=limit, sign=sign, spread=doubt(found))
 
 

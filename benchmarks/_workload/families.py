@@ -1,7 +1,7 @@
-"""Families: small members of five families of models, each trained on random data: GPT, BERT, T5, Llama, a conv net.
+"""Families: members of five families of models, each trained on random data: GPT, BERT, T5, Llama, a conv net.
 
-The small ones take about a second a step on two cores and save some hundred MiB, in storages of 1 to 8 MiB; the large
-ones are for a card.
+A step of a small member takes about a second on two cores and saves some hundred MiB, in storages of 1 to 8 MiB. The
+large ones are for a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ _BLOCKS = frozenset({"Block", "BertLayer", "T5Block", "LlamaDecoderLayer", "_Res
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes that the members of all families have: of the residual network `channels` and `pixels`, a side of images.
-
-    `layers` is for those without a number of their own.
-    """
+    """Sizes of all families' members; `channels` and `pixels` (a side of the images) are the residual network's."""
 
     layers: int
     width: int
@@ -39,8 +36,8 @@ class Shape:
 
 
 SMALL = Shape(layers=8, width=256, heads=8, sequence=256, batch=8, channels=64, pixels=32)
-# Of the width of a model of 7 billion parameters, so that a card computes and does not wait for launches. In bf16 a
-# step of 8,192 tokens saves some 8 GB, and the gradients are hashed in two seconds.
+# As wide as a model of 7 billion parameters, so that a GPU computes and does not wait for launches. In bf16, a step of
+# 8,192 tokens saves about 8 GB, and hashing the gradients takes two seconds.
 LARGE = Shape(layers=6, width=4096, heads=32, sequence=2048, batch=4, channels=256, pixels=64)
 
 
@@ -50,10 +47,10 @@ class Family:
 
     Attributes:
         describe: what is trained.
-        make: gives a model of so many layers, or its own number for None, which recomputes each block if asked to; its
+        make: takes whether to recompute each block, and the number of layers (None: its own); returns a model whose
             forward takes a batch and returns the loss.
-        batch: gives a batch by its index and size, in examples.
-        examples: of the benchmark's own batch.
+        batch: returns a batch by its index and its size in examples.
+        examples: number of examples in the benchmark's own batch.
         unit: what throughput counts.
     """
 
@@ -68,13 +65,13 @@ class Family:
         return batch[0].numel() if self.unit == "tokens" else len(batch[0])
 
     def of(self, layers: int | None) -> str:
-        """Describe a model of so many layers, without its batch."""
+        """Describe a model with this number of layers, without its batch."""
         described = self.describe.rpartition(", batch")[0]
         return described if layers is None else f"{described} (but {layers} layers)"
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Find the blocks of a model of any family, in order: what checkpointing is usually put around."""
+    """Find the blocks of a model of any family, in order: what checkpointing usually wraps."""
     return [module for module in model.modules() if type(module).__name__ in _BLOCKS]
 
 
@@ -129,9 +126,9 @@ class _ConvNet(nn.Module):
 
 
 def families(shape: Shape) -> dict[str, Family]:
-    """Give the families' members of a shape."""
+    """Make the families' members of a shape."""
     s, layers, transformer = shape, shape.layers, f"{shape.width}, sequence {shape.sequence}, batch {shape.batch}"
-    # A GPT saves least in a layer, and a convolution computes most.
+    # A GPT saves least per layer, and a convolution computes most.
     deep, net, sequence = 3 * layers // 2, 5 * layers // 4, s.sequence // 2
 
     def tokens(sequence: int) -> Callable[[int, int], tuple[Tensor, ...]]:
@@ -161,7 +158,7 @@ def families(shape: Shape) -> dict[str, Family]:
         return _Language("Bert", checkpoint=checkpoint, **sizes)
 
     def t5(checkpoint: bool, layers: int | None = None) -> nn.Module:
-        # Half of them in the encoder, half in the decoder.
+        # Half of the layers are in the encoder, half in the decoder.
         sizes = {"d_model": s.width, "d_kv": s.width // s.heads, "d_ff": 4 * s.width, "num_heads": s.heads}
         sizes |= {"num_layers": (layers or s.layers) // 2, "decoder_start_token_id": 0}
         return _Language("T5", checkpoint=checkpoint, use_cache=False, **sizes)

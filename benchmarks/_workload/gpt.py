@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Size of the model: `layers` blocks of `width` features in `heads` heads over at most `sequence` positions."""
+    """Size of the model: `layers` blocks of `width` features in `heads` heads, over at most `sequence` positions."""
 
     layers: int
     width: int
@@ -31,7 +31,7 @@ class GPTConfig:
 
     @property
     def name(self) -> str:
-        """The size in short, as the tables print it: `24x256`."""
+        """The size as tables print it: `24x256`."""
         return f"{self.layers}x{self.width}"
 
 
@@ -68,8 +68,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Token and position embedding, `layers` blocks, a final norm and an untied head.
 
-    `checkpoint=True` (or the attribute, set at any time) recomputes each block in backward, by PyTorch's own
-    non-reentrant checkpointing: the arm that offloading is compared with.
+    `checkpoint=True` (or the attribute, set at any time) recomputes each block in backward, by PyTorch's non-reentrant
+    checkpointing: the arm that we compare offloading with.
     """
 
     def __init__(self, config: GPTConfig, *, checkpoint: bool = False) -> None:
@@ -101,7 +101,7 @@ class GPT(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    # GPT-2's rule: narrow normals, so that the first loss is near log(V) and the loss falls from the first step on.
+    # GPT-2's rule: narrow normals, so that the first loss is near log(V) and falls from the first step.
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

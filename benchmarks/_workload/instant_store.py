@@ -1,4 +1,4 @@
-"""InstantStore: ends every transfer at once and moves no byte: what is left of a step's cost is the engine's own."""
+"""InstantStore: completes every transfer at once and moves no bytes, so that a step costs what the engine costs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from io_backends import Buffer, Location, Store, Ticket
 
 
 class InstantStore(Store):
-    """A `Store` that forgets what it is given; a read leaves its buffer as it was. So gradients mean nothing."""
+    """A `Store` that discards what it is given; a read leaves its buffer unchanged. So gradients are meaningless."""
 
     @property
     def alignment(self) -> int:

@@ -32,7 +32,7 @@ CUDA_MODELS = {
     "16x1024": Model(layers=16, width=1024, heads=16, sequence=1024, batch=8),
     "24x2048": Model(layers=24, width=2048, heads=16, sequence=2048, batch=8),
 }
-# The size and settings of `--quick`. Every tensor is moved. With so little read-ahead next to nothing is held back for
-# it, and with so little in flight forward waits for the writes: bytes go through the file however short the step is.
+# The size and settings of `--quick`. Every tensor moves. With so little read-ahead almost nothing is held back, and
+# with so little in flight forward waits for the writes: bytes go through the file even in a very short step.
 TINY_SETTINGS = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 16}
 TINY = Model(layers=3, width=64, heads=2, sequence=64, batch=4, settings=TINY_SETTINGS)

@@ -1,4 +1,4 @@
-"""Training text that every machine has: the source of Python's own standard library, and batches drawn from it."""
+"""Training text that every machine has, the source of Python's standard library, and batches drawn from it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True)
 class Text:
-    """Text to train on: `data`, uint8 [N], holds the bytes of all files, one after the other."""
+    """Text to train on: `data`, uint8 [N], holds the bytes of all files."""
 
     data: Tensor
 
     @cached_property
     def sha256(self) -> str:
-        """First 12 hex digits of the hash; losses depend on the text, and each version of Python is another text."""
+        """First 12 hex digits of the hash; losses depend on the text, and each version of Python has its own."""
         return hashlib.sha256(memoryview(self.data.numpy())).hexdigest()[:12]
 
     def batch(self, *, size: int, sequence: int, seed: int, index: int) -> tuple[Tensor, Tensor]:
         """Draw batch `index` of the stream `seed`: tokens, and targets one byte on, both int64 [size, sequence].
 
-        A pure function of its arguments: it has a generator of its own, torch's default one is not touched.
+        A pure function of its arguments: it does not use torch's default generator.
         """
         if len(self.data) < sequence + 1:
             raise ValueError(f"a sequence of {sequence} needs {sequence + 1} bytes of text; there are {len(self.data)}")

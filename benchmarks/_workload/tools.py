@@ -1,4 +1,4 @@
-"""Tools of a training: its optimizer, a hash of its gradients, and the folder of its scratch file."""
+"""Tools of a training: the state of its optimizer, a hash of its gradients, and the folder of its scratch file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch.optim import Optimizer
 
 
 def make_state(optimizer: Optimizer, parameters: Iterable[Tensor], learning_rate: float) -> Optimizer:
-    """Make the state of these parameters now, so that it counts as idle and not as a step's peak; set the rate.
+    """Make the state of these parameters now, so that it counts as idle and not in a step's peak; then set the rate.
 
-    Returns:
-        The optimizer, which had a rate of 0.
+    The optimizer, which is returned, was made with a rate of 0.
     """
     for parameter in parameters:
-        # A step on a gradient of zeros at rate 0 makes the state and changes nothing. One parameter at a time: a
-        # whole set of gradients would leave the allocator room that a step could use unseen.
+        # A step on a gradient of zeros at rate 0 makes the state and changes nothing. One parameter at a time: all
+        # gradients at once would leave the allocator free memory that hides part of a step's peak.
         parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         parameter.grad = None
@@ -29,7 +28,7 @@ def make_state(optimizer: Optimizer, parameters: Iterable[Tensor], learning_rate
 
 
 def empty_hooks() -> torch.autograd.graph.saved_tensors_hooks:
-    """Make a pair of saved-tensor hooks that do nothing: the least that any offloading costs."""
+    """Make a pair of saved-tensor hooks that do nothing: the minimum that any offloading costs."""
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -43,7 +42,7 @@ def gradient_hash(parameters: Iterable[Tensor]) -> str:
 
 
 def scratch_directory(paths: tuple[Path, ...] | None) -> Path:
-    """The folder for the file of a store made here: the first storage path of the settings, else `out/scratch`."""
+    """Return the folder for scratch files: the first storage path of the settings, else `out/scratch`."""
     if paths:
         return paths[0]
     directory = Path("out", "scratch").absolute()

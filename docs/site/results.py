@@ -16,7 +16,7 @@ _HEAD = """# Benchmarks
 Made from the files in `benchmarks/results` when this site was built. Each result was filed by the command shown, on the
 machine named in it; [how each figure is measured](README.md) says what the numbers mean, and
 [what it costs and saves](../docs/measured.md) reads them. A command that
-[is no longer there](README.md#benchmarks-that-were-removed) can be run again at commit 6fb1fb9.
+[is no longer there](README.md#benchmarks-that-were-removed) can be run again at the commit named there.
 
 """
 _NOT_CLAIMED = """## Measured, and not claimed

@@ -1,18 +1,19 @@
 """Audit: the memory each preset would save on a model and the gradient error it would cause, before training.
 
-One forward and backward of plain PyTorch gives the reference gradient; then each preset runs one with the engine's own
-hooks under tier `keep` (`observer`). So tensors are compressed, recomputed or left alone exactly as in a training with
-`compress=`, and so is the error. All runs see the same weights, batch, dropout masks and buffers.
+One forward and backward of plain PyTorch gives the reference gradient; then each preset runs one under the engine's own
+hooks with tier `keep` (`observer`). So tensors are compressed, recomputed or kept exactly as in a training with
+`compress=`, and the error is the same. All runs see the same weights, batch, dropout masks and buffers.
 
-Every saved tensor counts; a training leaves those smaller than `min_tensor_bytes` alone.
+Every saved tensor counts; a training ignores those smaller than `min_tensor_bytes`.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ from .report import Audit
 
 PRESETS_AUDITED = ("exact", "safe8", "balanced", "max", "compact")
 
-# A parameter whose gradient's root mean square is below this share of the whole gradient's is never named as the worst:
-# where the true gradient is zero (a bias on attention's keys), all of it is rounding, and so is its relative error.
+# A parameter whose gradient's root mean square is below this share of the whole gradient's is never reported as the
+# worst: if the true gradient is zero (a bias on attention's keys), the computed one and its error are all rounding.
 _LEAST_SHARE = 1e-4
 
 Gradients = dict[str, Tensor]
@@ -49,15 +50,15 @@ def audit(
     """Measure bytes of each class of saved tensor, and the gradient's error, under each preset, without training.
 
     Nothing is stored. Afterwards the model's gradients, buffers and training flags, and the states of the random
-    generators of torch (CPU and CUDA) and of `random`, are what they were. A model in evaluation mode is put into
-    training mode meanwhile. Gradients come from `torch.autograd.grad`: no hook on accumulated gradients runs. Operators
-    without deterministic kernels differ from run to run on a GPU; that shows as error, even under "exact".
+    generators of torch (CPU and CUDA) and of `random`, are unchanged. A model in evaluation mode is audited in training
+    mode. Gradients come from `torch.autograd.grad`: hooks on accumulated gradients do not run. Operators without
+    deterministic kernels differ from run to run on a GPU; that shows as error, even under "exact".
 
     Args:
         model: with parameters that require gradients.
         batch: its arguments: a tensor, a tuple or list (positional), or a mapping (by keyword).
-        loss: makes a scalar of the model's output. Without it: the output's `loss`, or the sum of a single tensor.
-        presets: names (`compact.PRESETS`), or tables of your own, such as
+        loss: reduces the model's output to a scalar. Default: the output's `loss`, or the sum of a single tensor.
+        presets: names (`compact.PRESETS`), or your own tables, such as
             `compact.preset("safe8").override({"norm_input": compact.Exact()})`.
         seed: seeds the dropout masks and the codecs' noise.
 
@@ -65,50 +66,60 @@ def audit(
         The findings; print them, or see `Audit`.
 
     Raises:
-        ConfigError: a preset is unknown or named twice; the batch or output is of another type; nothing requires a
-            gradient or is saved; a gradient is not finite; a rank is above every layer's width.
+        ConfigError: a preset is unknown or named twice; the batch or output has another type; nothing requires a
+            gradient or is saved; a gradient is not finite; a rank exceeds every layer's width.
         RuntimeError: PyTorch's own, for a model that checkpoints with `use_reentrant=True`.
 
     Warns:
         OffloadWarning: a lossy preset found no saved tensor to compress.
     """
     tables = _tables(presets)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("audit was given a model none of whose parameters requires a gradient: nothing would train")
-
-    def run(observer: Observer | None) -> Gradients:
-        with observer.forward() if observer is not None else nullcontext():
-            value = scalar(call(model, batch, "audit"), loss, "audit")
-        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-        return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
-
-    def observe(table: Preset) -> tuple[Observer, Outcome]:
-        observer = Observer(model, table, seed)
-        begin()
-        try:
-            return observer, _compare(run(observer), exact, observer.after_bytes)
-        finally:
-            observer.mover.close()
-
     with _as_it_was(model, seed) as begin, torch.enable_grad():
-        begin()
-        exact = run(None)
-        size = _checked_norm(exact)
-        plain, outcome = observe(preset_named("exact"))  # saves what plain PyTorch saves
-        _check_reached(plain)
-        outcomes = {"exact": outcome}
-        for table in tables:
-            if table.name != "exact":
-                observer, outcomes[table.name] = observe(table)
-                _check_effect(table, observer)
+        run = partial(_gradients, model, batch, loss, begin)
+        return _findings(tables, run, partial(Observer, model, seed=seed))
+
+
+def _gradients(
+    model: nn.Module, batch: Any, loss: Loss | None, begin: Callable[[], None], hooks: AbstractContextManager[None]
+) -> Gradients:
+    """Run a forward under these hooks and a backward; return the gradients of the parameters that have one."""
+    begin()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with hooks:
+        value = scalar(call(model, batch, "audit"), loss, "audit")
+    found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    return {name: _as_real(g) for name, g in zip(parameters, found, strict=True) if g is not None}
+
+
+def _findings(
+    tables: Sequence[Preset],
+    run: Callable[[AbstractContextManager[None]], Gradients],
+    observer: Callable[[Preset], Observer],
+) -> Audit:
+    exact = run(nullcontext())
+    norm = _checked_norm(exact)
+
+    def outcome(seen: Observer) -> Outcome:
+        with closing(seen.mover):
+            return _compare(run(seen.forward()), exact, seen.after_bytes)
+
+    plain = observer(preset_named("exact"))  # saves what plain PyTorch saves
+    outcomes = {"exact": outcome(plain)}
+    _check_reached(plain)
+    for table in tables:
+        if table.name != "exact":
+            seen = observer(table)
+            outcomes[table.name] = outcome(seen)
+            _check_effect(table, seen)
     return Audit(
         before_bytes=plain.before_bytes,
         outcomes={table.name: outcomes[table.name] for table in tables},
         unrecognised=dict(plain.unrecognised_bytes()),
         weight_bytes=plain.counters.weight_bytes,
         duplicate_bytes=plain.counters.duplicate_bytes,
-        gradient_norm=size,
+        gradient_norm=norm,
     )
 
 

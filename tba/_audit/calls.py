@@ -1,4 +1,4 @@
-"""Calls: a model is called with a batch of any form, and the scalar that training derives is found in its output."""
+"""Calls: call a model with a batch of any form, and find the loss in its output."""
 
 from __future__ import annotations
 

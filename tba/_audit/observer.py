@@ -1,7 +1,7 @@
 """Observer: the engine's own hooks under one preset, which count the bytes of each class and move nothing.
 
-Tensors are recognised, shared, encoded and recomputed as in a training with `compress=`; only the tier is `keep`, and
-no tensor is too small. The observer notes the class of each saved tensor beside it.
+Tensors are recognised, shared, encoded and recomputed as in a training with `compress=`, but the tier is `keep` and no
+tensor is too small. The observer also notes the class of each saved tensor.
 
 Assumption: hooks are pushed for one forward on one thread; unpack may run on autograd's device threads.
 """
@@ -36,8 +36,8 @@ from .._torch.private import current_node
 NEVER_ASKED, KEPT = "never asked for", "kept as they are"
 _CHECKPOINT = "torch.utils.checkpoint"
 
-# Strictest first: a tensor that operators of several classes saved counts for the first of them. The bits of every
-# preset fall in this order too.
+# Strictest first: a tensor that operators of several classes saved counts for the first of them. In every preset, the
+# bits per element fall in this order.
 _STRICTEST_FIRST = (
     *(Saved.UNKNOWN, Saved.INDEX, Saved.PROBABILITIES, Saved.ATTENTION_STATISTICS, Saved.NORM_STATISTICS, Saved.MASK),
     *(Saved.ATTENTION, Saved.NORM_INPUT, Saved.ACTIVATION_INPUT, Saved.PRODUCT_FACTOR, Saved.LINEAR_INPUT),
@@ -46,7 +46,7 @@ _STRICTEST_FIRST = (
 
 @dataclass(slots=True)
 class _Piece:
-    """One record: its bytes before the codecs, the classes of its savers, and who asked for it first."""
+    """One record: its bytes before the codecs, the classes of its savers, and the node that unpacked it first."""
 
     record: Record | None  # until the forward is over
     nbytes: int
@@ -68,9 +68,9 @@ class Observer(Saver):
 
     Attributes:
         before_bytes: bytes saved by class, without weights and each storage once; 0 for a class whose bytes all count
-            for another one. Known when the forward is over.
+            for another one. Set after the forward.
         after_bytes: bytes kept of them: what codecs made, and nothing of tensors that are recomputed.
-        lossy: count of records that went through a lossy codec, and of layers that were projected.
+        lossy: number of records that a lossy codec encoded, and of layers that were projected.
     """
 
     def __init__(self, model: nn.Module, preset: Preset, seed: int) -> None:
@@ -87,10 +87,10 @@ class Observer(Saver):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Push the hooks for a forward; afterwards every record is what a training would keep of it.
+        """Push the hooks for a forward; afterwards every record holds what a training would keep.
 
         Raises:
-            ConfigError: a codec does not fit this model, such as a rank above every width.
+            ConfigError: a codec does not fit this model, for example a rank above every width.
         """
         assert self.compressor is not None
         with ExitStack() as stack:
@@ -133,13 +133,13 @@ class Observer(Saver):
         return packed
 
     def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
-        """Restore a tensor for autograd or for a recipe, and note which node asked for it first."""
+        """Restore a tensor for autograd or for a recipe, and note which node unpacked it first."""
         record = packed[0]
         piece = self._pieces.get(record.number) if isinstance(record, Record) else None
         if asker is ...:
             asker = sys._getframe().f_back
         if piece is not None and piece.asked_by is NEVER_ASKED and not (asker and is_for_operators(asker)):
-            # A checkpoint asks for the inputs of what it runs again while some node within is waiting for its own.
+            # A checkpoint unpacks the inputs of what it recomputes, while a node inside it waits for its own tensors.
             node = current_node()
             if node is not None:
                 by_checkpoint = asker is not None and asker.f_globals.get("__name__") == _CHECKPOINT
@@ -147,7 +147,7 @@ class Observer(Saver):
         return super().unpack(packed, asker)
 
     def unrecognised_bytes(self) -> Counter[str]:
-        """Bytes of the class UNKNOWN, by the node that asked for them in backward."""
+        """Bytes of the class UNKNOWN, by the node that unpacked them in backward."""
         nbytes = Counter({KEPT: self._kept_bytes} if self._kept_bytes else {})
         for piece in self._pieces.values():
             if piece.kind is Saved.UNKNOWN:
@@ -155,7 +155,7 @@ class Observer(Saver):
         return nbytes
 
     def _projected(self, linear: Linear) -> Linear:
-        """Wrap projected layers, so that what they save counts as their input."""
+        """Wrap projected layers, so that their saved tensors count as their input."""
 
         def observed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
             self._projecting = True
@@ -203,5 +203,5 @@ def _no_store(on_device: bool) -> Store:
 def _nbytes(tensor: Any) -> int:
     try:
         return int(tensor.numel() * tensor.itemsize)
-    except RuntimeError:  # an opaque tensor may have no count of elements
+    except RuntimeError:  # an opaque tensor may have no number of elements
         return 0

@@ -1,4 +1,4 @@
-"""Outcome of an audit under one preset: bytes that are kept, and the error of the gradient."""
+"""Outcome of an audit under one preset: bytes kept, and the error of the gradient."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Outcome:
         after_bytes: bytes kept of `Audit.before_bytes`, by class: what codecs made, and nothing of tensors that are
             recomputed from others.
         cosine: of the angle between this gradient and the plain one, of all parameters as one vector; exactly 1.0
-            where they are equal bit for bit, NaN where it is not finite.
-        relative_error: |gradient - plain| / |plain| of those vectors; infinite where it is not finite.
-        worst: the parameter with the largest relative error, "" where none has any.
+            if they are bit-equal, NaN if not finite.
+        relative_error: |gradient - plain| / |plain| of those vectors; infinite if not finite.
+        worst: the parameter with the largest relative error, "" if none has any.
         worst_error: that error.
     """
 

@@ -31,10 +31,10 @@ _WHOLE, _WORST = "#0072B2", "#D55E00"
 
 
 def draw(before_bytes: Mapping[Saved, int], outcomes: Mapping[str, Outcome], path: str | os.PathLike[str]) -> None:
-    """Draw bars of bytes, one a preset, each class a colour; beside them the gradient's errors on a logarithmic scale.
+    """Draw a bar of bytes for each preset, with a color for each class; next to it the error on a logarithmic scale.
 
     Args:
-        before_bytes: by class of saved tensor, what plain PyTorch keeps.
+        before_bytes: what plain PyTorch keeps, by class of saved tensor.
         outcomes: by name of the preset.
         path: the file; its ending chooses the format.
 
@@ -73,7 +73,7 @@ def _draw_bytes(axes: Any, bars: Mapping[str, Mapping[Saved, int]]) -> None:
     axes.xaxis.set_major_formatter("{x:.0%}")
     axes.set_yticks(range(len(bars)), bars)
     axes.set_ylim(len(bars) - 0.5, -0.5)
-    axes.set_xlabel("kept from forward to backward, as a share of what plain PyTorch keeps; weights aside")
+    axes.set_xlabel("kept from forward to backward, as a share of what plain PyTorch keeps; without weights")
     axes.set_title("saved tensors, by the kind of operator that saved them", loc="left", fontsize=11)
 
 
@@ -93,7 +93,7 @@ def _draw_errors(axes: Any, outcomes: list[Outcome]) -> None:
         axes.text(0.98, row, text, ha="right", va="center", fontsize=9, transform=axes.get_yaxis_transform())
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
-    axes.set_xlim(min(drawn, default=1e-3) / 2, max(drawn, default=1.0) * 30)  # room for the texts at the right
+    axes.set_xlim(min(drawn, default=1e-3) / 2, max(drawn, default=1.0) * 30)  # room for the texts on the right
     axes.set_xlabel("|gradient - plain| / |plain|")
     axes.set_title("error of the gradient", loc="left", fontsize=11)
     axes.legend(facecolor="white", edgecolor="none", framealpha=1, fontsize=9, loc="upper right")

@@ -21,12 +21,12 @@ class Audit:
 
     Attributes:
         before_bytes: bytes that plain PyTorch keeps from forward to backward, by class of saved tensor. A tensor that
-            operators of several classes saved counts for the strictest; but under "compact" a linear layer saves its
-            projection besides, in bytes of its own.
+            operators of several classes saved counts for the strictest; but under "compact" a linear layer also saves
+            its projection, in separate bytes.
         outcomes: the outcome of each preset, by its name.
-        unrecognised: bytes of the class "unknown", by the autograd node that asked for them in backward;
-            "torch.utils.checkpoint" for the inputs of a recomputation, "never asked for" where no node did, "kept as
-            they are" for tensors that no codec is given (sparse tensors, subclasses).
+        unrecognised: bytes of the class "unknown", by the autograd node that unpacked them in backward;
+            "torch.utils.checkpoint" for the inputs of a recomputation, "never asked for" if no node did, "kept as they
+            are" for tensors that no codec takes (sparse tensors, subclasses).
         weight_bytes: bytes saved of parameters and buffers: in memory anyway, not in `before_bytes`.
         duplicate_bytes: bytes saved again, not in `before_bytes` either.
         gradient_norm: norm of the plain gradient of all parameters.
@@ -40,7 +40,7 @@ class Audit:
     gradient_norm: float
 
     def __str__(self) -> str:
-        """Lay out three tables: bytes by class, the gradient under each preset, and the savers not recognised."""
+        """Format three tables: bytes by class, the gradient under each preset, and unrecognised savers."""
         tables = [
             as_text(list(self._bytes())),
             as_text(list(self._gradients()), [f"|plain| = {self.gradient_norm:.4g}"]),
@@ -52,7 +52,7 @@ class Audit:
         return "\n\n".join(tables)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to types that JSON knows. Numbers that are not finite become None."""
+        """Convert to JSON types. Numbers that are not finite become None."""
         names = {"outcomes": "presets", "unrecognised": "unrecognised_bytes"}
         return {names.get(name, name): _plain(value) for name, value in asdict(self).items()}
 
@@ -63,7 +63,7 @@ class Audit:
             path: the file; its ending chooses the format (.png, .pdf, .svg).
 
         Raises:
-            ConfigError: matplotlib is not installed or does not know the format, or there is no such directory.
+            ConfigError: matplotlib is not installed or does not know the format, or the directory does not exist.
             OSError: the file cannot be written.
         """
         draw(self.before_bytes, self.outcomes, path)

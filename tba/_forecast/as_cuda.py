@@ -1,8 +1,8 @@
-"""As on CUDA: has operators of fake CPU tensors save what those of CUDA would.
+"""As on CUDA: makes operators on fake CPU tensors save what CUDA's operators would.
 
-On a CPU dropout saves its mask as numbers and attention with dropout saves its probabilities; on CUDA the mask is of
-bytes and attention is fused in either case. A build of PyTorch without CUDA cannot be asked, so calls of those two
-functions are answered by the operators that CUDA takes.
+On a CPU, dropout saves its mask as numbers, and attention with dropout saves its probabilities; on CUDA, the mask is
+bytes, and attention is fused with or without dropout. A build of PyTorch without CUDA does not dispatch to CUDA's
+operators, so calls of those two functions are redirected to them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 _HALF = (torch.float16, torch.bfloat16)
 _FLASH_WIDTH = 256  # of a head, at most
-_FUSES_THREE = torch.__version__ >= "2.14"  # dimensions: such a torch takes one batch of them for four
+_FUSES_THREE = torch.__version__ >= "2.14"  # dimensions: these versions add a batch dimension
 _DROPOUTS = (functional.dropout, torch.dropout)
 _aten = torch.ops.aten
 
 
 class AsCuda(TorchFunctionMode):
-    """Answers calls of dropout and of scaled dot product attention within it."""
+    """Redirects calls of dropout and of scaled dot product attention."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -58,10 +58,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attend by the flash kernel (half precision, no mask, one width of heads), else by the memory-efficient one.
+    """Attend with the flash kernel (half precision, no mask, one head width), else with the memory-efficient one.
 
-    Both take four dimensions. Of three, torch makes four from 2.14 on; of others it computes by single products, as on
-    a CPU.
+    Both take four dimensions. From 2.14 on, torch adds one to three; otherwise it uses single products, as on a CPU.
     """
     if _FUSES_THREE and query.dim() == key.dim() == value.dim() == 3:
         query, key, value = (each.unsqueeze(0) for each in (query, key, value))

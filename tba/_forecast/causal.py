@@ -1,8 +1,8 @@
-"""Causal: has models of transformers attend without a mask where they would find, by its values, that it is not needed.
+"""Causal: makes models of transformers attend without a mask if they would omit it after looking at its values.
 
-Such a model looks whether its positions are of several packed sequences, and passes no mask where they are not. Fake
-tensors have no values to look at, so it would pass one, and another kernel would save other tensors. A forecast is of
-batches of whole sequences, so the answer is known.
+Such a model checks whether its positions belong to several packed sequences, and passes no mask if they do not. Fake
+tensors have no values, so it would pass one, and another kernel would save other tensors. A forecast uses batches of
+whole sequences, so the answer is known.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = "tba_causal"
 
 
 def leave_masks_out(model: nn.Module, batch: Any) -> None:
-    """Let the causal models of transformers within `model` attend by `is_causal`, unless the batch has a mask."""
+    """Make the causal models of transformers within `model` attend by `is_causal`, unless the batch has a mask."""
     transformers: Any = sys.modules.get("transformers")
     if transformers is None or (isinstance(batch, Mapping) and batch.get("attention_mask") is not None):
         return
@@ -30,7 +30,7 @@ def leave_masks_out(model: nn.Module, batch: Any) -> None:
 
 
 def _is_causal(module: Any) -> bool:
-    """Whether all attention of a model is causal, over the whole sequence, by PyTorch's own function."""
+    """Whether all attention of a model is causal, over the whole sequence, and uses PyTorch's own function."""
     config = module.config
     if getattr(config, "_attn_implementation", None) != "sdpa" or getattr(config, "is_encoder_decoder", False):
         return False

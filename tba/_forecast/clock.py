@@ -1,4 +1,4 @@
-"""Clock: the time that a device would take for the operators of a fake step, and the bytes that live at each moment."""
+"""Clock: the time that a device would need for the operators of a fake step, and the bytes alive at each moment."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 _aten = torch.ops.aten
-# Kinds of storages; OTHER is what is none of the rest.
+# Kinds of storages; OTHER is everything else.
 WEIGHT, GRADIENT, SAVED, OTHER = "weight", "gradient", "saved", "other"
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Count the two products of attention; shapes are [batch, heads, positions, width].
 
-    Keys and values may have fewer heads than queries: each is then multiplied as often as its group has queries.
+    Keys and values may have fewer heads than queries: each is then multiplied once for each query in its group.
     """
     batch, heads, positions, width = query
     return int(2 * batch * heads * positions * key[-2] * (width + value[-1]))
 
 
 def _attention_back_flops(grad: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    """Count the five products of its backward, of which one runs again."""
+    """Count the five products of its backward, one of which is recomputed."""
     return _attention_flops(query, key, value) * 5 // 2
 
 
-# Which FlopCounterMode does not know: on a CPU any; on a card, in torch 2.11, those of grouped queries.
+# FlopCounterMode does not know these: none on a CPU; on a GPU, in torch 2.11, not those with grouped queries.
 _MAPPING: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_back_flops,
@@ -41,17 +41,18 @@ _MAPPING: dict[Any, Any] = {
 
 
 class Clock(TorchDispatchMode):
-    """Counts the time of each operator that runs within it, and the bytes of each kind that live.
+    """Counts the time of each operator that runs inside it, and the live bytes of each kind.
 
     Args:
-        seconds: time of an operator by its floating point operations, bytes that it reads and writes, and dtype.
+        seconds: computes an operator's time from its floating point operations, the bytes it reads and writes, and its
+            dtype.
 
     Attributes:
-        now_s: since it began.
-        flops: so far.
-        live_bytes: by kind; whatever an operator makes is OTHER until `call` gives it another kind.
-        most_other_bytes: that were OTHER at once.
-        most_bytes: that lived at once beside WEIGHT.
+        now_s: time since the beginning.
+        flops: floating point operations so far.
+        live_bytes: by kind; what an operator makes is OTHER until `call` gives it another kind.
+        most_other_bytes: maximum of OTHER at once.
+        most_bytes: maximum of everything but WEIGHT at once.
     """
 
     def __init__(self, seconds: Callable[[float, int, torch.dtype | None], float]) -> None:
@@ -76,7 +77,7 @@ class Clock(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         flops = self._counter.get_total_flops()
         found, self.flops = flops - self.flops, flops
-        if func.is_view or torch.Tag.inplace_view in func.tags or func.namespace == "prim":  # asks for no work
+        if func.is_view or torch.Tag.inplace_view in func.tags or func.namespace == "prim":  # does no work
             return out
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
@@ -112,10 +113,10 @@ class Clock(TorchDispatchMode):
 
 
 def _bytes(tensor: Tensor) -> int:
-    """Bytes that reading or writing a tensor takes: an expanded one is read from fewer."""
+    """Count the bytes that reading or writing a tensor moves: fewer for an expanded one."""
     return int(min(tensor.nbytes, tensor.untyped_storage().nbytes()))
 
 
 def _dtype(tensors: list[Tensor]) -> torch.dtype | None:
-    """Return the dtype in which an operator multiplies, that of its first tensor of real numbers."""
+    """Return the dtype in which an operator multiplies: that of its first floating-point tensor."""
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)

@@ -1,4 +1,4 @@
-"""Forecast: the plan of a step on a machine that is not here, and what it costs in memory, time and SSDs."""
+"""Forecast: the plan of a step on a machine that you do not have, and its cost in memory, time and SSD wear."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from .observe import Observed
 from .training import Training, training
 
 _DAY_S = 86400.0
-# Measured time of a step / forecast, least and most: of runs on a machine that was measured before, and of published
-# runs on H100 and A100. Both are filed in benchmarks/results/forecast_vm2_202611.md.
+# Measured time of a step / forecast, minimum and maximum: for runs on a machine measured before, and for published runs
+# on H100 and A100. Both are filed in benchmarks/results/forecast_vm2_202611.md.
 ERRORS_HERE, ERRORS_CARD = (1.21, 1.95), (0.95, 1.16)
 COMPARED = ("h100", "a100")  # the cards of those runs
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A training step as it is forecast.
+    """Forecast of a training step.
 
     Attributes:
-        device, disk, shards, optimizer: it was made for.
+        device, disk, shards, optimizer: what it is for.
         observed: the step.
         training: its memory without saved tensors.
-        plan: the decision; its times are those of forward and backward.
+        plan: the decision; its times cover forward and backward.
     """
 
     device: Device
@@ -44,7 +44,7 @@ class Forecast:
 
     @cached_property
     def ways(self) -> dict[str, Plan]:
-        """The plan beside what can be done without one."""
+        """The plan, and what can be done without one."""
         facts, budget_bytes = self.plan.facts, self.plan.budget_bytes
         nothing: frozenset[int] = frozenset()
         found = {"all kept": make(facts, budget_bytes, nothing, nothing), "planned": self.plan}
@@ -55,46 +55,46 @@ class Forecast:
         return found
 
     def step_s(self, plan: Plan) -> float:
-        """Time of a step with the optimizer's."""
+        """Time of a step, including the optimizer's."""
         return plan.predicted.step_s + self.training.optimizer_s
 
     @property
     def errors(self) -> tuple[float, float]:
-        """The least and the most that a measured step took of the forecast one."""
+        """Minimum and maximum of measured time / forecast time."""
         return ERRORS_CARD if self.device.like_cuda else ERRORS_HERE
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in the card's memory."""
+        """Peak of the card's memory."""
         return max(self.step_peak_bytes, self.optimizer_peak_bytes)
 
     @property
     def step_peak_bytes(self) -> int:
-        """Most of them in forward and backward."""
+        """Peak in forward and backward."""
         own = self.training
         return own.always + own.gathered + own.work + self.plan.predicted.peak.nbytes
 
     @property
     def optimizer_peak_bytes(self) -> int:
-        """Most of them in the optimizer's step."""
+        """Peak in the optimizer's step."""
         return self.training.always + self.training.optimizer_work
 
     def binds(self) -> str:
-        """Tell where in the step memory is at its peak."""
+        """Say where in the step memory peaks."""
         return "in the optimizer" if self.optimizer_peak_bytes > self.step_peak_bytes else self.plan.binds()
 
     @property
     def written_bytes_per_day(self) -> float:
-        """Bytes that steps without a pause write in a day."""
+        """Bytes written in a day of continuous steps."""
         return self.plan.predicted.moved_bytes / self.step_s(self.plan) * _DAY_S
 
     @property
     def years(self) -> float | None:
-        """Years that the SSDs' endurance lasts then; None where nothing is written."""
+        """Years until that wears out the SSDs; None if nothing is written."""
         return None if self.disk is None else self.disk.years(self.written_bytes_per_day)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all figures: bytes, seconds, and shares of 1."""
+        """Return all figures: bytes, seconds, and fractions."""
         own, plan, facts = self.training, self.plan, self.plan.facts
         recomputed = sum(facts.block_bytes(block) for block in plan.recomputed)
         sent = sum(plan.sends.values())
@@ -151,21 +151,21 @@ def forecast(
 
     Args:
         observed: with times of the same device.
-        device, disk: of the machine; without a disk nothing moves.
-        budget_bytes: of memory for saved tensors; else all that is left.
-        optimizer: a name of `OPTIMIZERS`.
-        shards: cards that weights, gradients and states are spread over.
+        device, disk: of the machine; without a disk, nothing moves.
+        budget_bytes: memory for saved tensors. Default: all free memory.
+        optimizer: a name in `OPTIMIZERS`.
+        shards: number of cards that share weights, gradients and states.
 
     Raises:
-        ConfigError: memory does not suffice, or the optimizer is not known.
+        ConfigError: there is not enough memory, or the optimizer is unknown.
     """
     own = training(observed, device, optimizer, shards)
     left_bytes = own.left(device)
     if budget_bytes is not None and budget_bytes > left_bytes:
         raise ConfigError(
-            f"--memory-budget {size(budget_bytes)} is for saved tensors, for which {device.name} has "
-            f"{size(left_bytes)} left: {size(device.memory_bytes)} less {size(own.always + own.gathered)} of weights, "
-            f"gradients and optimizer and {size(own.work)} that operators work on. Give at most that, or none"
+            f"--memory-budget {size(budget_bytes)} is more than the {size(left_bytes)} that {device.name} has left for "
+            f"saved tensors: {size(device.memory_bytes)} less {size(own.always + own.gathered)} of weights, gradients "
+            f"and optimizer and {size(own.work)} of operator workspace. Give at most that, or none"
         )
     plan = decide(
         facts_on(observed, device, disk),
@@ -178,14 +178,14 @@ def forecast(
 
 
 def facts_on(observed: Observed, device: Device, disk: Disk | None) -> Facts:
-    """Give the facts that a plan for this machine is made from."""
+    """Return the facts that a plan for this machine is made from."""
     largest_bytes = max((each.nbytes for each in observed.saved), default=0)
     window_bytes = default_window_bytes(device.memory_bytes, device.memory_bytes if device.like_cuda else None)
     write, read = (1.0, 1.0) if disk is None else (disk.write_bytes_per_s, disk.read_bytes_per_s)
     link = Link(
         min(write, device.link_bytes_per_s),
         min(read, device.link_bytes_per_s),
-        # Each byte is read of the card's memory on its way out and written to it on its way back; a CPU copies it.
+        # Each byte is read from the card's memory to leave it, and written to it to return; a CPU copies it.
         step_s_per_byte=(2 if device.like_cuda else 4) / device.memory_bytes_per_s,
         in_flight_bytes=window_bytes,
     )

@@ -1,22 +1,22 @@
-"""Hardware: public figures of cards and of SSDs, each with its source.
+"""Hardware: public figures of cards and SSDs, each with its source.
 
-Memory is counted in the decimal gigabytes of the data sheet. What a card has beyond that (an H100 of 80 GB, which are
-74.5 GiB, shows 79.6 GiB) is left to the CUDA context and to the allocator's rounding. Rates of PCIe and NVLink-C2C are
-for one direction, and what a transfer reaches of them is `_LINK_SHARE`.
+Memory is in the decimal gigabytes of the data sheet. What a card has beyond that (an H100 of 80 GB, which are 74.5 GiB,
+shows 79.6 GiB) is for the CUDA context and the allocator's rounding. Rates of PCIe and NVLink-C2C are for one
+direction; transfers reach `_LINK_SHARE` of them.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from .._errors import ConfigError
 
 # Shares of the data sheets' peaks that operators of a training reach: chosen once, so that forecasts of published runs
-# (MosaicML llm-foundry, see `benchmarks forecast`) are neither too short nor too long in the median. A100 reaches more
+# (MosaicML llm-foundry, see docs/forecast.md) are neither too short nor too long in the median. A100 reaches more
 # of its peak than H100; for all other cards H100's share is taken.
 _MATMUL_SHARE, _AMPERE_SHARE, _MEMORY_SHARE = 0.50, 0.68, 0.80
 _LINK_SHARE = 0.8  # of PCIe's and C2C's raw rate: packets have headers
@@ -28,12 +28,12 @@ class Device:
     """What computes.
 
     Attributes:
-        flops_per_s: that matrix products reach, by their dtype; the entry for `None` is for all others.
-        memory_bytes_per_s: that operators reach which only read and write memory.
-        memory_bytes: it has.
-        link_bytes_per_s: into the host's memory, and as many back.
-        op_s: least time of an operator.
-        like_cuda: its operators save what CUDA's save.
+        flops_per_s: what matrix products reach, by dtype; `None` is for all other dtypes.
+        memory_bytes_per_s: what operators reach that only read and write memory.
+        memory_bytes: its memory.
+        link_bytes_per_s: to host memory, and as many back.
+        op_s: minimum time of an operator.
+        like_cuda: whether its operators save what CUDA's save.
         source: of the figures.
     """
 
@@ -47,18 +47,18 @@ class Device:
     like_cuda: bool = True
 
     def seconds(self, flops: float, nbytes: int, dtype: torch.dtype | None) -> float:
-        """Time of an operator: it computes and it reads and writes memory, and the slower of both takes the time."""
+        """Time of an operator: that of its computation or of its memory traffic, whichever is longer."""
         rate = self.flops_per_s.get(dtype, self.flops_per_s[None])
         return max(flops / rate, nbytes / self.memory_bytes_per_s, self.op_s)
 
 
 @dataclass(frozen=True)
 class Disk:
-    """One or several alike SSDs, striped.
+    """One SSD, or several equal ones, striped.
 
     Attributes:
-        write_bytes_per_s, read_bytes_per_s: sustained, of all of them.
-        endurance_bytes: that may be written to all of them, by the vendor's warranty.
+        write_bytes_per_s, read_bytes_per_s: sustained rates of all together.
+        endurance_bytes: that all together may be written, by the vendor's warranty.
         source: of the figures.
     """
 
@@ -67,15 +67,15 @@ class Disk:
     read_bytes_per_s: float
     endurance_bytes: float
     source: str
-    count: int = field(default=1)
+    count: int = 1
 
     def years(self, bytes_per_day: float) -> float | None:
-        """Years until its endurance is used up; None if nothing is written."""
+        """Years until the endurance is used up; None if nothing is written."""
         return self.endurance_bytes / bytes_per_day / 365 if bytes_per_day > 0 else None
 
 
 def _card(name: str, half: float, single: float, memory: float, rate: float, link: float, source: str) -> Device:
-    """Make a card of its data sheet's TFLOP/s (dense bf16 and fp16; fp32), GB, GB/s of memory, GB/s each way."""
+    """Make a card from its data sheet: TFLOP/s (dense bf16 and fp16; fp32), GB, GB/s of memory, GB/s each way."""
     share = _AMPERE_SHARE if name.startswith("a100") else _MATMUL_SHARE
     flops = {torch.bfloat16: half, torch.float16: half, None: single}
     return Device(
@@ -88,7 +88,7 @@ def _card(name: str, half: float, single: float, memory: float, rate: float, lin
     )
 
 
-# fp32 is what PyTorch computes float32 products in unless TF32 is allowed. GeForce: fp16 and bf16 with fp32 sums.
+# PyTorch computes float32 products in fp32 unless TF32 is allowed. GeForce: fp16 and bf16 with fp32 sums.
 _DEVICES = (
     _card("a100", 312, 19.5, 80, 2039, 32, "NVIDIA A100 80GB SXM data sheet; PCIe gen 4 x16"),
     _card("a100-40", 312, 19.5, 40, 1555, 32, "NVIDIA A100 40GB SXM data sheet; PCIe gen 4 x16"),
@@ -118,7 +118,7 @@ _DEVICES = (
 )
 DEVICES = {device.name: device for device in _DEVICES}
 
-# Drives without a cache that a long write would fill: what the data sheet says holds for hours.
+# Drives without a cache that a long write would fill: the data sheet's rates hold for hours.
 _DISKS = (
     Disk("gen3", 2.7 * _G, 3.5 * _G, 1200 * _T, "Samsung 970 PRO 1 TB data sheet (MLC, no SLC cache): 1,200 TBW"),
     Disk("gen4", 5.6 * _G, 6.8 * _G, 14016 * _T, "Micron 7450 PRO 7.68 TB data sheet: 1 drive write a day, 5 years"),
@@ -129,7 +129,7 @@ DISKS = {disk.name: disk for disk in _DISKS}
 
 
 def device_named(name: str) -> Device:
-    """Look a card up. Raises ConfigError, which lists those that are known."""
+    """Look up a card. Raises ConfigError, which lists the known ones."""
     found = DEVICES.get(name.lower())
     if found is None:
         raise _unknown("--device", name, (*DEVICES, "here"))
@@ -137,21 +137,17 @@ def device_named(name: str) -> Device:
 
 
 def disk_named(name: str) -> Disk | None:
-    """Look an SSD up, or several by "gen5x4"; None for "none". Raises ConfigError, which lists those that are known."""
+    """Look up an SSD, or several by "gen5x4"; None for "none". Raises ConfigError, which lists the known ones."""
     if name.lower() == "none":
         return None
     match = re.fullmatch(r"(gen\d)(?:x([1-9]\d?))?", name.lower())
     if match is None or match[1] not in DISKS:
         raise _unknown("--disk", name, (*(f"{each}xN (N of them)" for each in DISKS), "none"))
     one, count = DISKS[match[1]], int(match[2] or 1)
-    return Disk(
-        f"{one.name}x{count}",
-        count * one.write_bytes_per_s,
-        count * one.read_bytes_per_s,
-        count * one.endurance_bytes,
-        one.source,
-        count,
+    write, read, endurance = (
+        count * each for each in (one.write_bytes_per_s, one.read_bytes_per_s, one.endurance_bytes)
     )
+    return Disk(f"{one.name}x{count}", write, read, endurance, one.source, count)
 
 
 def _unknown(option: str, name: str, known: Iterable[str]) -> ConfigError:

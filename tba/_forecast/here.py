@@ -1,4 +1,4 @@
-"""Here: measures in some seconds what the machine at hand reaches, to forecast steps that can also be run on it."""
+"""Here: measures in a few seconds what this machine reaches, to forecast steps that can also be run on it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from .._memory import free_memory
 from .hardware import Device
 
-_SIDE = 1024  # of the matrices multiplied: a layer's products reach about as much
+_SIDE = 1024  # of the matrices: a layer's products are about as fast
 _ELEMENTS = 4 << 20  # of the vectors added: far more than caches hold
 _SECONDS = 0.7  # for each figure
 _LEAST_ROUNDS, _CALLS = 3, 4
 
 
 def measure_here() -> Device:
-    """Measure matrix products in float32 and bfloat16, memory, and an operator on next to nothing, on the CPU."""
+    """Measure matrix products in float32 and bfloat16, memory, and an operator on a tiny tensor, on the CPU."""
     rates: dict[torch.dtype | None, float] = {}
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(_SIDE, _SIDE).to(dtype)
         rates[dtype] = 2 * _SIDE**3 / _time_s(lambda a=a: torch.mm(a, a))  # type: ignore[misc]
     rates[None] = rates[torch.float32]
     x, y = torch.randn(_ELEMENTS), torch.randn(_ELEMENTS)
-    # Into new memory, as in a step.
+    # The result is in new memory, as in a step.
     memory_bytes_per_s = 3 * x.nbytes / _time_s(lambda: torch.add(x, y))
     little = torch.ones(8, requires_grad=True)
     return Device(
@@ -41,10 +41,7 @@ def measure_here() -> Device:
 
 
 def _time_s(function: Callable[[], object]) -> float:
-    """Median time of a call, over some hundred milliseconds.
-
-    It is that of the processor, over all threads: what others take of the machine meanwhile does not count.
-    """
+    """Median CPU time of a call per thread, over some hundred milliseconds; other processes do not count."""
     taken: list[float] = []
     function()
     begun_s = time.perf_counter()

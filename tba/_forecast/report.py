@@ -26,12 +26,8 @@ def _rows(found: Forecast) -> Iterator[tuple[str, str, str]]:
     yield f"  optimizer, {found.optimizer}", size(own.states), sharded
     if own.gathered:
         yield "  gathered blocks", size(own.gathered), ""
-    yield "  what operators work on", size(own.work), "logits, small saved tensors, ..."
-    yield (
-        "  saved tensors, planned",
-        size(plan.predicted.peak.nbytes),
-        f"of {size(plan.budget_bytes)} that they may hold",
-    )
+    yield "  operator workspace", size(own.work), "logits, small saved tensors, ..."
+    yield "  saved tensors, planned", size(plan.predicted.peak.nbytes), f"of a budget of {size(plan.budget_bytes)}"
     yield "  peak", size(found.peak_bytes), found.binds()
     sent = sum(plan.sends.values())
     gone = sum(facts.block_bytes(block) for block in plan.recomputed)
@@ -49,12 +45,12 @@ def _rows(found: Forecast) -> Iterator[tuple[str, str, str]]:
         step_s = found.step_s(way)
         yield f"step, {name}", _seconds(step_s), f"{step_s / kept_s:.2f}x{_fits(way)}"
     step_s = found.step_s(plan)
-    yield "  measured ones may take", f"{_seconds(low * step_s)} to {_seconds(high * step_s)}", "of what is planned"
+    yield "  expected measured step", f"{_seconds(low * step_s)} to {_seconds(high * step_s)}", ""
     if found.observed.tokens:
         rate = found.observed.tokens / step_s
         yield "tokens per second", f"{rate:,.0f}", f"{rate / high:,.0f} to {rate / low:,.0f}"
     if found.disk is not None:
-        yield f"{found.disk.name} writes", f"{found.written_bytes_per_day / 1e12:.1f} TB a day", "steps without a pause"
+        yield f"{found.disk.name} writes", f"{found.written_bytes_per_day / 1e12:.1f} TB a day", "continuous steps"
         years = found.years
         lives = "no writes" if years is None else _years(years)
         spread = "" if years is None else f"{_years(low * years)} to {_years(high * years)}"
@@ -68,16 +64,16 @@ def _fits(way: Plan) -> str:
 
 
 def _notes(found: Forecast) -> Iterator[str]:
-    where = "on published runs on H100 and A100" if found.device.like_cuda else "on a machine that was measured so"
+    where = "on published runs on H100 and A100" if found.device.like_cuda else "on a machine measured this way"
     low, high = found.errors
     yield ""
     if found.device.like_cuda:
-        yield f"{found.device.name} is not here: times are forecast from {found.device.source}."
+        yield f"Times are forecast for {found.device.name} from {found.device.source}."
         if found.device.name not in COMPARED:
-            yield f"No step on {found.device.name} was compared with a forecast; those on other cards were:"
+            yield f"No forecast for {found.device.name} was compared with a real step, only forecasts for other cards:"
     yield f"Steps took {low:.2f} to {high:.2f} of their forecast {where}. Saved bytes are counted, not estimated."
     if found.shards > 1:
-        yield "What shards send one another is not in the times."
+        yield "Times do not include communication between shards."
     if found.disk is not None:
         yield f"Disk: {found.disk.count} x {found.disk.source}."
 

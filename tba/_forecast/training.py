@@ -1,4 +1,4 @@
-"""Training: what of a card's memory weights, gradients and the optimizer take, and what its step costs."""
+"""Training: the card memory of weights, gradients and optimizer, and the time of the optimizer's step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Optimizer:
     """An optimizer.
 
     Attributes:
-        state_bytes: that it keeps, of the trained parameters' bytes and count.
-        work_bytes: most that its step makes besides, of their bytes: PyTorch's own goes through all of them at once.
+        state_bytes: the size of its states, from the trained parameters' bytes and number of elements.
+        work_bytes: the maximum of temporary memory in its step, from their bytes: PyTorch's updates all at once.
         about: in words.
     """
 
@@ -40,14 +40,14 @@ OPTIMIZERS = {each.name: each for each in _OPTIMIZERS}
 
 @dataclass(frozen=True)
 class Training:
-    """A training's memory on one card, without saved tensors. Bytes.
+    """A training's memory on one card, without saved tensors, in bytes.
 
     Attributes:
-        weights, gradients, states: on this card, as sharded.
-        gathered: of blocks that are whole meanwhile: one in use and one to come, and a gradient. 0 unless sharded.
-        work: what operators work on, the logits among it, and saved tensors that are too small to move.
-        optimizer_work: most that the optimizer's step makes.
-        optimizer_s: time of it.
+        weights, gradients, states: the shard on this card.
+        gathered: whole blocks: one in use, one prefetched, and a gradient. 0 unless sharded.
+        work: operator workspace, including the logits, and saved tensors that are too small to move.
+        optimizer_work: maximum of temporary memory in the optimizer's step.
+        optimizer_s: time of that step.
     """
 
     weights: int
@@ -60,19 +60,19 @@ class Training:
 
     @property
     def always(self) -> int:
-        """Bytes that are in memory from step to step; gradients are counted whole, as where they accumulate."""
+        """Bytes in memory from step to step; gradients count in full, as if they accumulate."""
         return self.weights + self.gradients + self.states
 
     def left(self, device: Device) -> int:
-        """Bytes that are left for saved tensors. Raises ConfigError where there are none."""
+        """Bytes left for saved tensors. Raises ConfigError if there are none."""
         left = device.memory_bytes - self.always - self.gathered - self.work
         optimizer = self.always + self.optimizer_work
         if left <= 0 or optimizer > device.memory_bytes:
             raise ConfigError(
                 f"{device.name} has {size(device.memory_bytes)}, but before any saved tensor this training needs "
                 f"{size(max(device.memory_bytes - left, optimizer))}: weights {size(self.weights)}, gradients "
-                f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, what "
-                f"operators work on {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
+                f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, "
+                f"operator workspace {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
                 "batch or sequence smaller, use --dtype bfloat16, another --optimizer, more --shards, or a card with "
                 "more memory"
             )
@@ -80,7 +80,7 @@ class Training:
 
 
 def training(observed: Observed, device: Device, optimizer: str, shards: int) -> Training:
-    """Count a training's memory on one of `shards` cards. Raises ConfigError for an optimizer that is not known."""
+    """Count a training's memory on one of `shards` cards. Raises ConfigError for an unknown optimizer."""
     kind = OPTIMIZERS.get(optimizer)
     if kind is None:
         known = ", ".join(f"{each.name} ({each.about})" for each in _OPTIMIZERS)

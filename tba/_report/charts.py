@@ -1,4 +1,4 @@
-"""Charts of a report, as SVG whose colours are variables of the page's style sheet."""
+"""Charts of a report: SVG with the colors of the page's style sheet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_TICKS = 6
 
 
 class Line(NamedTuple):
-    """One course of bytes: a step function, filled down to 0 or a line alone."""
+    """Bytes over time: a step function, filled down to 0 or only a line."""
 
     label: str
     colour: str
@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def memory(lines: Sequence[Line], seconds: float, *, height: int = 260) -> str:
-    """Draw bytes over time, each line's last amount until the end."""
+    """Draw bytes over time; the last amount of each line holds until the end."""
     most = max((nbytes for line in lines for _, nbytes in line.points), default=0)
     step = _byte_step(most)
     bottom = height - _FOOT
@@ -46,9 +46,7 @@ def memory(lines: Sequence[Line], seconds: float, *, height: int = 260) -> str:
     for count in range(int(1.06 * most // step) + 1):
         at = y(count * step)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(
-            f'<text class="tick" x="{_LEFT - 8}" y="{at + 4:.1f}" text-anchor="end">{size(count * step)}</text>'
-        )
+        parts.append(_text("tick", _LEFT - 8, at + 4, size(count * step)))
     for line in lines:
         steps = "".join(f"H{_x(at_s, seconds):.1f}V{y(nbytes):.1f}" for at_s, nbytes in line.points)
         path = f"M{_LEFT} {y(line.points[0][1]):.1f}{steps}H{_WIDTH - _RIGHT}"
@@ -61,14 +59,12 @@ def memory(lines: Sequence[Line], seconds: float, *, height: int = 260) -> str:
 
 
 def timeline(rows: Sequence[Row], seconds: float) -> str:
-    """Draw when something was under way, a row for each kind."""
+    """Draw when something was in progress, a row for each kind."""
     bottom = _TOP + _ROW * len(rows)
     parts = list(_seconds_axis(seconds, bottom))
     for number, row in enumerate(rows):
         top = _TOP + _ROW * number
-        parts.append(
-            f'<text class="label" x="{_LEFT - 8}" y="{top + 19}" text-anchor="end">{html.escape(row.label)}</text>'
-        )
+        parts.append(_text("label", _LEFT - 8, top + 19, row.label))
         parts.append(
             f'<rect class="track" x="{_LEFT}" y="{top + 4}" width="{_WIDTH - _LEFT - _RIGHT}" height="{_ROW - 8}"/>'
         )
@@ -81,12 +77,12 @@ def timeline(rows: Sequence[Row], seconds: float) -> str:
 
 
 def bars(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[int]]]) -> str:
-    """Draw a bar for each name, made of parts: their label, colour and bytes in each bar."""
+    """Draw a bar for each name, made of parts: label, color and bytes in each bar."""
     drawn = []
     for number, name in enumerate(names):
         top, left = _TOP + _ROW * number, float(_LEFT)
         whole = sum(max(0, nbytes[number]) for _, _, nbytes in parts) or 1
-        drawn.append(f'<text class="label" x="{_LEFT - 8}" y="{top + 19}" text-anchor="end">{html.escape(name)}</text>')
+        drawn.append(_text("label", _LEFT - 8, top + 19, name))
         for label, colour, nbytes in parts:
             width = (_WIDTH - _LEFT - _RIGHT) * max(0, nbytes[number]) / whole
             text = f"{label}: {size(nbytes[number])}, {nbytes[number] / whole:.1%}"
@@ -96,9 +92,13 @@ def bars(names: Sequence[str], parts: Sequence[tuple[str, str, Sequence[int]]]) 
 
 
 def legend(entries: Sequence[tuple[str, str]]) -> str:
-    """List labels beside their colours."""
+    """List labels with their colors."""
     keys = (f'<span><i style="background:var(--{colour})"></i>{html.escape(label)}</span>' for label, colour in entries)
     return f'<div class="legend">{"".join(keys)}</div>'
+
+
+def _text(kind: str, x: float, y: float, text: str, *, anchor: str = "end") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
 
 
 def _bar(left: float, top: float, width: float, colour: str, text: str) -> str:
@@ -123,18 +123,17 @@ def _seconds_axis(seconds: float, bottom: float) -> Iterator[str]:
     for count in range(int(seconds / step + 1e-9) + 1):
         at = _x(count * step, seconds)
         yield f'<line class="grid" x1="{at:.1f}" x2="{at:.1f}" y1="{_TOP}" y2="{bottom}"/>'
-        text = f"{count * step:.{digits}f} s"
-        yield f'<text class="tick" x="{at:.1f}" y="{bottom + 18}" text-anchor="middle">{text}</text>'
+        yield _text("tick", at, bottom + 18, f"{count * step:.{digits}f} s", anchor="middle")
 
 
 def _decimal_step(most: float) -> float:
-    """Return the least of 1, 2 and 5 times a power of 10 that divides `most` into a few."""
+    """Return the smallest of 1, 2 and 5 times a power of 10 that divides `most` into a few steps."""
     step = 10.0 ** int(f"{max(most, 1e-9) / _MOST_TICKS:e}".partition("e")[2])
     return next(step * times for times in (1, 2, 5, 10) if step * times * _MOST_TICKS >= max(most, 1e-9))
 
 
 def _byte_step(most: int) -> int:
-    """Return the least power of 2 that divides `most` into a few."""
+    """Return the smallest power of 2 that divides `most` into a few steps."""
     step = 1
     while step * _MOST_TICKS < most:
         step *= 2

@@ -1,4 +1,4 @@
-"""Course of a recorded region: memory over its time, and when transfers and waits were under way. Pure functions."""
+"""Course of a recorded region: memory over time, and when transfers and waits were in progress. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .._stats import TraceEvent
 Points = list[tuple[float, int]]
 Spans = list[tuple[float, float]]
 
-_COLUMNS = 900  # a course is shown by no more points than this
+_COLUMNS = 900  # the maximum number of points that show a course
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class Course:
     """What happened when, in seconds from the first event.
 
     Attributes:
-        seconds: until the last event has ended.
+        seconds: until the end of the last event.
         held: bytes that saved tensors held in memory from each time on.
         plain: what they would hold if none moved or was compressed.
-        spans: by kind of event, when at least one was under way.
-        nbytes: by kind of event, the bytes of all.
+        spans: when at least one event of a kind was in progress, by kind.
+        nbytes: the bytes of all events of a kind, by kind.
     """
 
     seconds: float
@@ -33,17 +33,17 @@ class Course:
 
     @property
     def most_held_bytes(self) -> int:
-        """Most bytes held at once."""
+        """Maximum bytes held at once."""
         return max((nbytes for _, nbytes in self.held), default=0)
 
     @property
     def most_plain_bytes(self) -> int:
-        """Most bytes at once, if none moved or was compressed."""
+        """Maximum bytes at once, if none moved or was compressed."""
         return max((nbytes for _, nbytes in self.plain), default=0)
 
 
 def course(events: Sequence[TraceEvent], kinds: Iterable[str]) -> Course | None:
-    """Follow the events of a region; None without any. `kinds` are those whose spans are wanted."""
+    """Follow the events of a region; None if there are none. Spans are only made for these kinds."""
     if not events:
         return None
     begun_s = min(event.start_s for event in events)
@@ -71,7 +71,7 @@ def course(events: Sequence[TraceEvent], kinds: Iterable[str]) -> Course | None:
 
 
 def thinned(points: Points, seconds: float) -> Points:
-    """Keep the highest of the points that fall together in a column of the picture, and the last of all."""
+    """Keep the highest point in each column of the picture, and the last of all."""
     highest: dict[int, tuple[float, int]] = {}
     for at_s, nbytes in points:
         column = int(_COLUMNS * at_s / seconds) if seconds else 0
@@ -81,7 +81,7 @@ def thinned(points: Points, seconds: float) -> Points:
 
 
 def _joined(events: Iterable[TraceEvent], begun_s: float, gap_s: float) -> Spans:
-    """Join events that overlap, or lie closer together than `gap_s`."""
+    """Join events that overlap or are less than `gap_s` apart."""
     spans: Spans = []
     for event in sorted(events, key=lambda event: event.start_s):
         start_s, end_s = event.start_s - begun_s, event.end_s - begun_s

@@ -1,4 +1,4 @@
-"""Page of a report: one HTML document that needs nothing else, readable in light and in dark."""
+"""Page of a report: one self-contained HTML document, for light and dark screens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .._config import Setting
 from .._plan.plan import Plan
 from .._stats import OffloadStats, TraceEvent
-from .._text import size
+from .._text import size, value_text
 from .charts import Line, Row, bars, legend, memory, timeline
 from .course import Course, course, thinned
 
@@ -19,10 +19,10 @@ class Contents(NamedTuple):
     """What a page shows.
 
     Attributes:
-        title: what was trained, and where its tensors went.
-        about: versions and the time, for the foot of the page.
+        title: what was trained, and the tier of its tensors.
+        about: versions and the time, for the footer.
         events: of one recorded region.
-        number: the micro-batch that the region is; 0 for one that was asked for.
+        number: of the micro-batch that was recorded; 0 for a region inside `trace()`.
     """
 
     title: str
@@ -34,7 +34,7 @@ class Contents(NamedTuple):
     plan: Plan | None
 
 
-# What the timeline shows, from the top: kind of event, label, colour.
+# Rows of the timeline, from the top: kind of event, label, color.
 _ROWS = (
     ("write", "writes", "out"),
     ("room", "fwd waits", "wait"),
@@ -47,7 +47,7 @@ _CLASSES = (
     ("saved before", "again", "duplicate_bytes"),
     ("weights, left alone", "weight", "weight_bytes"),
 )
-# The Okabe-Ito palette, which every kind of colour vision can tell apart; in the dark, lighter where it must be.
+# The Okabe-Ito palette, which every kind of color vision can tell apart; lighter in the dark where needed.
 _STYLE = """
 :root{color-scheme:light dark;--page:#fbfbfa;--card:#fff;--text:#1c1e21;--soft:#5d646c;--rule:#e2e4e6;--track:#f0f1f2;
 --held:#0072b2;--plain:#5d646c;--out:#e69f00;--back:#009e73;--wait:#d55e00;--again:#cc79a7;--weight:#bbbbbb}
@@ -161,16 +161,10 @@ def _plan(plan: Plan | None) -> str:
 
 def _settings(settings: Sequence[Setting]) -> str:
     rows = "".join(
-        f"<tr><td><code>{each.name}</code></td><td>{html.escape(_value(each.value))}</td><td>{html.escape(each.origin)}</td></tr>"
+        f"<tr><td><code>{each.name}</code></td><td>{html.escape(value_text(each.value))}</td><td>{html.escape(each.origin)}</td></tr>"
         for each in settings
     )
     return _section("Settings", f"<table><tr><th>setting</th><th>value</th><th>from</th></tr>{rows}</table>")
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ":".join(map(str, value))
-    return size(value) if type(value).__name__ == "ByteSize" else str(value)
 
 
 def _section(title: str, inner: str) -> str:

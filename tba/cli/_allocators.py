@@ -1,8 +1,8 @@
 """Allocators: the `malloc` that a training on a CPU should run under, and the environment that selects it.
 
 A step frees hundreds of large blocks and allocates them again. glibc keeps them in a heap that only shrinks at its end,
-so memory that offloading frees stays resident; returning each block to the kernel instead means that every page is
-faulted again. jemalloc and mimalloc, told to keep freed pages for reuse, avoid both.
+so memory that offloading frees stays resident; if it returns each block to the kernel instead, every page is faulted
+again. jemalloc and mimalloc, set to keep freed pages for reuse, avoid both.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tba._errors import ConfigError
 
 ALLOCATORS = ("auto", "jemalloc", "mimalloc", "glibc", "none")
 
-# jemalloc: large blocks share the arena instead of going back to the kernel one by one, freed pages never age out, and
-# memory comes in huge pages (pinning it page by page is most of a direct write's cost to the CPU). One arena for all
-# threads: an arena does not reuse another's pages, and each would begin with huge pages of its own (measured: 8 MiB for
-# the few blocks that a compute thread and an I/O worker allocate). Tensors are allocated by one thread of a step.
+# jemalloc: large blocks share the arena instead of returning to the kernel one by one, freed pages never age out, and
+# memory is in huge pages (pinning it page by page is most of the CPU cost of a direct write). All threads share one
+# arena: an arena does not reuse another's pages, and each would begin with its own huge pages (measured: 8 MiB for the
+# few blocks that a compute thread and an I/O worker allocate). One thread of a step allocates the tensors.
 _JEMALLOC_CONF = "oversize_threshold:0,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always,narenas:1"
 # mimalloc 2.1 and later: never return freed pages to the kernel.
 _MIMALLOC = {"MIMALLOC_PURGE_DELAY": "-1"}
-# glibc: blocks of 1 MiB and more leave the heap (setting this also stops glibc from raising it by itself); the heap
-# keeps up to 64 MiB of smaller ones.
+# glibc: blocks of 1 MiB and more bypass the heap (setting this also keeps glibc from raising the limit); the heap keeps
+# up to 64 MiB of smaller ones.
 _GLIBC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)}
 
 _INSTALL = {
@@ -48,10 +48,10 @@ class Allocator:
     """A chosen allocator.
 
     Attributes:
-        name: "jemalloc", "mimalloc", "glibc", or "none" where nothing is changed.
-        library: the shared object to preload, by path or by the name the loader knows; None where none is needed.
-        environment: variables to set on top of the environment it was chosen for.
-        reason: why this one, in words for people.
+        name: "jemalloc", "mimalloc", "glibc", or "none" if nothing changes.
+        library: the shared object to preload, by path or by the loader's name for it; None if none is needed.
+        environment: variables to add to the environment it was chosen for.
+        reason: why this one, for people.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Allocator:
 
 @dataclass(frozen=True)
 class Libraries:
-    """Libraries found on the machine: those that work when preloaded, and why others do not."""
+    """Libraries on the machine: those that work when preloaded, and why others do not."""
 
     libraries: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
@@ -73,12 +73,12 @@ def allocator_environment(name: str = "auto", environ: Mapping[str, str] = os.en
     """Choose the allocator to start a program under: with "auto" jemalloc, else mimalloc, else glibc tuned.
 
     Args:
-        name: "auto", "jemalloc", "mimalloc", "glibc" (its thresholds tuned) or "none" (nothing is changed).
-        environ: the environment the program would get. Its own settings of an allocator win over those made here, and
-            its `LD_PRELOAD` stays, behind the allocator.
+        name: "auto", "jemalloc", "mimalloc", "glibc" (with tuned thresholds) or "none" (nothing changes).
+        environ: the environment that the program would get. Its own settings of an allocator take precedence, and its
+            `LD_PRELOAD` stays, behind the allocator.
 
     Raises:
-        ConfigError: the name is unknown, or the allocator it asks for cannot be used here.
+        ConfigError: the name is unknown, or the allocator cannot be used here.
     """
     if name not in ALLOCATORS:
         raise ConfigError(f"unknown allocator {name!r}; choose one of {', '.join(ALLOCATORS)}")
@@ -124,7 +124,7 @@ def preload_environment(kind: str, library: str, environ: Mapping[str, str]) -> 
         return changes | _defaults(_MIMALLOC, environ)
     conf = environ.get("MALLOC_CONF", "")
     if not conf.startswith(_JEMALLOC_CONF):
-        # jemalloc takes the later of two values for one option, so the user's win.
+        # jemalloc takes the later of two values for an option, so the user's wins.
         conf = ",".join(filter(None, [_JEMALLOC_CONF, conf]))
     return changes | {"MALLOC_CONF": conf}
 
@@ -138,7 +138,7 @@ def _defaults(settings: Mapping[str, str], environ: Mapping[str, str]) -> dict[s
 
 
 def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
-    """Name the allocator a process runs on, from its `/proc/self/maps`: a library, "glibc tuned" or "glibc"."""
+    """Name the allocator of a process, from its `/proc/self/maps`: a library, "glibc tuned" or "glibc"."""
     libraries = (line.rpartition("/")[2] for line in maps.splitlines() if "/" in line)
     loaded = re.search(r"^lib(\w*malloc\w*|hoard)\b", "\n".join(libraries), flags=re.MULTILINE)
     if loaded is not None:
@@ -150,7 +150,7 @@ def allocator_in_force(maps: str, environ: Mapping[str, str]) -> str:
 
 
 def find_libraries(name: str, environ: Mapping[str, str]) -> Libraries:
-    """Look for the libraries of `name`, trying each by preloading it into a program that does nothing."""
+    """Look for the libraries of `name`; try each by preloading it into a program that does nothing."""
     if not sys.platform.startswith("linux"):
         return Libraries(missing=dict.fromkeys(_INSTALL, "only preloaded on Linux"), glibc=False)
     missing: dict[str, str] = {}
@@ -167,14 +167,14 @@ def find_libraries(name: str, environ: Mapping[str, str]) -> Libraries:
 
 
 def complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None:
-    """Why a program does not start under a library without complaint; None where it does."""
+    """Return what a program says when it starts under a library; None if it starts without complaint."""
     if re.search(r"[\s:]", library):
         return "LD_PRELOAD cannot hold a path with a space or colon"
     probe = shutil.which("true")
     if probe is None:
         return None
     alone = {name: value for name, value in environ.items() if name not in ("LD_PRELOAD", "MALLOC_CONF")}
-    # The loader only complains about a library that it cannot load, an old jemalloc about options it does not know.
+    # The loader only complains about a library that it cannot load, and an old jemalloc about unknown options.
     result = subprocess.run(
         [probe], env=alone | preload_environment(kind, library, alone), capture_output=True, text=True, check=False
     )
@@ -185,7 +185,7 @@ def complaint(kind: str, library: str, environ: Mapping[str, str]) -> str | None
 
 
 def _library_files(name: str, environ: Mapping[str, str]) -> list[str]:
-    """List files and names to try: of its package, of the loader, of this environment and of the usual directories."""
+    """List files and names to try, from its package, the loader, this environment and the usual directories."""
     packaged: Any = ()
     with suppress(importlib.metadata.PackageNotFoundError):
         packaged = importlib.metadata.files(f"cmeel-{name}") or ()

@@ -1,4 +1,4 @@
-"""`tba audit`: what each preset would do to a model's memory and gradient, before anything trains."""
+"""`tba audit`: what each preset would do to a model's memory and gradient, before training."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 from tba._audit.audit import PRESETS_AUDITED, audit
-from tba._errors import ConfigError, OffloadWarning
+from tba._errors import OffloadWarning
 from tba._text import check_picture
 
-from ._blame import BAD_USAGE, blaming
+from ._blame import blaming, refusing
 from ._subject import BatchOption, DtypeOption, SequenceOption, subject
 
 
@@ -23,7 +23,7 @@ def audit_command(
         str,
         typer.Argument(
             help="`module:callable`, imported from the working directory and called without arguments, returns a model "
-            "and a batch; or a config.json of transformers, or its directory: random weights and random tokens.",
+            "and a batch; or a config.json of transformers, or its directory: random weights and tokens.",
             metavar="MODEL",
         ),
     ],
@@ -31,17 +31,17 @@ def audit_command(
     sequence: SequenceOption = None,
     dtype: DtypeOption = None,
     preset: Annotated[
-        list[str] | None, typer.Option(help=f"A preset; may be repeated. If none: {', '.join(PRESETS_AUDITED)}.")
+        list[str] | None, typer.Option(help=f"A preset; may be repeated. Default: {', '.join(PRESETS_AUDITED)}.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes.")] = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw it into this file: .png, .pdf or .svg.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw a chart into this file: .png, .pdf or .svg.")] = None,
 ) -> None:
-    """Say what each preset would do to MODEL: bytes of each class of saved tensor, and the gradient's error.
+    """Show what each preset would do to MODEL: bytes of each class of saved tensor, and the gradient's error.
 
-    One forward and backward is run plain and one for each preset. Nothing is trained, stored or downloaded. Ends with
-    status 2 where the model cannot be audited as asked, 1 where its own code raises.
+    Runs one forward and backward plain and one under each preset. Nothing is trained, stored or downloaded. Exits with
+    status 2 if the model cannot be audited as asked, 1 if its own code raises.
     """
-    try:
+    with refusing("tba audit"):
         if picture is not None:
             check_picture(picture, "an audit")
         with blaming("tba audit", model), warnings.catch_warnings(record=True) as caught:
@@ -50,9 +50,6 @@ def audit_command(
             result = audit(found, arguments, presets=preset or PRESETS_AUDITED)
         if picture is not None:
             result.picture(picture)
-    except (ConfigError, OSError) as error:
-        print(f"tba audit: {error}", file=sys.stderr)
-        raise typer.Exit(BAD_USAGE) from None
     for warning in caught:
         print(f"tba audit: {warning.message}", file=sys.stderr)
     print(json.dumps(result.to_dict(), indent=2) if as_json else result)

@@ -1,4 +1,4 @@
-"""Blame: an error of the model's own code is shown as its own, and not as one of a command."""
+"""Blame: how a command ends on an error: in one line if it was used wrongly, by a traceback if the model raised."""
 
 from __future__ import annotations
 
@@ -16,8 +16,18 @@ FAILED, BAD_USAGE = 1, 2
 
 
 @contextmanager
+def refusing(command: str) -> Iterator[None]:
+    """Print an error of settings or files in one line, and exit with status 2."""
+    try:
+        yield
+    except (ConfigError, OSError) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        raise typer.Exit(BAD_USAGE) from None
+
+
+@contextmanager
 def blaming(command: str, model: str) -> Iterator[None]:
-    """Show an error of the model's own code from its first frame on, and end. Errors of our code alone pass through."""
+    """Print an error of the model's own code from its first frame, and exit. Errors of our own code pass through."""
     try:
         yield
     except ConfigError:

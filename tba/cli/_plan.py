@@ -1,9 +1,8 @@
-"""`tba plan`: whether a training fits a machine that is not here, what it costs, and how long its SSDs live."""
+"""`tba plan`: whether a training fits a machine that you do not have, what it costs, and how long its SSDs last."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -19,10 +18,11 @@ from tba._forecast.observe import observe
 from tba._forecast.report import report
 from tba._forecast.training import OPTIMIZERS
 
-from ._blame import BAD_USAGE, blaming
+from ._blame import blaming, refusing
 from ._subject import BatchOption, DtypeOption, SequenceOption, subject
 
 _AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_ABOUT_OPTIMIZERS = "; ".join(f"{each.name}: {each.about}" for each in OPTIMIZERS.values()) + "."
 
 
 def plan_command(
@@ -35,9 +35,9 @@ def plan_command(
             metavar="MODEL",
         ),
     ],
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}; or here, the CPU at hand, measured.")],
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}; or here: this CPU, measured.")],
     disk: Annotated[
-        str, typer.Option(help=f"{', '.join(f'{name}xN' for name in DISKS)}: N SSDs; none: nothing moves.")
+        str, typer.Option(help=f"N SSDs, as {', '.join(f'{name}xN' for name in DISKS)}; none: nothing moves.")
     ] = "gen4x1",
     batch: BatchOption = None,
     sequence: SequenceOption = None,
@@ -47,28 +47,25 @@ def plan_command(
         typer.Option("--set", help="Change a field of the config; may be repeated.", metavar="FIELD=VALUE"),
     ] = None,
     autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16: run forward under autocast.")] = None,
-    optimizer: Annotated[
-        str, typer.Option(help="; ".join(f"{each.name}: {each.about}" for each in OPTIMIZERS.values()) + ".")
-    ] = "adamw",
-    shards: Annotated[
-        int, typer.Option(min=1, help="Cards that weights, gradients and states are spread over (FSDP).")
-    ] = 1,
+    optimizer: Annotated[str, typer.Option(help=_ABOUT_OPTIMIZERS)] = "adamw",
+    shards: Annotated[int, typer.Option(min=1, help="GPUs that share weights, gradients and states (FSDP).")] = 1,
     memory_budget: Annotated[
-        str | None, typer.Option(help='What saved tensors may hold, such as "8GiB"; all that is left if not given.')
+        str | None, typer.Option(help='Budget of saved tensors, such as "8GiB". Default: all free memory.')
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
-    """Plan a training step of MODEL on a machine that is not here: memory, time, and bytes written.
+    """Plan a training step of MODEL on a machine that you do not have: memory, time, and bytes written.
 
-    Nothing is allocated, computed or downloaded: the step runs on fake tensors. Ends with status 2 where it cannot be
-    planned as asked or does not fit, 1 where the model's own code raises.
+    Nothing is allocated, computed or downloaded: the step runs on fake tensors. Exits with status 2 if it cannot be
+    planned as asked or does not fit, 1 if the model's own code raises.
     """
-    try:
+    with refusing("tba plan"):
         drives = disk_named(disk)
         machine = measure_here() if device == "here" else device_named(device)
-        budget_bytes = _budget(memory_budget)
-        cast = _dtype(autocast)
-        fields = _fields(changes or ())
+        budget_bytes = None
+        if memory_budget is not None:
+            budget_bytes = OffloadConfig(tier="auto", memory_budget=memory_budget).memory_budget
+        cast, fields = _dtype(autocast), _fields(changes or ())
 
         def make() -> Any:
             with blaming("tba plan", model):
@@ -77,16 +74,7 @@ def plan_command(
         with blaming("tba plan", model):
             observed = observe(make, machine, autocast=cast)
         found = forecast(observed, machine, drives, budget_bytes=budget_bytes, optimizer=optimizer, shards=shards)
-    except (ConfigError, OSError) as error:
-        print(f"tba plan: {error}", file=sys.stderr)
-        raise typer.Exit(BAD_USAGE) from None
     print(json.dumps(found.to_dict(), indent=2) if as_json else report(found))
-
-
-def _budget(text: str | None) -> int | None:
-    if text is None:
-        return None
-    return OffloadConfig(tier="auto", memory_budget=text).memory_budget
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Subject of a command: the model and batch that its line names, from the user's code or from a config."""
+"""Subject of a command: the model and batch that MODEL names, from the user's code or from a config."""
 
 from __future__ import annotations
 
@@ -18,18 +18,15 @@ from torch import nn
 from tba._errors import ConfigError
 
 # Options of the commands that take a MODEL.
-BatchOption = Annotated[int | None, typer.Option(min=1, help="Sequences in a batch, for a config; 2 if not given.")]
-SequenceOption = Annotated[
-    int | None, typer.Option(min=2, help="Tokens of each sequence, for a config; 128 if not given.")
-]
+BatchOption = Annotated[int | None, typer.Option(min=1, help="For a config: sequences in a batch. Default: 2.")]
+SequenceOption = Annotated[int | None, typer.Option(min=2, help="For a config: tokens in a sequence. Default: 128.")]
 DtypeOption = Annotated[
-    str | None,
-    typer.Option(help="Type of the weights, for a config: float32, bfloat16 or float16; its own if not given."),
+    str | None, typer.Option(help="For a config: float32, bfloat16 or float16 weights. Default: the config's own.")
 ]
 
 _BATCH, _SEQUENCE = 2, 128
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Heads whose labels are tokens, one each.
+# Heads with one label per token.
 _TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
 
@@ -41,12 +38,12 @@ def subject(
     dtype: str | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> tuple[nn.Module, Any]:
-    """Make the model that `name` stands for, and a batch for it.
+    """Make the model that `name` names, and a batch for it.
 
     Args:
         name: a config.json of transformers or a directory with one, or `module:callable`.
-        batch: sequences in the batch; this argument and those below are for a config alone.
-        sequence: tokens of each sequence.
+        batch: sequences in the batch; this argument and those below are only for a config.
+        sequence: tokens in each sequence.
         dtype: type of the weights.
         changes: fields of the config. If given, even if empty, `name` may also be a model type of transformers.
 
@@ -56,10 +53,9 @@ def subject(
     path = Path(name)
     if name.partition(":")[0].endswith(".py"):
         raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
-    if path.exists():
-        return from_config(path, batch or _BATCH, sequence, dtype, changes)
-    if changes is not None and re.fullmatch(r"\w[\w-]*", name):
-        return from_type(name, batch or _BATCH, sequence, dtype, changes)
+    is_type = changes is not None and re.fullmatch(r"\w[\w-]*", name)
+    if path.exists() or is_type:
+        return from_config(path if path.exists() else name, batch or _BATCH, sequence, dtype, changes)
     if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
         kind = "" if changes is None else ", a model type such as llama or gpt2,"
         raise ConfigError(
@@ -86,7 +82,7 @@ def _by_name(name: str) -> str:
 
 
 def from_callable(name: str) -> tuple[nn.Module, Any]:
-    """Import `module:callable` with the working directory in front, and call it."""
+    """Import `module:callable`, looking in the working directory first, and call it."""
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -119,38 +115,37 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
 
 
 def from_config(
-    path: Path, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any] | None = None
+    what: Path | str, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any] | None = None
 ) -> tuple[nn.Module, Any]:
-    """Make a language model of transformers with random weights, and random tokens [batch, sequence] as their labels.
+    """Make a language model of transformers with random weights, and random tokens [batch, sequence] with labels.
 
-    The class is the config's first architecture, else that which `AutoModelForCausalLM` chooses.
+    The class is the config's first architecture, else the choice of `AutoModelForCausalLM`.
+
+    Args:
+        what: a config.json, a directory with one, or a model type, whose default config is taken.
+        batch, sequence, dtype, changes: as in `subject`.
     """
-    transformers = _transformers(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ConfigError(f"there is no config.json in {path}; give a directory that has one, or `module:callable`")
-    try:
-        config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
-        if changes:
-            config = _changed(transformers, config, changes, file)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
-    return _language_model(transformers, config, file, batch, sequence, dtype)
-
-
-def from_type(
-    name: str, batch: int, sequence: int | None, dtype: str | None, changes: Mapping[str, Any]
-) -> tuple[nn.Module, Any]:
-    """Make a language model as `from_config` does, of a model type's default config with some fields changed."""
-    transformers = _transformers(name)
-    if name not in transformers.CONFIG_MAPPING:
-        raise ConfigError(
-            f"MODEL {name!r} is no file or directory here, and no model type of transformers {transformers.__version__}"
-            ": give a config.json, its directory, a type such as llama or gpt2, or `module:callable`; nothing is "
-            "downloaded"
-        )
-    config = _changed(transformers, transformers.AutoConfig.for_model(name), changes, name)
-    return _language_model(transformers, config, name, batch, sequence, dtype)
+    transformers = _transformers(what)
+    if isinstance(what, str):
+        if what not in transformers.CONFIG_MAPPING:
+            raise ConfigError(
+                f"MODEL {what!r} is no file or directory here, and no model type of transformers "
+                f"{transformers.__version__}: give a config.json, its directory, a type such as llama or gpt2, or "
+                "`module:callable`; nothing is downloaded"
+            )
+        config = transformers.AutoConfig.for_model(what)
+    else:
+        file = what / "config.json" if what.is_dir() else what
+        if not file.is_file():
+            raise ConfigError(f"there is no config.json in {what}; give a directory that has one, or `module:callable`")
+        what = file
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
+    if changes:
+        config = _changed(transformers, config, changes, what)
+    return _language_model(transformers, config, what, batch, sequence, dtype)
 
 
 def _transformers(what: object) -> Any:
@@ -166,7 +161,7 @@ def _transformers(what: object) -> Any:
 
 
 def _changed(transformers: Any, config: Any, changes: Mapping[str, Any], what: object) -> Any:
-    """Make a config anew with other fields, so that what follows from them follows. Raises ConfigError."""
+    """Make a config again with other fields, so that derived fields follow. Raises ConfigError."""
     fields = config.to_dict()
     if unknown := [name for name in changes if name not in fields]:
         raise ConfigError(f"--set {unknown[0]}: the config of {what} has no such field; it has {', '.join(fields)}")
@@ -190,10 +185,10 @@ def _language_model(
         raise ConfigError(f"{file} has no vocab_size, so it is no language model: give `module:callable` with a batch")
     config.use_cache = False
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = config.pad_token_id or 0  # any token will do: weights are random
+        config.decoder_start_token_id = config.pad_token_id or 0  # any token works: weights are random
     kind = _dtype(config, dtype)
     with torch.random.fork_rng([]):
-        torch.default_generator.manual_seed(0)  # a command gives equal weights and tokens each time
+        torch.default_generator.manual_seed(0)  # the same weights and tokens in every run
         model = make(config, dtype=kind)
         tokens = torch.randint(0, vocabulary, (batch, length))
     if "labels" not in inspect.signature(model.forward).parameters:
@@ -204,7 +199,7 @@ def _language_model(
 
 
 def _maker(transformers: Any, config: Any, file: object) -> Any:
-    """Find the function that makes the model from the config and dtype. Raises ConfigError where none fits."""
+    """Find the function that makes the model from the config and dtype. Raises ConfigError if none fits."""
     named = (getattr(config, "architectures", None) or [None])[0]
     if named is None:
         if type(config) not in transformers.AutoModelForCausalLM._model_mapping:

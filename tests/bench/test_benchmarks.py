@@ -21,7 +21,6 @@ from benchmarks._report.bar import Bar
 from benchmarks._report.options import parse_rate
 from benchmarks._report.ratios import median_ratio
 from benchmarks._report.results import Grid, Result, file_result
-from benchmarks._report.shares import HUGE, NVME, PLAIN, SHARES
 from benchmarks._report.steps import same_gradients
 from benchmarks._workload.gpt import GPT, GPTConfig
 from benchmarks._workload.text import Text, sources, standard_library
@@ -45,31 +44,26 @@ def test_forecast_stands_beside_what_was_run(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tmp_path: Path) -> None:
-    found = quick("step", tmp_path, "--explain")
+    found = quick("step", tmp_path)
     [model] = found["models"].values()
     assert model["gradients_bit_equal"] is True
     arms = model["arms"]
     assert {"plain, as Python comes", "plain", "offload nvme", "checkpoint"} <= arms.keys()
-    parts = model["shares"]["wall_s"]
-    assert len(parts) == len(SHARES)  # there is an arm for each
-    by_hand = [a / p - b / p for a, b, p in zip(*(arms[name]["wall_s"] for name in (NVME, HUGE, PLAIN)), strict=True)]
-    assert parts["offload above I/O itself"] == pytest.approx(by_hand)
-    assert min(len(values) for values in parts.values()) == 2
     for arm in arms.values():
         assert arm["peak_bytes"] > 0
         assert arm["idle_bytes"] > 0
-        if arm["name"] not in ("instant store", "nvme, safe8"):  # bytes are lost there on purpose
-            assert arm["gradients"] == {key: arms["plain"]["gradients"][key] for key in arm["gradients"]}
+        assert arm["gradients"] == {key: arms["plain"]["gradients"][key] for key in arm["gradients"]}
         if "mimalloc" not in arm["name"]:
             assert len(arm["wall_s"]) == len(arm["cpu_s"]) == 2
             assert min(arm["wall_s"] + arm["cpu_s"]) > 0
-    assert len(set(arms["plain"]["gradients"].values())) == 5 + 2  # the weights do move
+    assert len(set(arms["plain"]["gradients"].values())) == 2 + 2  # the weights do move
     moved = arms["offload nvme"]["moved"]
     parts = ("weight_bytes", "duplicate_bytes", "kept_bytes", "offloaded_bytes")
     assert moved["saved_bytes"] == sum(moved[part] for part in parts)
     assert moved["written_bytes"] > 0
     assert moved["read_bytes"] > 0
-    assert {bar["what"] for bar in model["bars"]} >= {"peak over idle / plain, same allocator", "backward's waiting"}
+    bars = {bar["what"]: bar["limit"] for bar in model["bars"]}
+    assert bars["offload nvme: peak over idle / plain"] is bars["offload nvme: backward waited"] is None
     assert found["environment"]["torch"] == torch.__version__
 
 
@@ -135,7 +129,7 @@ def test_arms_apart_have_the_machine_to_themselves(monkeypatch: pytest.MonkeyPat
 
 def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     found = run_benchmark("hooks", scratch=tmp_path)
-    light = {"counted: all fits the budget", "let pass: stays by plan"}
+    light = {"counted: everything fits the budget", "kept: stays under a plan"}
     assert set(found["kinds"]) == {"weight", "below minimum size", "further view", "new record", *light}
     for name, kind in found["kinds"].items():
         assert kind["empty_cpu_us"] > 0

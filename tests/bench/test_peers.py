@@ -1,4 +1,4 @@
-"""Tests of the benchmark of peers, of the families that are trained, and of all benchmarks in a row."""
+"""Tests of the benchmark of peers and of the families that are trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from benchmarks._peers.registry import CHECKED, NVME, PEERS
 from benchmarks._peers.trial import judge, run_case
 from benchmarks._processes.device import CUDA, DEVICES
 from benchmarks._workload.families import BY_SIZE, FAMILIES, LARGE, blocks, families
-from benchmarks.all import run_all
 from support.benchmarks import run_benchmark
 
 
@@ -132,12 +131,3 @@ def test_a_peer_that_cannot_be_set_up_is_no_error_of_a_case(tmp_path: Path, monk
 def test_a_case_that_hangs_or_dies_is_ended(tmp_path: Path) -> None:
     assert run_case(CHECKED, "graph dropped", timeout_s=0, directory=tmp_path).kind == "hang"
     assert run_case("no such peer", "graph dropped", timeout_s=100, directory=tmp_path).kind == "crash"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_all_runs_what_it_is_told_and_names_what_fails() -> None:
-    found = run_all(["hooks", "no-such"], quick=True, options=[])
-    assert found.data["commands"]["hooks"]["code"] == 0
-    assert found.data["commands"]["no-such"]["code"] == 2
-    assert [row[1] for row in found.tables[0].rows] == ["yes", "NO"]

@@ -183,7 +183,7 @@ def test_printed_it_is_a_table_of_what_is_not_zero() -> None:
         "backward waited 1.00 s <1% 0.25 s 12%",
         "most in flight to the tier 16.0 MiB",
         "a step waits 12% of its time for the tier: `tba doctor` measures the disks; a larger memory_budget, "
-        "compress='exact' or a further storage path leaves less to wait for.",
+        "compress='exact' or another storage path reduces the waiting.",
     ]
     assert lines[6].startswith("  kept")  # parts are indented below what they are parts of
     assert lines[7].startswith("    below")
@@ -198,7 +198,7 @@ def test_without_a_step_there_is_one_column() -> None:
 def test_a_step_that_fits_in_what_is_held_back_says_why_nothing_was_written() -> None:
     held = dataclasses.replace(STEP, written_bytes=0, staging_peak_bytes=0, held_bytes=75 * MIB)
     (note,) = [line for line in str(held).splitlines() if "nothing was written" in line]
-    assert "held back (75.0 MiB at most), because backward wants it first" in note
+    assert "held back for backward, which needs it first (75.0 MiB at most)" in note
     assert "TBA_PREFETCH_BYTES" in note
     for other in (STEP, dataclasses.replace(held, staging_peak_bytes=1), OffloadStats()):
         assert "nothing was written" not in str(other)
@@ -209,7 +209,7 @@ def test_failures_and_unseen_bytes_are_told() -> None:
     (*_, failed) = dataclasses.replace(STEP, errors=2, step_s=0.0).notes()
     assert failed.startswith("2 transfers failed: a tensor whose write fails stays in memory")
     (*_, unseen) = dataclasses.replace(STEP, unseen_bytes=3 * MIB).notes()
-    assert unseen.startswith("3.0 MiB of results lay in the cache of torch's selective checkpointing")
+    assert unseen.startswith("3.0 MiB of results were in the cache of torch's selective checkpointing")
 
 
 def test_a_notebook_shows_the_cells_of_the_table_escaped() -> None:

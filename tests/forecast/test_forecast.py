@@ -77,7 +77,7 @@ def test_without_a_disk_blocks_recompute(seen: Observed) -> None:
 def test_a_card_that_was_never_compared_says_so(seen: Observed) -> None:
     assert "No step on" not in report(forecast(seen, CARD, GEN5))
     other = DEVICES["rtx4090"]
-    assert "No step on rtx4090 was compared" in report(forecast(seen, other, GEN5))
+    assert "No forecast for rtx4090 was compared" in report(forecast(seen, other, GEN5))
 
 
 def test_the_ways_are_in_order(seen: Observed) -> None:
@@ -124,7 +124,7 @@ def test_a_card_too_small_for_weights_is_refused_with_the_numbers(seen: Observed
 
 
 def test_a_budget_above_what_is_left_is_refused_with_the_numbers(seen: Observed) -> None:
-    with pytest.raises(ConfigError, match=r"--memory-budget 200.0 GiB .* has .* left"):
+    with pytest.raises(ConfigError, match=r"--memory-budget 200.0 GiB is more than the .* that h100 has left"):
         forecast(seen, CARD, GEN5, budget_bytes=200 << 30)
 
 

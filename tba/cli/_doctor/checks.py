@@ -26,13 +26,13 @@ class Level(enum.StrEnum):
     """Severity of a finding, for the chosen tier."""
 
     OK = "ok"  # nothing to do
-    WARNING = "warning"  # it works, but not as well as it could, or not for long
+    WARNING = "warning"  # it works, but less well than it could, or not for long
     FAILURE = "failure"  # the chosen tier cannot work
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One judgement. `do` says what to do about it, "" where nothing needs to be done."""
+    """One judgement. `do` says what to do about it, "" if nothing needs to be done."""
 
     level: Level
     subject: str
@@ -42,7 +42,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PathReport:
-    """One storage path. `refusal` is why it cannot be used; `disk` is None where it was not tried."""
+    """One storage path. `refusal` is why it cannot be used; `disk` is None if it was not tried."""
 
     path: str
     facts: PathFacts
@@ -72,9 +72,9 @@ class Facts:
     memory: MemoryReport
     devices: tuple[DeviceFacts, ...] = ()
     kvikio: KvikioFacts
-    allocator: str  # that this process runs on
-    best_allocator: str  # that `tba run` would start a program under
-    huge_pages: str = ""  # whether memory may be in transparent huge pages: always, madvise, never; "" where unknown
+    allocator: str  # of this process
+    best_allocator: str  # that `tba run` would choose
+    huge_pages: str = ""  # whether memory may be in transparent huge pages: always, madvise, never; "" if unknown
     io_threads: int = 2  # per path
     settings: tuple[dict[str, Any], ...] = ()  # name, value and origin of each
     warnings: tuple[str, ...] = ()  # as a training with these settings would give them
@@ -86,7 +86,7 @@ class Facts:
 
     @property
     def on_cpu(self) -> bool:
-        """Whether what moves is the memory of this process, so that its allocator and its pages matter."""
+        """Whether the tensors that move are in this process's memory, so that its allocator and pages matter."""
         return not self.devices and self.tier != "keep"
 
 
@@ -104,39 +104,37 @@ def _paths(facts: Facts) -> Iterator[Finding]:
             yield Finding(facts.no_disk, path.path, text, do)
         elif path.disk is not None and path.disk.error is not None:
             text = f"the probe failed: {path.disk.error}"
-            yield Finding(facts.no_disk, path.path, text, "look at the disk, or name another directory")
+            yield Finding(facts.no_disk, path.path, text, "check the disk, or name another directory")
         elif path.disk is not None:
-            yield from _disk(path, path.disk)
+            yield from (Finding(level, path.path, text, do) for level, text, do in _disk(path.facts, path.disk))
 
 
-def _disk(path: PathReport, disk: DiskFacts) -> Iterator[Finding]:
-    mount, free_bytes = path.facts.mount, path.facts.free_bytes
+def _disk(path: PathFacts, disk: DiskFacts) -> Iterator[tuple[Level, str, str]]:
+    mount, free_bytes = path.mount, path.free_bytes
     if mount.over_network:
-        text = f"is on a network file system ({mount.kind}): expect waits"
         do = "name a directory on a local disk with --path or TBA_STORAGE_PATHS"
-        yield Finding(Level.WARNING, path.path, text, do)
+        yield Level.WARNING, f"is on a network file system ({mount.kind}): expect waits", do
     if free_bytes is not None and free_bytes < _LITTLE_DISK_BYTES:
         text = f"{size(free_bytes)} are free, less than a few steps of even a small model need"
-        yield Finding(Level.WARNING, path.path, text, "free some space or name another directory")
+        yield Level.WARNING, text, "free some space or name another directory"
     if not disk.direct:
         text = (
-            "direct I/O (O_DIRECT) does not work there: bytes go through the page cache, which costs memory and CPU "
-            "time, and the speeds are not the disk's"
+            "direct I/O (O_DIRECT) does not work there: the page cache costs memory and CPU time, and the speeds are "
+            "not the disk's"
         )
-        yield Finding(Level.WARNING, path.path, text, "name a directory on ext4 or xfs")
+        yield Level.WARNING, text, "name a directory on ext4 or xfs"
     free = f", {size(free_bytes)} free" if free_bytes is not None else ""
     place = f"{mount.kind or 'file system'} on {mount.source or 'an unknown device'}{free}"
+    if disk.write_bytes_per_s is None or disk.read_bytes_per_s is None:
+        yield Level.OK, f"{place}; can be used; its speed was not measured", ""
+        return
     write, read = disk.write_bytes_per_s, disk.read_bytes_per_s
-    if write is None or read is None:
-        yield Finding(Level.OK, path.path, f"{place}; can be used; its speed was not measured")
-        return
-    told = f"{place}; writes {write / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s, every byte as it was written"
-    if min(write, read) >= _SLOW_BYTES_PER_S:
-        yield Finding(Level.OK, path.path, told)
-        return
-    text = f"{told}: slow, a step that saves 1 GB moves it in {1e9 / min(write, read):.1f} s"
-    do = "name a directory on an NVMe drive, several on different drives, or measure again when nothing else runs"
-    yield Finding(Level.WARNING, path.path, text, do)
+    told = f"{place}; writes {write / 1e9:.2f} GB/s and reads {read / 1e9:.2f} GB/s, every byte verified"
+    if (slower := min(write, read)) >= _SLOW_BYTES_PER_S:
+        yield Level.OK, told, ""
+    else:
+        do = "name a directory on an NVMe drive, several on different drives, or measure again on an idle machine"
+        yield Level.WARNING, f"{told}: slow, a step that saves 1 GB moves it in {1e9 / slower:.1f} s", do
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:
@@ -145,7 +143,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     shared = f" ({memory.local_ranks} ranks share the node)" if memory.local_ranks > 1 else ""
     if facts.tier == "cpu" and memory.cpu_budget_bytes * memory.local_ranks > memory.free_bytes:
         text = f"{told}, and tier cpu may take {size(memory.cpu_budget_bytes)} for each process{shared}"
-        yield Finding(Level.WARNING, "memory", text, "lower TBA_CPU_BUDGET, or end what else uses memory")
+        yield Finding(Level.WARNING, "memory", text, "lower TBA_CPU_BUDGET, or end other programs that use memory")
     else:
         yield Finding(Level.OK, "memory", told + shared)
 
@@ -159,47 +157,45 @@ def _devices(facts: Facts) -> Iterator[Finding]:
         else:
             told = f"{device.name}, {size(device.free_bytes)} of {size(device.total_bytes)} are free"
             yield Finding(Level.OK, subject, told)
-    if facts.devices:
-        return
-    if facts.tier == "cpu":
-        text = "no CUDA device: tier cpu moves tensors of a GPU to host memory, so nothing will move"
+    if not facts.devices and facts.tier == "cpu":
+        text = "no CUDA device: tier cpu moves GPU tensors to host memory, so nothing will move"
         yield Finding(Level.WARNING, "GPU", text, "choose --tier nvme")
-    else:
+    elif not facts.devices:
         yield Finding(Level.OK, "GPU", "no CUDA device")
 
 
 def _kvikio(facts: Facts) -> Iterator[Finding]:
     kvikio, asked = facts.kvikio, facts.io_backend == "kvikio"
+    level, do = Level.OK, ""
     if kvikio.error is not None:
-        do = "pip install 'tba-offload[gds]', or choose TBA_IO_BACKEND=posix" if asked else ""
+        level, do = facts.no_disk, "pip install 'tba-offload[gds]', or choose TBA_IO_BACKEND=posix"
         text = kvikio.error + ("" if asked else ": the posix backend is used")
-        yield Finding(facts.no_disk if asked else Level.OK, "kvikio", text, do)
     elif kvikio.mode == "compat":
-        do = "see whether nvidia-fs is loaded and the file system supports GDS (gdscheck -p)" if asked else ""
+        level, do = Level.WARNING, "check that nvidia-fs is loaded and the file system supports GDS (gdscheck -p)"
         text = f"{kvikio.version}: compatibility mode, bytes go through the host"
-        yield Finding(Level.WARNING if asked else Level.OK, "kvikio", text, do)
     else:
-        how = "GPUDirect Storage, from disk to GPU" if kvikio.mode else "there was no storage path to ask it about"
-        yield Finding(Level.OK, "kvikio", f"{kvikio.version}: {how}")
+        how = "GPUDirect Storage, from disk to GPU" if kvikio.mode else "there was no storage path to try it on"
+        text = f"{kvikio.version}: {how}"
+    yield Finding(level, "kvikio", text, do) if asked else Finding(Level.OK, "kvikio", text)
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:
     if facts.on_cpu and facts.allocator.startswith("glibc"):
         text = (
-            f"a program started like this one runs on {facts.allocator}: what offloading frees stays in its heap, "
-            "or is faulted anew"
+            f"a program started like this one runs on {facts.allocator}, which keeps the memory that offloading frees, "
+            "or faults its pages again"
         )
         do = f"start it with `tba run -- ...`, which would choose {facts.best_allocator}"
         yield Finding(Level.WARNING, "allocator", text, do)
     else:
-        yield Finding(Level.OK, "allocator", f"{facts.allocator} is in force")
+        yield Finding(Level.OK, "allocator", f"this process runs on {facts.allocator}")
 
 
 def _huge_pages(facts: Facts) -> Iterator[Finding]:
     if facts.on_cpu and facts.huge_pages == "never":
         text = (
-            "this process gets no transparent huge pages: direct I/O pins its memory in pages of 4 KiB, which "
-            "cost a step 3.6% where it was measured"
+            "this process gets no transparent huge pages: direct I/O pins its memory in pages of 4 KiB, which cost a "
+            "step 3.6% in our measurement"
         )
         do = "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (in a container: on its host)"
         yield Finding(Level.WARNING, "huge pages", text, do)

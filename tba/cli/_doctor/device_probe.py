@@ -1,4 +1,4 @@
-"""Device probe: the devices that PyTorch sees, and the mode of kvikio, found by trying."""
+"""Device probe: the devices that PyTorch sees, and how kvikio would transfer, found by trying."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeviceFacts:
 @dataclass(frozen=True, kw_only=True)
 class KvikioFacts:
     """Version of kvikio, and how it moves bytes to a storage path: "gds" (from GPU to disk), "compat" (through the
-    host), None where there was no path to ask about. `error` is why it cannot be used."""
+    host), None without a path to try. `error` is why it cannot be used."""
 
     version: str | None = None
     mode: str | None = None
@@ -43,7 +43,7 @@ def probe_devices() -> tuple[DeviceFacts, ...]:
 
 
 def probe_kvikio(directory: str | None) -> KvikioFacts:
-    """Import kvikio and ask how it would move bytes to a scratch file in `directory`; the file does not stay."""
+    """Import kvikio and see how it would move bytes to a scratch file in `directory`; the file is deleted."""
     version = None
     try:
         version = str(getattr(importlib.import_module("kvikio"), "__version__", "unknown"))
@@ -54,7 +54,7 @@ def probe_kvikio(directory: str | None) -> KvikioFacts:
     except ModuleNotFoundError as error:
         missing = "kvikio is not installed" if error.name == "kvikio" else str(error)
         return KvikioFacts(version=version, error=missing)
-    except Exception as error:  # it loads shared libraries, and each loader has errors of its own
+    except Exception as error:  # it loads shared libraries, and every loader has its own errors
         return KvikioFacts(version=version, error=f"{type(error).__name__}: {error}".splitlines()[0])
 
 
@@ -63,5 +63,5 @@ def _probe_device(kind: str, module: Any, index: int) -> DeviceFacts:
     facts = DeviceFacts(kind=kind, index=index, name=properties.name, total_bytes=properties.total_memory)
     try:
         return replace(facts, free_bytes=module.mem_get_info(index)[0])
-    except RuntimeError as problem:  # no memory left on the device, or another process has it for itself
+    except RuntimeError as problem:  # the device has no memory left, or another process holds it exclusively
         return replace(facts, error=str(problem).splitlines()[0])

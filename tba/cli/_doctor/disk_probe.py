@@ -1,7 +1,7 @@
 """Disk probe: write and read speed of a directory through the store, with every byte compared.
 
-Every block differs from every other and is random throughout, so that neither a device that compresses nor one that
-returns another block looks good. Bytes are compared between the timed transfers.
+Every block is random and different, so that a device that compresses or returns another block does not look good. Bytes
+are compared between the timed transfers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from io_backends import Buffer, BufferPool, PosixStore, Store, StoreError, Store
 from tba._errors import StorageError
 
 BLOCK_BYTES = 4 << 20
-# Blocks in flight at once: enough for every worker, little against the memory of any machine that trains.
+# Blocks in flight at once: enough for every worker, and little memory for any machine that trains.
 _BATCH_BLOCKS = 16
-# A probe writes this share of the free space at most, and no more than a fast drive moves in about a second.
+# A probe writes at most this share of the free space, and at most what a fast drive moves in about a second.
 _FREE_SHARE = 0.02
 _MOST_BYTES = 1 << 30
 _PAGE_BYTES = 4096
@@ -31,8 +31,8 @@ class DiskFacts:
 
     Attributes:
         direct: whether transfers bypass the page cache.
-        write_bytes_per_s, read_bytes_per_s: None where nothing was measured.
-        moved_bytes: written, and as many read.
+        write_bytes_per_s, read_bytes_per_s: None if nothing was measured.
+        moved_bytes: bytes written; as many were read.
         error: why it ended early.
     """
 
@@ -44,7 +44,7 @@ class DiskFacts:
 
 
 def probe_bytes(free_bytes: int | None) -> int:
-    """Bytes that a probe may write where this much is free (None: not known)."""
+    """Compute the bytes that a probe may write, from the free space (None: unknown)."""
     return _MOST_BYTES if free_bytes is None else min(_MOST_BYTES, int(free_bytes * _FREE_SHARE))
 
 
@@ -60,11 +60,11 @@ def probe_disk(
     """Measure a directory that exists and can be written. Failures are reported in the facts, not raised.
 
     Args:
-        directory: where the scratch file is made; it does not stay.
+        directory: where the scratch file is made; it is deleted.
         threads: workers of the store.
-        most_bytes: written at most; where that is less than a block nothing is measured.
-        seconds: aimed at for each direction; a batch that has begun ends.
-        timeout_s: a disk that moves nothing for so long has stalled.
+        most_bytes: maximum to write; if less than a block, nothing is measured.
+        seconds: target for each direction; a batch that has begun is finished.
+        timeout_s: a disk that moves nothing for this long has stalled.
         make: the store, replaced in tests.
     """
     facts = DiskFacts()
@@ -77,7 +77,7 @@ def probe_disk(
     except (StoreError, StorageError) as problem:
         facts = replace(facts, error=str(problem))
         if isinstance(problem, StoreStalled):
-            end = store.abandon  # closing would wait for what has stalled
+            end = store.abandon  # closing would wait for the stalled transfers
     end()
     return facts
 
@@ -89,7 +89,7 @@ def _measured(facts: DiskFacts, store: Store, most_blocks: int, seconds: float) 
     (source_view, source), (target_view, target) = (pool.lease(batch * BLOCK_BYTES) for _ in range(2))
     pattern, found = (torch.frombuffer(view, dtype=torch.int64) for view in (source_view, target_view))
     pattern.random_(generator=torch.Generator().manual_seed(0))
-    found.zero_()  # its pages are there before the clock runs
+    found.zero_()  # touches its pages before the clock starts
     moved, write_s, read_s = 0, 0.0, 0.0
     while moved + batch <= most_blocks and max(write_s, read_s) < seconds:
         # Number every page by its batch, so that no two pages of the file are equal.

@@ -1,4 +1,4 @@
-"""Examination: gather the facts that `tba doctor` judges, by looking and by trying."""
+"""Examination: collect the facts that `tba doctor` judges, by looking and by trying."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-# Most of a day's allowance is left to training.
+# The rest of a day's allowance is for training.
 _ALLOWANCE_SHARE = 0.05
 
 
 def examine(config: OffloadConfig, *, seconds: float) -> Facts:
-    """Gather the facts for these settings.
+    """Collect the facts for these settings.
 
     Args:
-        config: the settings; storage paths are examined for tiers that use them, and where they are named.
-        seconds: to measure each path and direction for; 0 measures none.
+        config: the settings; storage paths are examined if they are named or the tier uses them.
+        seconds: how long to measure each path and direction; 0 measures nothing.
     """
     devices = probe_devices()
     threads = io_threads(config, on_device=bool(devices))
@@ -71,11 +71,11 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
 
 
 def huge_pages(enabled: str, status: str) -> str:
-    """Tell whether a process may have transparent huge pages, from the system's switch and the process's status.
+    """Find whether a process may have transparent huge pages.
 
     Args:
-        enabled: such as "always [madvise] never".
-        status: of the process; a container may have switched them off for it (`prctl(PR_SET_THP_DISABLE)`).
+        enabled: the system's switch, such as "always [madvise] never".
+        status: of the process; a container may have turned them off for it (`prctl(PR_SET_THP_DISABLE)`).
     """
     if re.search(r"^THP_enabled:\s*0", status, re.MULTILINE):
         return "never"
@@ -91,7 +91,7 @@ def _read(path: Path) -> str:
 
 
 def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
-    """Look up the storage paths; or none, and why no default can be used."""
+    """Look at the storage paths; if no default can be used, return none and why."""
     named = config.storage_paths
     if named is None:
         if config.tier not in ("nvme", "auto"):
@@ -107,7 +107,7 @@ def _paths(config: OffloadConfig) -> tuple[tuple[PathReport, ...], str | None]:
 def _measured(
     path: PathReport, config: OffloadConfig, seconds: float, threads: int, allowance: Allowance
 ) -> PathReport:
-    """Measure the speed of a path, as far as the daily allowance permits."""
+    """Measure the speed of a path, within the daily allowance."""
     if path.refusal is not None:
         return path
     most_bytes = probe_bytes(path.facts.free_bytes) if seconds > 0 else 0

@@ -1,4 +1,4 @@
-"""Report: settings and findings of `tba doctor` as one screen for people, facts and findings as one JSON object."""
+"""Report: what `tba doctor` found, as one screen for people and as one JSON object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tba._memory.limits import default_window_bytes
-from tba._text import size
+from tba._text import size, value_text
 
 from .checks import Facts, Finding, Level
 
@@ -36,7 +36,7 @@ def as_json(facts: Facts, findings: Sequence[Finding], *, works: bool) -> str:
 
 
 def setting_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Rows of the settings in force: one for each that was given, with its origin, and one for all defaults."""
+    """List the settings in force: a row for each that was given, with its origin, and one for all defaults."""
     label = "settings"
     for setting in facts.settings:
         if setting["origin"] != "default":
@@ -48,7 +48,7 @@ def setting_rows(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def default_text(name: str, value: Any, facts: Facts) -> str:
-    """Explain a default on this machine: None stands for something else in every setting."""
+    """Explain a default on this machine: None means something else in every setting."""
     if value is not None:
         return value_text(value)
     memory = facts.memory
@@ -65,15 +65,6 @@ def default_text(name: str, value: Any, facts: Facts) -> str:
         "io_threads": f"{facts.io_threads} a path",
     }
     return means.get(name, "no limit" if name.startswith("max_") else "none")
-
-
-def value_text(value: Any) -> str:
-    """Format a setting's value for people."""
-    if hasattr(value, "human_readable"):  # a size, which knows no spaces
-        return size(value)
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _line(finding: Finding) -> Text:
