@@ -5,13 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.engine import Gate, activation, chain, engine
+from support.engine import Gate, activation, chain, engine, waits_for_room
 from support.exactness import assert_bit_equal
 
 NBYTES = 4096
@@ -38,7 +37,7 @@ def test_backward_keeps_what_another_thread_waits_to_send(scratch: Path, length:
         other = threading.Thread(target=forward)
         other.start()
         until_s = time.monotonic() + 30
-        while not offload._saver.mover.staging.waiters:  # with a record that is neither held nor on its way
+        while not waits_for_room(offload):  # with a record that is neither held nor on its way
             assert time.monotonic() < until_s
             time.sleep(0.001)
         threading.Timer(0.1, gate.open).start()  # backward may have to wait for room as well
@@ -53,50 +52,3 @@ def test_backward_keeps_what_another_thread_waits_to_send(scratch: Path, length:
             assert_bit_equal(found, expected)
         del y
         assert offload.stats().resident_bytes == 0
-
-
-def test_what_another_thread_has_brought_meanwhile_counts_once(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=NBYTES) as offload:
-        leaf, x = activation(NBYTES // 4)
-        with offload:
-            y = chain(x, 6).sum()
-        offload.flush()
-        read_ahead = offload._saver.read_ahead
-        make_room = read_ahead._make_room
-
-        def meanwhile(wanted: Any, *others: Any, **named: Any) -> bool:
-            read_ahead._make_room = make_room  # type: ignore[method-assign]
-            read_ahead._bring(wanted)
-            return make_room(wanted, *others, **named)
-
-        read_ahead._make_room = meanwhile  # type: ignore[method-assign]
-        y.backward()
-        assert read_ahead._make_room == make_room
-        del y, x
-        assert leaf.grad is not None
-        assert offload.stats().resident_bytes == read_ahead.nbytes == 0
-
-
-def test_what_is_asked_for_while_its_write_waits_for_room_stays(scratch: Path) -> None:
-    with engine(scratch, prefetch_bytes=NBYTES) as offload:
-        leaf, x = activation(NBYTES // 4)
-        with offload:
-            y = _tanh(x, 1)
-        saver = offload._saver
-        (record,) = (reference() for reference in saver.read_ahead.records.values())
-        assert record is not None
-        staging = saver.mover.staging
-
-        def ask(*_: int, **__: bool) -> bool:  # as another thread's backward does, while this one waits
-            assert saver.read_ahead.bring(record, -1)
-            return True
-
-        staging.has_room, staging.wait_for_room = (lambda *_, **__: False), ask  # type: ignore[method-assign]
-        saver.write_behind.send_all()
-        del staging.has_room, staging.wait_for_room
-        offload.flush()
-        (found,) = torch.autograd.grad(y, leaf, retain_graph=True)
-        plain_leaf, plain = activation(NBYTES // 4)
-        (expected,) = torch.autograd.grad(_tanh(plain, 1), plain_leaf)
-        assert_bit_equal(found, expected)
-        assert offload.stats().written_bytes == 0

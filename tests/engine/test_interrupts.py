@@ -22,7 +22,7 @@ import io_backends
 import tba
 from io_backends import interrupts
 from io_backends.testing import Fault
-from support.engine import Gate, chain, engine
+from support.engine import Gate, chain, engine, in_flight
 from support.exactness import assert_bit_equal
 from support.signals import interrupted_at, places
 from tba import OffloadConfig, Offloader
@@ -78,8 +78,7 @@ def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list
     stats = offload.stats()
     assert (stats.live_records, stats.resident_bytes) == (0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    mover = offload._saver.mover
-    assert (mover.staging.count, mover.staging.bytes, offload._saver.write_behind.nbytes) == (0, 0, 0)
+    assert in_flight(offload) == (0, 0, 0)
 
 
 def _plans(place: Any) -> bool:

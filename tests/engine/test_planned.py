@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.engine import reserved_bytes, watched
 from support.models import Made
 from support.planned import LAYERS, ROWS, SLOW, WIDTH, Block, Training, assert_equal, nothing, saved_bytes, train
 from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach
@@ -112,14 +113,11 @@ def test_forwards_without_a_backward_are_not_watched_for_ever(
     monkeypatch.setattr("tba._engine.auto.planner._MOST_WATCHED", 100, raising=False)
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
-    planner = offload._saver.planner
-    assert planner is not None
     most, alive = 0, []  # a graph that dies is no part of what follows it
     with offload:
         for _ in range(20):
             alive.append(training.model(torch.ones(ROWS, WIDTH)))
-            assert planner._now is not None
-            most = max(most, len(planner._now.saved))
+            most = max(most, watched(offload))
     assert 100 < most < 200
     alive.clear()
     assert_equal(train(offload, training), train(None, Training()))
@@ -131,16 +129,15 @@ def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[...
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
     train(offload, training, steps=4)
     offload.stats()
-    plan, write_behind = offload.plan, offload._saver.write_behind
+    plan = offload.plan
     assert plan is not None
     assert plan.recomputed
-    assert (write_behind.plan_bytes, write_behind.replay_bytes) == (0, 0)
+    assert reserved_bytes(offload) == (0, 0)
     with offload:  # not by the model's own forward
         training.model.layers[0](torch.ones(ROWS, WIDTH)).sum().backward()
     with offload:
         training.step()
-        assert write_behind.plan_bytes == sum(plan.sends.values())
-        assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+        assert reserved_bytes(offload) == (sum(plan.sends.values()), plan.facts.replay_bytes(plan.recomputed))
 
 
 def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto: Callable[..., Offloader]) -> None:
@@ -156,13 +153,12 @@ def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto:
         assert plan is not None
         room_bytes[rows] = plan.facts.replay_bytes(plan.recomputed)
     assert 0 < room_bytes[ROWS * 3 // 4] < room_bytes[ROWS]
-    write_behind = offload._saver.write_behind
     with offload:
         losses = [training.model(torch.ones(rows, WIDTH)).square().mean() for rows in room_bytes]
-        assert write_behind.replay_bytes == room_bytes[ROWS]
+        assert reserved_bytes(offload)[1] == room_bytes[ROWS]
         torch.stack(losses).sum().backward()
     offload.stats()
-    assert write_behind.replay_bytes == 0
+    assert reserved_bytes(offload)[1] == 0
 
 
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:

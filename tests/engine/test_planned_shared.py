@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -10,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import run_training
-from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, train
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, departures, follow, train
 from support.zoo import FAMILIES
 from tba import Offloader
 from tba._engine.auto.planner import Planner
+from tba._plan.plan import Plan
 from tba._record.record import Record
 
 
@@ -39,41 +41,32 @@ def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares:
     train(kept, whole, steps=1, **given)
     training = Training(Rectified)
     offload = auto(training.model, memory_budget=int(share * kept.stats().held_bytes), **SLOW)
-    train(offload, training, steps=3, **given)
-    plans = [offload.plan]
-    for number in range(3, 8):
-        with offload:
-            training.step(number=number, **given)
-        plans.append(offload.plan)
+    plans = follow(offload, training, 8, **given)
     assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
-    assert not departures(offload)
+    assert not departures(plans)
     assert any(plan is not None and 0 < len(plan.recomputed) < len(plan.facts.blocks) for plan in plans)
-
-
-def departures(offload: Offloader) -> int:
-    """Steps that were not what their plan had been made for."""
-    planner = offload._saver.planner
-    assert planner is not None
-    return sum(kind.departures for kind in planner._kinds.values())
 
 
 @pytest.mark.parametrize("name", ["t5", "llama"])
 def test_families_share_and_no_plan_is_departed_from(auto: Callable[..., Offloader], name: str) -> None:
     """A decoder's blocks all save what the encoder has made, rotary tables go to all blocks."""
     family = next(each for each in FAMILIES if each.name == name)
-    made: list[Offloader] = []
+    settings = {"max_write_rate": "4MB", "max_read_rate": "4MB", "min_tensor_bytes": 512}
+    made, plans = list[Offloader](), list[Plan | None]()
 
-    def context(model: nn.Module) -> Offloader:
-        settings = {"max_write_rate": "4MB", "max_read_rate": "4MB", "min_tensor_bytes": 512}
-        made.append(auto(model, memory_budget=budget, **settings))
-        return made[-1]
+    @contextmanager
+    def context(model: nn.Module) -> Iterator[None]:
+        with auto(model, memory_budget=budget, **settings) as offload:
+            yield
+        made.append(offload)
+        plans.append(offload.plan)
 
     budget = 1 << 30
     run_training(family.make_model, family.make_batch, steps=1, context=context, backward_inside=True)
     budget = int(0.75 * made[-1].stats().held_bytes)
     run_training(family.make_model, family.make_batch, steps=7, context=context, backward_inside=True)
-    assert made[-1].plan is not None
-    assert not departures(made[-1])
+    assert plans[-1] is not None
+    assert not departures(plans)
 
 
 class _Masks(nn.Module):
@@ -121,12 +114,11 @@ def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
         return goes
 
     offload = auto(ours.model, memory_budget=int(share * kept.stats().held_bytes), blocks=_Masked, **rates)
+    plans = [offload.plan]
     for number in range(8):
         before, plan = sum(sent), offload.plan
-        with offload:
-            ours.step(number=number)
+        plans += follow(offload, ours, 1, first=number)
         assert sum(sent) - before == (0 if plan is None else sum(plan.sends.values()))
-        offload.stats()
     assert_equal(ours.state(), train(None, training(), steps=8))
-    assert offload.plan is not None
-    assert not departures(offload)
+    assert plans[-1] is not None
+    assert not departures(plans)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import io_backends
 import tba
 from io_backends import interrupts
-from support.engine import chain, engine
+from support.engine import chain, engine, in_flight, lock_of, tear
 from support.exactness import assert_bit_equal
 from support.interrupts import Interrupt
 from support.signals import Place, at, places
@@ -82,8 +82,7 @@ class Bench:
         gc.collect()
         stats = self.offload.stats()
         assert (stats.live_records, stats.resident_bytes) == (0, 0)
-        saver = self.offload._saver
-        assert (saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes) == (0, 0, 0)
+        assert in_flight(self.offload) == (0, 0, 0)
 
 
 @pytest.fixture(params=SETTINGS)
@@ -208,12 +207,6 @@ def _begins_the_end(place: Place) -> bool:
     return place.code in (Offloader.__exit__.__code__, Offloader._leave.__code__) and place.is_first
 
 
-def _torn(offload: Offloader) -> None:
-    """As where an exception leaves it in the midst of a change."""
-    offload._saver.left_by(Interrupt())
-    assert offload._saver.torn
-
-
 @pytest.mark.parametrize("flushed", [True, False], ids=["file", "memory"])
 @pytest.mark.parametrize("compress", [None, "exact"])
 def test_what_a_torn_engine_has_comes_back_from_memory_and_from_the_file(
@@ -228,15 +221,13 @@ def test_what_a_torn_engine_has_comes_back_from_memory_and_from_the_file(
         if flushed:
             offload.flush()
             assert offload.stats().written_bytes > 0
-        _torn(offload)
-        before = offload._saver
+        saved_bytes = offload.stats().saved_bytes
+        tear(offload)
         with offload:
             other = chain(leaf.relu(), 4).sum()
-        assert offload._saver is not before
+        assert offload.stats().saved_bytes == 2 * saved_bytes > 0
         for each in (loss, other):
             assert_bit_equal(torch.autograd.grad(each, leaf, retain_graph=True), expected)
-        del each
-        assert offload.stats().saved_bytes > 0
 
 
 def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
@@ -245,7 +236,7 @@ def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
         with offload:
             loss = chain(leaf, 4).sum()
         offload.flush()
-        _torn(offload)
+        tear(offload)
         with offload:
             pass
     with pytest.raises(ClosedError):
@@ -255,7 +246,7 @@ def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
 def test_a_torn_engine_lets_tensors_pass_until_the_context_is_left(scratch: Path) -> None:
     leaf = torch.randn(4096, requires_grad=True)
     with engine(scratch, prefetch_bytes=0) as offload, offload:
-        _torn(offload)
+        tear(offload)
         loss = chain(leaf, 4).sum()
         assert offload.stats().offloaded_bytes == 0
         loss.backward()
@@ -271,12 +262,12 @@ def test_a_lock_that_an_exception_has_left_held_costs_the_engine_and_no_more(att
     with offload if not attached else nullcontext():
         loss = model(x).sum()
     offload.flush()
-    before, offloaded_bytes = offload._saver, offload.stats().offloaded_bytes
-    before.lock.acquire()
+    offloaded_bytes, lock = offload.stats().offloaded_bytes, lock_of(offload)
+    lock.acquire()
     with offload if not attached else nullcontext():
         other = model(x).sum()
-    assert offload._saver is not before
-    assert not before.came_back()
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        lock.release()
     offload.flush()
     assert offload.stats().offloaded_bytes == 2 * offloaded_bytes > 0
     for each in (loss, other):

@@ -1,4 +1,5 @@
-"""Tools for tests of the engine: engines over a store that a test holds back or breaks, and small graphs to save."""
+"""Tools for tests of the engine: engines over a store that a test holds back or breaks, small graphs to save, and the
+only look that tests take into an engine."""
 
 from __future__ import annotations
 
@@ -131,3 +132,42 @@ def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tenso
         y = chain(x, length)
     offload.flush()
     return leaf, y
+
+
+# -- inside an engine: what neither statistics nor the plan nor the store tells ----------------------------------------
+
+
+def waits_for_room(offload: Offloader) -> bool:
+    """Whether a thread waits until a write has ended."""
+    return bool(offload._saver.mover.staging.waiters)
+
+
+def in_flight(offload: Offloader) -> tuple[int, int, int]:
+    """Writes in flight, their bytes, and the bytes held back from writing."""
+    saver = offload._saver
+    return saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes
+
+
+def reserved_bytes(offload: Offloader) -> tuple[int, int]:
+    """Bytes of the budget that are kept free for what a plan moves, and for what it recomputes."""
+    write_behind = offload._saver.write_behind
+    return write_behind.plan_bytes, write_behind.replay_bytes
+
+
+def watched(offload: Offloader) -> int:
+    """Storages that the planner has noted in the step under way."""
+    planner = offload._saver.planner
+    assert planner is not None
+    assert planner._now is not None
+    return len(planner._now.saved)
+
+
+def tear(offload: Offloader) -> None:
+    """Leave an engine as an exception does that is not its own, amid a change."""
+    offload._saver.left_by(KeyboardInterrupt())
+    assert offload._saver.torn
+
+
+def lock_of(offload: Offloader) -> threading.RLock:
+    """The lock of the engine that is in use now."""
+    return offload._saver.lock

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tba import Offloader, attach, offload_context
+from tba._plan.plan import Plan
 
 MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 512, 128, 6
@@ -70,6 +72,23 @@ def train(offload: Offloader | None, training: Training, steps: int = 6, **kwarg
         with offload if offload is not None else nothing():
             training.step(number=number, **kwargs)
     return training.state()
+
+
+def follow(
+    offload: Offloader, training: Training, steps: int = 6, *, first: int = 0, **kwargs: Any
+) -> list[Plan | None]:
+    """Train for some steps; the plan after each of them."""
+    plans = []
+    for number in range(first, first + steps):
+        with offload:
+            training.step(number=number, **kwargs)
+        plans.append(offload.plan)
+    return plans
+
+
+def departures(plans: Sequence[Plan | None]) -> int:
+    """Steps that departed from their plan, of plans after each step: one that kept to it has measured it anew."""
+    return sum(before is not None and after is before for before, after in pairwise(plans))
 
 
 @contextmanager
