@@ -13,38 +13,21 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from support import accelerator
+from support.gpt import GPT, GPTConfig
 
 VOCABULARY, WIDTH, LENGTH = 61, 32, 16
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.before, self.within = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (t.view(batch, length, 4, -1).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.dropout(self.out(seen))
-        return x + self.dropout(self.down(F.gelu(self.up(self.within(x)))))
-
-
 class Words(nn.Module):
-    """A small GPT."""
+    """A small GPT and its loss."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.Sequential(Block(dropout), Block(dropout))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.gpt = GPT(GPTConfig(2, WIDTH, 4, LENGTH, vocab=VOCABULARY, dropout=dropout))
 
     def forward(self, ids: Tensor) -> Tensor:
-        logits = self.head(self.blocks(self.embed(ids)))
-        return F.cross_entropy(logits.view(-1, VOCABULARY), ids.roll(-1, 1).view(-1))
+        loss: Tensor = self.gpt(ids, ids.roll(-1, 1))
+        return loss
 
 
 class Pictures(nn.Module):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.engine import Gate, activation, chain, engine, waits_for_room
+from support.engine import Gate, activation, chain, engine, parts_of, waits_for_room
 from support.exactness import assert_bit_equal
 
 NBYTES = 4096
@@ -20,6 +21,11 @@ def _tanh(x: Tensor, length: int) -> Tensor:
     for _ in range(length):
         x = x.tanh()  # no code of a program's own, which would get memory of its own
     return x.sum()
+
+
+def _plain(length: int) -> Tensor:
+    leaf, x = activation(NBYTES // 4)
+    return torch.autograd.grad(_tanh(x, length), leaf)[0]
 
 
 @pytest.mark.parametrize("length", [3, 2, 1])
@@ -46,9 +52,52 @@ def test_backward_keeps_what_another_thread_waits_to_send(scratch: Path, length:
         (second,) = torch.autograd.grad(y, leaf, retain_graph=True)
         offload.flush()
         (third,) = torch.autograd.grad(y, leaf)
-        plain_leaf, plain = activation(NBYTES // 4)
-        (expected,) = torch.autograd.grad(_tanh(plain, length), plain_leaf)
         for found in (first, second, third):
-            assert_bit_equal(found, expected)
+            assert_bit_equal(found, _plain(length))
         del y
         assert offload.stats().resident_bytes == 0
+
+
+def test_what_another_thread_has_brought_meanwhile_counts_once(scratch: Path) -> None:
+    with engine(scratch, prefetch_bytes=NBYTES) as offload:
+        leaf, x = activation(NBYTES // 4)
+        with offload:
+            y = chain(x, 6).sum()
+        offload.flush()
+        read_ahead = parts_of(offload).read_ahead
+        make_room = read_ahead._make_room
+
+        def meanwhile(wanted: Any, *others: Any, **named: Any) -> bool:
+            read_ahead._make_room = make_room  # type: ignore[method-assign]
+            read_ahead._bring(wanted)
+            return make_room(wanted, *others, **named)
+
+        read_ahead._make_room = meanwhile  # type: ignore[method-assign]
+        y.backward()
+        assert read_ahead._make_room == make_room
+        del y, x
+        assert leaf.grad is not None
+        assert offload.stats().resident_bytes == read_ahead.nbytes == 0
+
+
+def test_what_is_asked_for_while_its_write_waits_for_room_stays(scratch: Path) -> None:
+    with engine(scratch, prefetch_bytes=NBYTES) as offload:
+        leaf, x = activation(NBYTES // 4)
+        with offload:
+            y = _tanh(x, 1)
+        saver = parts_of(offload)
+        (record,) = (reference() for reference in saver.read_ahead.records.values())
+        assert record is not None
+        staging = saver.mover.staging
+
+        def ask(*_: int, **__: bool) -> bool:  # as another thread's backward does, while this one waits
+            assert saver.read_ahead.bring(record, -1)
+            return True
+
+        staging.has_room, staging.wait_for_room = (lambda *_, **__: False), ask  # type: ignore[method-assign]
+        saver.write_behind.send_all()
+        del staging.has_room, staging.wait_for_room
+        offload.flush()
+        (found,) = torch.autograd.grad(y, leaf, retain_graph=True)
+        assert_bit_equal(found, _plain(1))
+        assert offload.stats().written_bytes == 0

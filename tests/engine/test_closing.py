@@ -16,7 +16,7 @@ from support.engine import STORES, activation, chain, engine, save
 from support.exactness import assert_bit_equal
 from support.models import RMSNorm
 from support.stores import once
-from tba import OffloadConfig, Offloader, OffloadWarning, offload_context
+from tba import OffloadWarning, offload_context
 
 N = 1 << 15
 LENGTH = 8
@@ -61,37 +61,32 @@ class Held(FaultyStore):
         super().close()
 
 
-def held(scratch: Path, store_kind: str = "posix") -> Offloader:
-    config = OffloadConfig(tier="nvme", min_tensor_bytes=0, prefetch_bytes=0)
-    return Offloader(config=config, store=Held(STORES[store_kind](scratch, 1)))
-
-
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
 def test_writes_called_off_after_an_exception_are_no_failures(
     fail: Callable[[list[Tensor], Tensor], None], scratch: Path, store_kind: str
 ) -> None:
-    offload = held(scratch, store_kind)
     _, x = activation(N)
     graphs: list[Tensor] = []  # a traceback keeps them, too
-    with pytest.raises(Failed), offload:
-        fail(graphs, x)
-    offload.close()
-    stats = offload.stats()
+    with engine(scratch, store=Held(STORES[store_kind](scratch, 1)), prefetch_bytes=0) as offload:
+        with pytest.raises(Failed), offload:
+            fail(graphs, x)
+        offload.close()
+        stats = offload.stats()
     assert stats.errors == 0
     assert 0 < stats.kept_by_reason["closed"] <= LENGTH * N * 4
     assert stats.saved_bytes == stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
 
 
 def test_what_was_called_off_is_still_in_memory(scratch: Path) -> None:
-    offload = held(scratch)
     leaf, x = activation(N)
-    with offload:
-        y, z = save(x * 1), save(x * 1)
-    offload.close()
-    z.sum().backward()
-    assert_bit_equal(leaf.grad, 2 * leaf.detach())
-    assert offload.stats().errors == 0
-    del y
+    with engine(scratch, store=Held(STORES["posix"](scratch, 1)), prefetch_bytes=0) as offload:
+        with offload:
+            y, z = save(x * 1), save(x * 1)
+        offload.close()
+        z.sum().backward()
+        assert_bit_equal(leaf.grad, 2 * leaf.detach())
+        assert offload.stats().errors == 0
+        del y
 
 
 class _Awaited(threading.Event):

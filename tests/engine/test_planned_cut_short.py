@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.planned import ROWS, SLOW, WIDTH, Block, Training, departures, follow, saved_bytes
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, departures, follow, saved_bytes, train
 from tba import Offloader, attach
 
 
@@ -22,8 +22,7 @@ def test_a_copy_after_an_interrupted_forward_has_weights_of_its_own(scratch: Pat
     """PyTorch calls no closing hook of a module whose forward ended in a KeyboardInterrupt."""
     training = Training()
     offload = attach(training.model, memory_budget=int(0.4 * saved_bytes()), storage_paths=scratch, **SLOW)
-    for number in range(6):
-        training.step(number=number)
+    train(None, training)
     assert offload.plan is not None
     assert offload.plan.recomputed
 
@@ -68,20 +67,6 @@ def test_an_interrupt_stops_the_block_that_runs(auto: Callable[..., Offloader]) 
     finally:
         signal.signal(signal.SIGINT, before)
     assert not went_on
-
-
-def test_forwards_without_a_backward_do_not_end_planning(auto: Callable[..., Offloader]) -> None:
-    training = Training()
-    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
-    for number in range(6):
-        for _ in range(5):
-            with offload:
-                training.step(number=number)
-        with offload:
-            training.model(torch.zeros(ROWS, WIDTH))  # a loss that is not finite, say
-    plans = follow(offload, training, 5)
-    assert plans[-1] is not None
-    assert departures(plans) < 4  # planning goes on
 
 
 @pytest.mark.parametrize("step", [0, 1, 2])  # surveyed, watched, planned

@@ -15,8 +15,10 @@ from torch import Tensor
 from compact import PRESETS, Quantized
 from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
+from support.exactness import assert_bit_equal
 from support.stores import Copying
 from tba import OffloadConfig, Offloader
+from tba._engine.saver import Saver
 
 # Whatever is saved becomes smaller, and loses a little.
 ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
@@ -53,12 +55,13 @@ def engine(
     plan: Callable[[Operation, int], Fault | None] | None = None,
     *,
     store_kind: str = "posix",
+    store: Store | None = None,
     model: torch.nn.Module | None = None,
     threads: int = 1,
     **settings: Any,
 ) -> Iterator[Offloader]:
     """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
-    store = STORES[store_kind](scratch, threads)
+    store = STORES[store_kind](scratch, threads) if store is None else store
     if plan is not None:
         store = FaultyStore(store, plan)
     config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
@@ -125,6 +128,13 @@ def chain_gradient(leaf: Tensor, length: int = 8) -> Tensor:
     return plain.grad
 
 
+def assert_plain(leaf: Tensor, y: Tensor, length: int = 8) -> None:
+    """Backward from the end of a chain gives its leaf the gradient of plain PyTorch, to the last bit."""
+    leaf.grad = None
+    y.sum().backward()
+    assert_bit_equal(leaf.grad, chain_gradient(leaf, length))
+
+
 def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tensor, Tensor]:
     """A leaf and the end of its chain, all of which has been handed to the store."""
     leaf, x = activation(*size)
@@ -135,6 +145,11 @@ def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tenso
 
 
 # -- inside an engine: what neither statistics nor the plan nor the store tells ----------------------------------------
+
+
+def parts_of(offload: Offloader) -> Saver:
+    """The parts of an engine, for a test in which something happens in the midst of one of them."""
+    return offload._saver
 
 
 def waits_for_room(offload: Offloader) -> bool:

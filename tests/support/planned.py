@@ -53,6 +53,7 @@ class Training:
 
     def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
         torch.manual_seed(1)
+        self._made_of = block, layers
         self.model = Net(block, layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
@@ -62,6 +63,10 @@ class Training:
         self.model(torch.randn(rows, WIDTH, generator=generator), **kwargs).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def again(self) -> Training:
+        """The same training from its beginning."""
+        return Training(*self._made_of)
 
     def state(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
@@ -84,6 +89,14 @@ def follow(
             training.step(number=number, **kwargs)
         plans.append(offload.plan)
     return plans
+
+
+def follow_as_plain(offload: Offloader, training: Training, steps: int = 6, **kwargs: Any) -> Plan:
+    """Train from the beginning, to the last bit as plain PyTorch does; the last plan."""
+    follow(offload, training, steps, **kwargs)
+    assert_equal(training.state(), train(None, training.again(), steps, **kwargs))
+    assert offload.plan is not None
+    return offload.plan
 
 
 def departures(plans: Sequence[Plan | None]) -> int:
