@@ -71,51 +71,30 @@ def test_one_bad_path_of_several_fails() -> None:
 ON_GPU, ON_CPU_TIER = replace(FIT, devices=(GPU,)), replace(FIT, tier="cpu", devices=(GPU,))
 SHARED = replace(FIT.memory, local_ranks=8, cpu_budget_bytes=8 * GIB)
 NFS = replace(DISK.facts, mount=Mount(point="/n", kind="nfs4", source="server:/x"))
-OLD_KVIKIO = KvikioFacts(version="1", mode="compat")
+LITTLE = replace(DISK.facts, free_bytes=3 * GIB)
+BROKEN = replace(GPU, error="out of memory")
+KVIKIO = replace(FIT, io_backend="kvikio", kvikio=KvikioFacts(version="1", mode="compat"))
+SPENT = ("endurance allowance: 100 of 100 bytes; raise it",)
 # What is warned of: the facts, whom it concerns, words of the text and of what to do.
 WARNED: dict[str, tuple[Facts, str, str, str]] = {
     "network": (path_with(facts=NFS), "/disk", "network file system (nfs4)", "a local disk"),
-    "little room": (
-        path_with(facts=replace(DISK.facts, free_bytes=3 << 30)),
-        "/disk",
-        "3.0 GiB are free, less than a few steps",
-        "free some space",
-    ),
+    "little room": (path_with(facts=LITTLE), "/disk", "3.0 GiB are free, less than a few steps", "free some space"),
     "no direct I/O": (path_with(disk=replace(FAST, direct=False)), "/disk", "O_DIRECT) does not work", "ext4 or xfs"),
-    **{
-        f"slow {way}": (
-            path_with(disk=replace(FAST, **{f"{way}_bytes_per_s": 0.4e9})),
-            "/disk",
-            "slow, a step that saves 1 GB moves it in 2.5 s",
-            "an NVMe drive",
-        )
-        for way in ("write", "read")
-    },
+    "slow writes": (path_with(disk=replace(FAST, write_bytes_per_s=4e8)), "/disk", "1 GB moves it in 2.5 s", "NVMe"),
+    "slow reads": (path_with(disk=replace(FAST, read_bytes_per_s=4e8)), "/disk", "1 GB moves it in 2.5 s", "NVMe"),
     "cpu without a GPU": (replace(FIT, tier="cpu", paths=()), "GPU", "nothing will move", "--tier nvme"),
-    "budget": (
-        replace(ON_CPU_TIER, memory=SHARED),
-        "memory",
-        "8.0 GiB for each process (8 ranks share the node)",
-        "TBA_CPU_BUDGET",
+    "budget": (replace(ON_CPU_TIER, memory=SHARED), "memory", "8.0 GiB for each process (8 ranks", "TBA_CPU_BUDGET"),
+    "broken GPU": (replace(FIT, devices=(BROKEN,)), "cuda:0", "cannot be used: out of memory", "CUDA_VISIBLE_DEVICES"),
+    "old kvikio": (KVIKIO, "kvikio", "compatibility mode", "nvidia-fs"),
+    "glibc": (
+        replace(FIT, allocator="glibc"),
+        "allocator",
+        "runs on glibc:",
+        "which would choose jem",
     ),
-    "broken GPU": (
-        replace(FIT, devices=(replace(GPU, error="out of memory"),)),
-        "cuda:0",
-        "cannot be used: out of memory",
-        "CUDA_VISIBLE_DEVICES",
-    ),
-    "old kvikio": (replace(FIT, io_backend="kvikio", kvikio=OLD_KVIKIO), "kvikio", "compatibility mode", "nvidia-fs"),
-    **{
-        name: (replace(FIT, allocator=name), "allocator", f"runs on {name}:", "tba run -- ...`, which would choose jem")
-        for name in ("glibc", "glibc tuned")
-    },
+    "tuned": (replace(FIT, allocator="glibc tuned"), "allocator", "runs on glibc tuned:", "tba run -- ...`"),
     "huge pages": (replace(FIT, huge_pages="never"), "huge pages", "no transparent huge pages", "hugepage/enabled"),
-    "as a training": (
-        replace(FIT, warnings=("endurance allowance: 100 of 100 bytes; raise it",)),
-        "endurance allowance",
-        "100 of 100 bytes",
-        "raise it",
-    ),
+    "as a training": (replace(FIT, warnings=SPENT), "endurance allowance", "100 of 100 bytes", "raise it"),
 }
 
 

@@ -16,7 +16,6 @@ from support.forecast import FAMILIES, LEAST_BYTES
 from tba import ConfigError
 from tba._forecast.forecast import Forecast, forecast
 from tba._forecast.hardware import DEVICES, DISKS, Device, Disk, device_named, disk_named
-from tba._forecast.here import measure_here
 from tba._forecast.observe import Observed, observe
 from tba._forecast.report import report
 
@@ -168,11 +167,3 @@ def test_all_figures_are_in_the_dict(seen: Observed) -> None:
     assert found["memory_bytes"]["peak"] < found["memory_bytes"]["card"]
     assert found["steps"]["planned"]["fits"]
     assert not found["steps"]["all kept"]["fits"]
-
-
-def test_this_machine_can_be_measured() -> None:
-    here = measure_here()
-    assert not here.like_cuda
-    assert here.flops_per_s[None] > 1e8
-    assert here.memory_bytes_per_s > 1e7
-    assert here.seconds(0, 0, None) == here.op_s > 0
