@@ -7,8 +7,14 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
 
 from support import accelerator
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("sim", 0)
 
 
 @pytest.fixture

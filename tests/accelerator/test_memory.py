@@ -18,11 +18,6 @@ MIB = 1 << 20
 N = 1 << 16
 
 
-@pytest.fixture
-def device() -> torch.device:
-    return torch.device("sim", 0)
-
-
 @pytest.mark.parametrize(
     ("touch", "dies"),
     [
@@ -56,16 +51,6 @@ def test_memory_is_short_at_the_limit_and_comes_back(sim: ModuleType, device: to
     assert torch.empty(16 * MIB, dtype=torch.uint8, device=device).numel() == 16 * MIB
 
 
-def test_memory_of_other_shapes_is_given_back_before_an_error(sim: ModuleType, device: torch.device) -> None:
-    accelerator.configure(limit_bytes=64 * MIB)
-    small = [torch.empty(12 * MIB, dtype=torch.uint8, device=device) for _ in range(5)]
-    del small
-    assert sim.memory_reserved(device) == 60 * MIB
-    large = torch.empty(62 * MIB, dtype=torch.uint8, device=device)
-    assert sim.memory_reserved(device) == 62 * MIB
-    assert large.numel() == 62 * MIB
-
-
 def test_a_block_that_a_stream_holds_is_awaited_before_an_error(sim: ModuleType, device: torch.device) -> None:
     accelerator.configure(limit_bytes=32 * MIB, out_latency_s=0.02)
     side = sim.Stream(device)
@@ -79,15 +64,6 @@ def test_a_block_that_a_stream_holds_is_awaited_before_an_error(sim: ModuleType,
     second = torch.zeros(24 * MIB, dtype=torch.uint8, device=device)
     assert host.unique().tolist() == [5]
     assert int(second.sum()) == 0
-
-
-def test_a_limit_below_the_total_is_kept_too(sim: ModuleType, device: torch.device) -> None:
-    accelerator.configure(limit_bytes=64 * MIB)
-    sim.set_per_process_memory_fraction(0.5, device)
-    assert sim.get_per_process_memory_fraction(device) == 0.5
-    assert sim.get_device_properties(device).total_memory == 64 * MIB
-    with pytest.raises(torch.OutOfMemoryError):
-        torch.empty(34 * MIB, dtype=torch.uint8, device=device)
 
 
 def test_the_figures_count_blocks_as_cuda_s_do(sim: ModuleType, device: torch.device) -> None:
@@ -118,28 +94,6 @@ def test_memory_given_back_is_fresh_when_it_comes_again(sim: ModuleType, device:
     assert torch.empty(12 * MIB, dtype=torch.uint8, device=device).cpu().unique().tolist() == [255]
 
 
-def test_a_storage_grows_and_shrinks(sim: ModuleType, device: torch.device) -> None:
-    tensor = torch.arange(N, device=device)
-    storage = tensor.untyped_storage()
-    before = sim.memory_allocated(device)
-    storage.resize_(0)
-    assert sim.memory_allocated(device) == before - 8 * N
-    storage.resize_(8 * N)
-    assert torch.equal(tensor.copy_(torch.arange(N)).cpu(), torch.arange(N))
-    tensor.resize_(2 * N)
-    assert torch.equal(tensor[:N].cpu(), torch.arange(N))
-
-
-def test_bytes_are_set_over_a_storage(sim: ModuleType, device: torch.device) -> None:
-    source = torch.arange(16, device=device, dtype=torch.int32)
-    raw = torch.empty(0, dtype=torch.uint8, device=device).set_(source.untyped_storage(), 8, (16,), (1,))
-    assert raw.data_ptr() == source.data_ptr() + 8
-    assert raw.cpu().view(torch.int32).tolist() == [2, 3, 4, 5]
-    whole = torch.empty(0, dtype=torch.int32, device=device)
-    assert whole.set_(source).cpu().tolist() == list(range(16))
-    assert whole.set_().numel() == 0
-
-
 def test_pinned_memory_is_known_by_its_address(sim: ModuleType) -> None:
     assert torch.empty(4, pin_memory=True).is_pinned()
     assert torch.empty(4).pin_memory().is_pinned()
@@ -168,34 +122,6 @@ def test_what_crosses_a_link_is_counted_and_takes_its_time(sim: ModuleType, devi
     assert sim.carried("out", device) == (out.copies + 1, out.nbytes + 4 * N)
     assert events[0].elapsed_time(events[1]) >= 20.0
     assert events[1].elapsed_time(events[2]) >= 40.0
-
-
-def test_copies_of_a_direction_take_turns_on_the_link(sim: ModuleType, device: torch.device) -> None:
-    accelerator.configure(in_latency_s=0.02)
-    hosts = [torch.ones(N, pin_memory=True) for _ in range(3)]
-    begin, end = sim.Event(enable_timing=True), sim.Event(enable_timing=True)
-    current = sim.current_stream(device)
-    begin.record()
-    for host in hosts:
-        side = sim.Stream(device)
-        side.wait_stream(current)
-        with sim.stream(side):
-            host.to(device, non_blocking=True)
-        current.wait_stream(side)
-    end.record()
-    sim.synchronize(device)
-    assert begin.elapsed_time(end) >= 60.0
-
-
-def test_layouts_and_types_are_changed_on_the_way(sim: ModuleType, device: torch.device) -> None:
-    host = torch.arange(24.0).view(4, 6)
-    there = torch.zeros(6, 4, dtype=torch.float64, device=device)
-    there.copy_(host.t())
-    assert torch.equal(there.cpu(), host.t().double())
-    back = torch.zeros(4, 12)[:, ::2]
-    back.copy_(there.t())
-    assert torch.equal(back, host)
-    assert torch.equal(there.copy_(torch.arange(4)).cpu(), torch.arange(4).double().expand(6, 4))
 
 
 def test_threads_that_are_short_of_memory_get_their_own_bytes(sim: ModuleType) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from typer.testing import CliRunner
 
 import tba
 from compact import Saved
+from support import models
 from support.cli import answer, refused, users_module
-from tba import ConfigError
 from tba.cli import _blame, app
 from tba.cli._subject import from_callable, from_config, subject
 
@@ -62,18 +63,15 @@ def swapped():
 class Nested:
     made = staticmethod(make)
 """
-WIDTH, VOCAB, POSITIONS = 32, 61, 48
-SIZES = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+WIDTH, POSITIONS = 32, 48
 run, refusal = partial(answer, "audit"), partial(refused, "audit")
 
 
 def llama(**changes: Any) -> Any:
-    sizes = {"intermediate_size": 2 * WIDTH, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
-    return transformers.LlamaConfig(**SIZES, **sizes, hidden_size=WIDTH, num_hidden_layers=2, **changes)
-
-
-def gpt2(**changes: Any) -> Any:
-    return transformers.GPT2Config(**SIZES, n_positions=POSITIONS, n_embd=WIDTH, n_layer=1, n_head=2, **changes)
+    """The configuration of a small Llama, with changes."""
+    config = models.llama(num_key_value_heads=4, positions=POSITIONS).config
+    config.update(changes)
+    return config
 
 
 def saved(config: Any, path: Path) -> Path:
@@ -132,31 +130,26 @@ def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
         ("{ours}:number", "number is a int, but it must be callable"),
         ("{ours}:alone", r"alone\(\) returned Feed, but this needs \(model, batch\)"),
         ("{ours}:swapped", r"swapped\(\) returned Tensor, Feed, but"),
+        *(
+            (name, "is no file or directory here, and no `module:callable`")
+            for name in ("meta-llama/Llama-3.2-1B", ":make", ".module:make", "module:")
+        ),
+        ("my_module.py:make", "names a file, but a module is imported by its name: give `my_module:make`"),
+        ("src/models/gpt.py:make", "give `src.models.gpt:make`"),
+        ("my_module.py", "give `my_module:callable`"),
+        ("../src/gpt.py:make", r"give `gpt:make` in the directory \.\./src"),
+        ("/src/gpt.py:make", "give `gpt:make` in the directory /src"),
     ],
 )
-def test_what_is_no_callable_of_ours_is_refused(ours: str, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("{ours}", ours)):
-        from_callable(name.replace("{ours}", ours))
-    assert name.replace("{ours}", ours) in refusal(name.replace("{ours}", ours))
+def test_what_is_no_callable_is_refused_with_what_to_give(ours: str, name: str, message: str) -> None:
+    said = refusal(name.replace("{ours}", ours))
+    assert name.replace("{ours}", ours) in said
+    assert re.search(message.replace("{ours}", ours), said)
 
 
 def test_a_failing_import_of_the_module_itself_is_shown_as_it_is(ours: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="a_module_that_nobody_has"):
         from_callable("broken_by_test:make")
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("my_module.py:make", "give `my_module:make`"),
-        ("src/models/gpt.py:make", "give `src.models.gpt:make`"),
-        ("my_module.py", "give `my_module:callable`"),
-        ("../src/gpt.py:make", "give `gpt:make` in the directory ../src"),
-        ("/src/gpt.py:make", "give `gpt:make` in the directory /src"),
-    ],
-)
-def test_a_file_is_told_the_module_it_is(name: str, instead: str) -> None:
-    assert refusal(name).rstrip().endswith(f"names a file, but a module is imported by its name: {instead}")
 
 
 @pytest.mark.parametrize(
@@ -192,11 +185,6 @@ def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
     assert f"--sequence was given with '{ours}:make', which makes its own model and batch" in said
 
 
-def test_what_is_neither_is_refused() -> None:
-    for name in ("meta-llama/Llama-3.2-1B", ":make", ".module:make", "module:"):
-        assert "is no file or directory here, and no `module:callable`" in refusal(name)
-
-
 # -- a config.json ---------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +201,9 @@ def test_a_config_gives_a_model_with_random_weights(by_file: bool, tmp_path: Pat
 
 
 def test_defaults_come_from_the_config(tmp_path: Path) -> None:
-    path = saved(gpt2(dtype="bfloat16"), tmp_path)  # no architecture: its causal language model
+    config = models.transformer("GPT2LMHeadModel", width=WIDTH, layers=1, heads=2, positions=POSITIONS).config
+    config.update({"dtype": "bfloat16", "architectures": None})  # none: its causal language model
+    path = saved(config, tmp_path)
     state = torch.get_rng_state()
     model, batch = from_config(path, 2, None, None)
     assert type(model).__name__ == "GPT2LMHeadModel"

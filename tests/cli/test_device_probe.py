@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 import torch
@@ -13,48 +13,28 @@ from tba.cli._doctor import device_probe
 from tba.cli._doctor.device_probe import DeviceFacts, KvikioFacts, probe_devices, probe_kvikio
 
 
-class FakeStore:
-    def __init__(self, directory: str, mode: str = "", error: Exception | None = None) -> None:
-        self.directory, self._mode, self._error = directory, mode, error
-        self.closed = False
-
-    @property
-    def mode(self) -> str:
-        if self._error is not None:
-            raise self._error
-        return self._mode
-
-    def close(self) -> None:
-        self.closed = True
-
-
 @pytest.fixture
-def kvikio(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """kvikio is installed; a test says what its store does."""
+def store(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """What makes kvikio's stores, which is installed."""
     monkeypatch.setitem(sys.modules, "kvikio", SimpleNamespace(__version__="26.10.00"))
-    return monkeypatch
+    made = Mock()
+    monkeypatch.setattr(device_probe, "KvikioStore", made)
+    return made
 
 
 @pytest.mark.parametrize("mode", ["compat", "gds"])
-def test_kvikio_is_asked_for_its_mode(mode: str, kvikio: pytest.MonkeyPatch) -> None:
-    stores: list[FakeStore] = []
-
-    def make(directory: str) -> Any:
-        stores.append(FakeStore(directory, mode))
-        return stores[0]
-
-    kvikio.setattr(device_probe, "KvikioStore", make)
+def test_kvikio_is_asked_for_its_mode(mode: str, store: Mock) -> None:
+    store.return_value.mode = mode
     assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", mode=mode)
-    assert [(store.directory, store.closed) for store in stores] == [("/disk", True)]
     assert probe_kvikio(None) == KvikioFacts(version="26.10.00")
-    assert len(stores) == 1
+    store.assert_called_once_with("/disk")
+    store.return_value.close.assert_called_once()
 
 
-def test_a_kvikio_that_cannot_open_a_file_says_why(kvikio: pytest.MonkeyPatch) -> None:
-    store: Any = FakeStore("/disk", error=OSError("libcuda.so.1: cannot open\nmore"))
-    kvikio.setattr(device_probe, "KvikioStore", lambda _: store)
+def test_a_kvikio_that_cannot_open_a_file_says_why(store: Mock) -> None:
+    type(store.return_value).mode = PropertyMock(side_effect=OSError("libcuda.so.1: cannot open\nmore"))
     assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", error="OSError: libcuda.so.1: cannot open")
-    assert store.closed
+    store.return_value.close.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -105,24 +105,16 @@ def test_a_callable_is_planned_under_a_budget_and_shows_a_screen(ours: str) -> N
     result = run(f"{ours}:make", "--device", "rtx4090", "--disk", "gen3x1", "--memory-budget", f"{6 * mib}B")
     assert result.exit_code == 0, result.output
     screen = result.stdout
-    for word in (
-        "weights",
-        "gradients",
-        "optimizer",
-        "saved tensors",
-        "peak",
-        "step, planned",
-        "endurance",
-        "TB a day",
-    ):
-        assert word in screen
+    memory = ("weights", "gradients", "optimizer", "saved tensors", "peak")
+    assert all(word in screen for word in (*memory, "step, planned", "endurance", "TB a day"))
     assert len(screen.splitlines()) < 32
     assert max(map(len, screen.splitlines())) <= 140
 
 
 def test_unknown_names_are_refused_with_the_list() -> None:
     assert "known are a100" in refusal("llama", "--device", "h101")
-    assert "known are gen3xN" in refusal("llama", "--device", "h100", "--disk", "floppy")
+    for disk in ("floppy", "gen9x1", "gen5x0"):
+        assert "known are gen3xN" in refusal("llama", "--device", "h100", "--disk", disk)
     assert "choose of bfloat16" in refusal("llama", "--device", "h100", "--autocast", "int8")
     assert "known are adamw" in refusal("llama", *SMALL, "--device", "h100", "--optimizer", "lion")
     assert "no model type of transformers" in refusal("lama", "--device", "h100")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
-import os
 import re
 import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
 from support.models import Made
-from tba import ConfigError, attach, offload_context
+from tba import ConfigError, Offloader, attach, offload_context
 from tba._torch import private
 from tba._torch.foreign import line_to_delete
 from tba._torch.hook_stack import _stack
+
+Attach = Callable[..., Offloader]
 
 
 class Interrupted(nn.Module):
@@ -45,6 +46,20 @@ class Interrupted(nn.Module):
         return x
 
 
+@pytest.fixture
+def attached(scratch: Path) -> Iterator[Attach]:
+    """Attaches models, and closes at the end."""
+    made: list[Offloader] = []
+
+    def make(model: nn.Module, tier: str = "nvme", **settings: Any) -> Offloader:
+        made.append(attach(model, tier, min_tensor_bytes=0, storage_paths=scratch, **settings))
+        return made[-1]
+
+    yield make
+    for offload in made:
+        offload.close()
+
+
 def _pairs_on_the_stack() -> int:
     return len(_stack())
 
@@ -57,10 +72,10 @@ def _interrupt(model: Interrupted) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_hooks_of_others_that_ended_above_an_interrupted_forward_do_not_stay(kept: bool, scratch: Path) -> None:
+def test_hooks_of_others_that_ended_above_an_interrupted_forward_do_not_stay(kept: bool, attached: Attach) -> None:
     """Their end pops the innermost pair, which is ours: theirs is left where it was."""
     model, handler = Interrupted(), signal.getsignal(signal.SIGINT)
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    offload = attached(model)
     with nullcontext() if kept else torch.autograd.graph.save_on_cpu():
         _interrupt(model)
     assert _pairs_on_the_stack() == 1
@@ -72,7 +87,6 @@ def test_hooks_of_others_that_ended_above_an_interrupted_forward_do_not_stay(kep
     expected = torch.autograd.grad(x.matmul(model.linear.weight.T).add(bias).tanh().sum(), bias)
     assert_bit_equal(torch.autograd.grad(out.sum(), bias), expected)
     assert signal.getsignal(signal.SIGINT) is handler
-    offload.close()
 
 
 class Counts(TorchFunctionMode):
@@ -87,10 +101,10 @@ class Counts(TorchFunctionMode):
 
 @pytest.mark.parametrize("interrupted_within", [False, True])
 def test_a_torch_function_mode_of_the_user_outlives_an_interrupted_forward(
-    interrupted_within: bool, scratch: Path
+    interrupted_within: bool, attached: Attach
 ) -> None:
     model, mode = Interrupted(), Counts()
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch, compress="safe8")
+    attached(model, compress="safe8")
     with mode if interrupted_within else nullcontext():
         _interrupt(model)
     before, x = mode.calls, torch.randn(2, 8)
@@ -101,41 +115,31 @@ def test_a_torch_function_mode_of_the_user_outlives_an_interrupted_forward(
     before = mode.calls
     model(x)
     assert mode.calls == before
-    offload.close()
 
 
-def test_a_new_attach_takes_off_what_interrupted_forwards_have_left(scratch: Path) -> None:
+@pytest.mark.parametrize("how", ["attach", "with"])
+def test_the_next_entry_takes_off_what_interrupted_forwards_have_left(how: str, attached: Attach) -> None:
     for _ in range(3):  # as cells of a notebook, each with a model of its own
         model = Interrupted()
-        offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+        offload = attached(model)
         _interrupt(model)
         assert _pairs_on_the_stack() == 1
         offload.close()
-    model = Interrupted()
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
-    assert _pairs_on_the_stack() == 0
-    model(torch.randn(2, 8)).sum().backward()
-    assert _pairs_on_the_stack() == 0
-    assert offload.stats().offloaded_bytes > 0
-    offload.close()
-
-
-def test_the_next_forward_takes_off_what_an_interrupted_one_has_left(scratch: Path) -> None:
-    model = Interrupted()
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
-    for _ in range(3):
-        _interrupt(model)
-        assert offload.entered
-        model(torch.randn(2, 8)).sum().backward()
-        assert not offload.entered
+    if how == "with":
+        with offload_context(None, "keep"):
+            assert _pairs_on_the_stack() == 1
+    else:
+        offload = attached(model := Interrupted())
         assert _pairs_on_the_stack() == 0
-    offload.close()
+        model(torch.randn(2, 8)).sum().backward()
+        assert offload.stats().offloaded_bytes > 0
+    assert _pairs_on_the_stack() == 0
 
 
-def test_a_pair_of_a_forward_that_still_runs_stays(scratch: Path) -> None:
+def test_a_pair_of_a_forward_that_still_runs_stays(attached: Attach) -> None:
     inner = Interrupted()
     outer = Interrupted(inner)
-    offloads = [attach(m, "nvme", min_tensor_bytes=0, storage_paths=scratch) for m in (outer, inner)]
+    offloads = [attached(model) for model in (outer, inner)]
     seen: list[int] = []
     inner.linear.register_forward_hook(lambda *_: seen.append(_pairs_on_the_stack()))
     outer(torch.randn(2, 8)).sum().backward()
@@ -144,19 +148,7 @@ def test_a_pair_of_a_forward_that_still_runs_stays(scratch: Path) -> None:
     outer(torch.randn(2, 8)).sum().backward()
     assert seen == [2, 1, 2]
     assert _pairs_on_the_stack() == 0
-    for offload in offloads:
-        assert not offload.entered
-        offload.close()
-
-
-def test_a_with_statement_takes_them_off_too(scratch: Path) -> None:
-    model = Interrupted()
-    attached = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
-    _interrupt(model)
-    with offload_context(None, "keep"):
-        assert _pairs_on_the_stack() == 1
-    assert _pairs_on_the_stack() == 0
-    attached.close()
+    assert not any(offload.entered for offload in offloads)
 
 
 def test_a_second_attach_with_other_settings_is_an_error(scratch: Path) -> None:
@@ -187,9 +179,9 @@ print(model[0].weight.grad.shape)
     assert run.stdout.strip() == "torch.Size([4, 4])", run.stderr
 
 
-def test_nothing_is_entered_where_no_gradient_is_recorded(scratch: Path) -> None:
+def test_nothing_is_entered_where_no_gradient_is_recorded(attached: Attach) -> None:
     model = Interrupted()
-    offload = attach(model, "nvme", min_tensor_bytes=0, storage_paths=scratch)
+    offload = attached(model)
     entered: list[bool] = []
     model.linear.register_forward_hook(lambda *_: entered.append(offload.entered))
     x = torch.randn(2, 8)
@@ -203,7 +195,6 @@ def test_nothing_is_entered_where_no_gradient_is_recorded(scratch: Path) -> None
         _interrupt(model)
     model(x).sum().backward()
     assert not offload.entered
-    offload.close()
 
 
 class _TheirOffload(torch.autograd.graph.saved_tensors_hooks):
@@ -298,21 +289,21 @@ def test_a_context_of_an_attached_model_with_other_settings_is_an_error(scratch:
     assert _pairs_on_the_stack() == 0
 
 
-def test_a_context_after_an_interrupted_forward_is_no_second_one(scratch: Path) -> None:
+def test_a_context_after_an_interrupted_forward_is_no_second_one(attached: Attach) -> None:
     model = Interrupted()
-    attached = attach(model, "nvme", storage_paths=scratch)
+    offload = attached(model)
     _interrupt(model)
-    attached.close()
+    offload.close()
     with offload_context(model, "keep"):
         model(torch.randn(2, 8)).sum().backward()
     assert _pairs_on_the_stack() == 0
 
 
-def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
+def test_an_offloader_of_ours_inside_another_is_named(scratch: Path, attached: Attach) -> None:
     body = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
     model = nn.Sequential(body)
     outer = offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0)
-    inner = attach(body, "nvme", storage_paths=scratch, min_tensor_bytes=0)
+    attached(body)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(4):
@@ -320,7 +311,6 @@ def test_an_offloader_of_ours_inside_another_is_named(scratch: Path) -> None:
                 model(torch.randn(8, 64)).sum().backward()
     messages = [str(warning.message) for warning in told]
     assert len([message for message in messages if "keep one `offload_context` or `attach`" in message]) == 1
-    inner.close()
     outer.close()
 
 
@@ -330,9 +320,9 @@ def test_a_known_offloader_comes_with_the_line_to_delete(line: str) -> None:
 
 
 @pytest.mark.parametrize("tier", ["nvme", "auto", "keep"])
-def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, scratch: Path) -> None:
+def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, attached: Attach) -> None:
     inner = nn.Linear(8, 8)
-    offload = attach(inner, tier, storage_paths=scratch, min_tensor_bytes=0)
+    attached(inner, tier)
     model = Made(lambda self, x: self.inner.forward(x), inner=inner)  # past its hooks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()  # before there are gradients, as some do to quieten a scheduler
@@ -344,12 +334,12 @@ def test_training_that_never_calls_the_attached_model_is_told_once(tier: str, sc
     messages = [str(warning.message) for warning in told]
     assert len(messages) == (tier != "keep")
     assert all(re.search("parameters of the attached Linear, but nothing.*Write attach", each) for each in messages)
-    offload.close()
 
 
-def test_nothing_is_told_of_models_that_are_called_or_not_trained(scratch: Path) -> None:
+def test_nothing_is_told_of_models_that_are_called_or_not_trained(attached: Attach) -> None:
     models = [nn.Linear(8, 8) for _ in range(3)]
-    offloads = [attach(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) for model in models[:2]]
+    for model in models[:2]:
+        attached(model)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     models[0](torch.randn(2, 8)).sum().backward()
     with warnings.catch_warnings():
@@ -358,8 +348,6 @@ def test_nothing_is_told_of_models_that_are_called_or_not_trained(scratch: Path)
             models[2](torch.randn(2, 8)).sum().backward()
             for optimizer in optimizers:
                 optimizer.step()
-    for offload in offloads:
-        offload.close()
 
 
 def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.WarningsRecorder) -> None:
@@ -368,14 +356,4 @@ def test_checkpointing_is_no_foreign_pair(scratch: Path, recwarn: pytest.Warning
     with offload_context(model, "nvme", storage_paths=scratch, min_tensor_bytes=0) as offload:
         model(torch.randn(8, 64, requires_grad=True)).backward()
     assert not [str(w.message) for w in recwarn.list if "gets nothing" in str(w.message)]
-    offload.close()
-
-
-def test_a_saved_state_has_nothing_of_ours(scratch: Path) -> None:
-    model = nn.Linear(4, 4)
-    offload = attach(model, "auto", storage_paths=scratch)
-    file = io.BytesIO()
-    torch.save(model, file)
-    assert b"tba._" not in file.getvalue()
-    assert os.listdir(scratch) == []
     offload.close()

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.engine import Gate, activation, chain, chain_gradient, engine, save, stored_chain
+from support.engine import Gate, activation, chain, chain_gradient, engine, save, stored_chain, waits_for_room
 from support.exactness import assert_bit_equal
 from support.models import Looks
 from support.stores import once
@@ -105,8 +105,7 @@ def test_writes_in_flight_are_bounded_and_a_slow_disk_holds_forward_back(scratch
     gate = Gate("write")
     cap = 3 * N * 4
     with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0, staging_bytes=cap) as offload:
-        staging = offload._saver.mover.staging
-        opener = once(lambda: staging.waiters, gate.open)
+        opener = once(lambda: waits_for_room(offload), gate.open)
         _, y = stored_chain(offload, N, length=12)
         stats = offload.stats()
         opener.join()  # flush ended no earlier

@@ -52,8 +52,7 @@ def train(tier, blocks, steps, scratch):
         optimizer.zero_grad()
         losses.append(loss.item().hex())
     stats = offload.stats() if offload is not None else None
-    return {"losses": losses, "saved": stats.last_step.saved_bytes if stats else 0,
-            "written": stats.written_bytes if stats else 0}
+    return {"losses": losses, "written": stats.written_bytes if stats else 0}
 
 torch.set_num_threads(1)
 scratch, cgroup, *trainings = sys.argv[1:]
@@ -124,13 +123,3 @@ def test_a_training_finishes_where_plain_is_killed(cgroup: Path, scratch: Path) 
     assert status == 0, found
     assert found["written"] == 0
     assert found["losses"] == plain["losses"]
-
-
-@pytest.mark.exhaustive
-def test_a_step_that_saves_four_times_the_limit_finishes(cgroup: Path, scratch: Path) -> None:
-    (status, plain), *ours = _train(scratch, cgroup, "plain,78,1,free", "nvme,78,1,limited", "auto,78,1,limited")
-    assert status == 0, plain
-    for status, found in ours:
-        assert status == 0, found
-        assert found["losses"] == plain["losses"]
-        assert found["saved"] >= 4 * LIMIT_BYTES

@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from support.clock import Erratic, put
-from support.planned import SLOW, Training, assert_equal, saved_bytes, train
+from support.planned import SLOW, Training, assert_equal, follow, saved_bytes, train
 from tba import Offloader
 from tba._plan import clock
 from tba._plan.clock import Carried
-from tba._plan.plan import Plan
 
 STEPS = 12
 _perf_counter = time.perf_counter
@@ -39,17 +38,10 @@ class _Noisy:
 
 def _plans(make: Callable[..., Offloader], share: float, rates: dict[str, str]) -> list[Any]:
     """What each step's plan is made from, and decides."""
-    training, plans = Training(), list[Any]()
+    training = Training()
     offload = make(training.model, memory_budget=int(share * saved_bytes()), nvme_budget="1GiB", **rates)
-    for number in range(7):
-        with offload:
-            training.step(number=number)
-        plans.append(_decided(offload.plan))
-    return plans
-
-
-def _decided(plan: Plan | None) -> Any:
-    return None if plan is None else (plan.facts, plan.sends, plan.recomputed, plan.predicted)
+    plans = follow(offload, training, 7)
+    return [plan and (plan.facts, plan.sends, plan.recomputed, plan.predicted) for plan in plans]
 
 
 @pytest.mark.sampled(2)
@@ -74,14 +66,8 @@ def test_gradients_are_plain_ones_by_a_clock_that_tells_nothing_true(auto: Calla
     put(Erratic(seed))
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
-    plans = []
-    for _ in range(STEPS):
-        train(offload, training, steps=1)
-        plans.append(offload.plan)
-    plain = Training()
-    for _ in range(STEPS):
-        train(None, plain, steps=1)
-    assert_equal(training.state(), plain.state())
+    plans = follow(offload, training, STEPS)
+    assert_equal(training.state(), train(None, Training(), STEPS))
     assert len({plan.facts.step_s for plan in plans if plan is not None}) > 2  # it was planned anew again and again
 
 

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from io_backends.testing import Fault, Operation
-from support.engine import activation, chain, engine, save
+from io_backends import Store
+from io_backends.testing import Fault, FaultyStore, Operation
+from support.engine import STORES, activation, chain, engine, save
 from support.exactness import assert_bit_equal
 from support.models import RMSNorm
 from support.stores import once
-from tba import Offloader, OffloadWarning, offload_context
+from tba import OffloadWarning, offload_context
 
 N = 1 << 15
 LENGTH = 8
@@ -41,44 +42,35 @@ def fail_in_backward(graphs: list[Tensor], x: Tensor) -> None:
     broken.sum().backward()
 
 
-class Held:
-    """A plan that holds back the first two writes until `close` has begun, so that all others are still queued then.
+class Held(FaultyStore):
+    """A store whose first two writes end after it has begun to close, so that all others are still queued then.
 
     Two: of a striped store, each of the two files gets one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Store) -> None:
+        super().__init__(store, self._plan)
         self._closing = threading.Event()
 
-    def __call__(self, operation: Operation, number: int) -> Fault | None:
+    def _plan(self, operation: Operation, number: int) -> Fault | None:
         return Fault(gate=self._closing) if operation == "write" and number < 2 else None
 
-    def close(self, offload: Offloader) -> None:
-        """Close an Offloader; the write that is held back ends after the store has been told."""
-        mover = offload._saver.mover
-        stop = mover.stop
-
-        def stopping() -> None:
-            stop()
-            assert mover.store is not None
-            mover.store.abandon()  # as closing begins, but without a wait for the write
-            self._closing.set()
-
-        mover.stop = stopping  # type: ignore[method-assign]
-        offload.close()
+    def close(self) -> None:
+        self.abandon()  # does not wait for the writes
+        self._closing.set()
+        super().close()
 
 
 @pytest.mark.parametrize("fail", [fail_in_forward, fail_in_backward])
 def test_writes_called_off_after_an_exception_are_no_failures(
     fail: Callable[[list[Tensor], Tensor], None], scratch: Path, store_kind: str
 ) -> None:
-    held = Held()
-    with engine(scratch, held, store_kind=store_kind, prefetch_bytes=0) as offload:
-        _, x = activation(N)
-        graphs: list[Tensor] = []  # a traceback keeps them, too
+    _, x = activation(N)
+    graphs: list[Tensor] = []  # a traceback keeps them, too
+    with engine(scratch, store=Held(STORES[store_kind](scratch, 1)), prefetch_bytes=0) as offload:
         with pytest.raises(Failed), offload:
             fail(graphs, x)
-        held.close(offload)
+        offload.close()
         stats = offload.stats()
     assert stats.errors == 0
     assert 0 < stats.kept_by_reason["closed"] <= LENGTH * N * 4
@@ -86,12 +78,11 @@ def test_writes_called_off_after_an_exception_are_no_failures(
 
 
 def test_what_was_called_off_is_still_in_memory(scratch: Path) -> None:
-    held = Held()
-    with engine(scratch, held, prefetch_bytes=0) as offload:
-        leaf, x = activation(N)
+    leaf, x = activation(N)
+    with engine(scratch, store=Held(STORES["posix"](scratch, 1)), prefetch_bytes=0) as offload:
         with offload:
             y, z = save(x * 1), save(x * 1)
-        held.close(offload)
+        offload.close()
         z.sum().backward()
         assert_bit_equal(leaf.grad, 2 * leaf.detach())
         assert offload.stats().errors == 0
@@ -122,7 +113,7 @@ def test_a_write_that_fails_while_closing_is_still_told(scratch: Path) -> None:
         assert go_on.awaited.wait(60)  # a write that no worker has begun is called off
 
         def close() -> None:
-            opener = once(lambda: offload._saver.mover.closed, go_on.set)  # where the warning is looked for
+            opener = once(lambda: offload.closed, go_on.set)  # where the warning is looked for
             offload.close()
             opener.join()
 

@@ -77,14 +77,6 @@ def test_an_attached_model_points_at_the_forward(scratch: Path) -> None:
     offload.close()
 
 
-def test_entering_points_at_the_with(scratch: Path) -> None:
-    offload = offload_context(tier="keep")
-    with pointed_at() as line, torch.autograd.graph.disable_saved_tensors_hooks("not here"), offload:
-        torch.ones(1)
-    assert line.text.startswith("with pointed_at() as line, ")
-    offload.close()
-
-
 def test_a_failed_write_points_at_the_flush(scratch: Path) -> None:
     def plan(operation: str, number: int) -> Fault | None:
         return Fault(error=OSError(5, "injected")) if operation == "write" else None

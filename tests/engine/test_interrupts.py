@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
@@ -16,20 +15,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import io_backends
-import tba
 from io_backends import interrupts
-from io_backends.testing import Fault
+from io_backends.testing import Fault, Operation
 from support.engine import Gate, chain, engine
 from support.exactness import assert_bit_equal
+from support.repeated import ENGINE, SCARCE, repeated
 from support.signals import interrupted_at, places
-from tba import OffloadConfig, Offloader
-from tba._torch import private
-from tba._torch.hook_stack import owners
-
-ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
+from tba import Offloader
 
 
 @pytest.fixture(autouse=True)
@@ -40,58 +34,16 @@ def _handlers_are_as_before() -> Iterator[None]:
     assert not interrupts.pending
 
 
-class Model(nn.Module):
-    """Saves views, weights, duplicates and small tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def _scenario(offload: Offloader, model: nn.Module, x: Tensor) -> None:
-    """Forward in the context, what is queued written, backward outside of it, a look at the counts."""
-    model.zero_grad()
-    with offload:
-        loss = model(x)
-    offload.flush()
-    loss.backward()
-    del loss
-    offload.stats()
-
-
-def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list[Tensor]) -> None:
-    assert private.top_hooks(True) is None
-    assert not owners()
-    assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 0
-    _scenario(offload, model, x)
-    assert_bit_equal(_gradients(model), expected)
-    gc.collect()
-    stats = offload.stats()
-    assert (stats.live_records, stats.resident_bytes) == (0, 0)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    mover = offload._saver.mover
-    assert (mover.staging.count, mover.staging.bytes, offload._saver.write_behind.nbytes) == (0, 0, 0)
-
-
 def _plans(place: Any) -> bool:
     """Whether it is passed only when a plan is made, which depends on how long steps have taken."""
     return Path(place.code.co_filename).parent.name in ("auto", "_plan")
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nvme": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+    "nvme": SCARCE,
     "auto": {"tier": "auto", "memory_budget": 1 << 14},
     "resting": {"tier": "auto"},
-    "safe8": {"tier": "nvme", "compress": "safe8", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+    "safe8": SCARCE | {"compress": "safe8"},
 }
 
 
@@ -108,64 +60,56 @@ def test_an_interrupt_wherever_one_can_come_leaves_the_engine_whole(name: str, e
 
 
 def _interrupt_at_each(settings: dict[str, Any], every: int, scratch: Path) -> None:
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(2, 16, 16)
-    config = OffloadConfig(storage_paths=scratch, min_tensor_bytes=0, io_timeout=5.0, **settings)
-    offload = Offloader(model, config)
-    for _ in range(2):
-        _scenario(offload, model, x)
-    expected = _gradients(model)
-    gc.collect()
-    gc.freeze()  # with what the first steps imported: each of many checks collects
-    found = places(lambda: _scenario(offload, model, x), ENGINE)
-    assert len(found) > 200
-    missed = []
-    for number, place in enumerate(found[::every]):
-        if not interrupted_at(place, lambda: _scenario(offload, model, x)) and not _plans(place):
-            missed.append(place)  # not passed this time, as it depends on when a worker has ended
-        try:
-            _check_whole(offload, model, x, expected)
-        except BaseException as error:
-            error.add_note(f"after an interrupt at {place}, the {number}th of {len(found[::every])}")
-            raise
-    assert len(missed) <= 1 + len(found[::every]) // 10, list(map(str, missed[:20]))
-    offload.close()
+    with repeated(scratch, **settings) as bench:
+        found = places(bench.step, ENGINE)
+        assert len(found) > 200
+        missed = []
+        for number, place in enumerate(found[::every]):
+            if not interrupted_at(place, bench.step) and not _plans(place):
+                missed.append(place)  # not passed this time, as it depends on when a worker has ended
+            try:
+                bench.check()
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            except BaseException as error:
+                error.add_note(f"after an interrupt at {place}, the {number}th of {len(found[::every])}")
+                raise
+        assert len(missed) <= 1 + len(found[::every]) // 10, list(map(str, missed[:20]))
 
 
 def _interrupt_soon(seconds: float = 0.2) -> None:
     threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
 
 
-def test_a_wait_for_the_disk_can_be_interrupted_and_backward_run_again(scratch: Path) -> None:
-    gate = Gate("read")
+@contextmanager
+def _held_back(operation: Operation, scratch: Path) -> Iterator[tuple[Offloader, Gate, Tensor, Callable[[], None]]]:
+    """An engine whose store stands still, a gate that lets it go on, a loss, and the check of its gradient."""
+    gate = Gate(operation)
     leaf = torch.randn(64, requires_grad=True)
     expected = torch.autograd.grad(leaf.sin().square().sum(), leaf)
     with engine(scratch, gate) as offload:
         with offload:
-            loss = leaf.sin().square().sum()
+            losses = [leaf.sin().square().sum()]
+        yield offload, gate, losses[0], lambda: assert_bit_equal(torch.autograd.grad(losses.pop(), leaf), expected)
+
+
+def test_a_wait_for_the_disk_can_be_interrupted_and_backward_run_again(scratch: Path) -> None:
+    with _held_back("read", scratch) as (offload, gate, loss, check):
         offload.flush()
         _interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
-            torch.autograd.grad(loss, leaf, retain_graph=True)
+            loss.backward(retain_graph=True)
         gate.open()
-        assert_bit_equal(torch.autograd.grad(loss, leaf), expected)
-        del loss
+        check()
 
 
 def test_flush_can_be_interrupted_while_the_disk_stands_still(scratch: Path) -> None:
-    gate = Gate("write")
-    leaf = torch.randn(64, requires_grad=True)
-    expected = torch.autograd.grad(leaf.sin().square().sum(), leaf)
-    with engine(scratch, gate) as offload:
-        with offload:
-            loss = leaf.sin().square().sum()
+    with _held_back("write", scratch) as (offload, gate, _, check):
         _interrupt_soon()
         with pytest.raises(KeyboardInterrupt):
             offload.flush()
         gate.open()
         offload.flush()
-        assert_bit_equal(torch.autograd.grad(loss, leaf), expected)
-        del loss
+        check()
 
 
 # -- by itself -----------------------------------------------------------------------------------------------------
@@ -233,12 +177,6 @@ def test_code_that_takes_errors_for_its_own_is_not_interrupted_within_others(pro
     with _armed(), pytest.raises(KeyboardInterrupt):
         _wait_after(lambda: noted.append(f(inner, _strike)))
     assert noted == [1]
-
-
-def test_a_signal_that_nobody_has_strike_again_does_by_itself(protected: Any) -> None:
-    f = protected("def f(strike):\n    strike()")
-    with _armed(), pytest.raises(KeyboardInterrupt):
-        _wait_after(lambda: f(_strike))
 
 
 def _wait_after(call: Callable[[], object]) -> None:

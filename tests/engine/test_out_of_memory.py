@@ -16,7 +16,7 @@ from torch import Tensor
 
 from io_backends import BufferPool
 from io_backends.testing import Fault, Operation
-from support.engine import ALL_INT8, activation, chain, chain_gradient, engine, save, stored_chain
+from support.engine import ALL_INT8, activation, assert_plain, chain, chain_gradient, engine, save, stored_chain
 from support.exactness import assert_bit_equal
 from tba import Offloader, TransferError
 from tba._memory.shortage import in_torchs_words, lacks_memory
@@ -44,7 +44,7 @@ def is_known(error: BaseException) -> bool:
 
 
 class Scarce:
-    """Has a function raise in some of its calls, counted from when it is `on`."""
+    """Has a function raise in those of its next calls that `failing` says."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, error: Callable[[], Exception]) -> None:
         self.failing: Iterator[bool] = iter(())
@@ -117,16 +117,11 @@ def test_a_lack_that_stays_raises_pytorchs_error_and_a_smaller_batch_works(
         scarce.failing = iter(())
         del y, error, caught
         assert offload.stats().live_records == 0  # nothing holds the graph: not the error, nor a cycle with it
-        leaf.grad = None
-        small_leaf, small = activation(N // 2)
-        with offload:
-            y = chain(small)
-        offload.flush()
-        y.sum().backward()
-        again_leaf, again = activation(N // 2)
-        chain(again).sum().backward()
-        if not settings:
-            assert_bit_equal(small_leaf.grad, again_leaf.grad)
+        leaf, y = stored_chain(offload, N // 2)
+        if settings:
+            y.sum().backward()
+        else:
+            assert_plain(leaf, y)
         assert offload.stats().live_records == 0
 
 
@@ -142,8 +137,7 @@ def test_a_graph_whose_backward_ran_out_of_memory_may_be_asked_again(
                 torch.autograd.grad(y.sum(), leaf, retain_graph=True)
             assert is_known(caught.value)
         scarce.failing = iter(())
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, chain_gradient(leaf))
+        assert_plain(leaf, y)
 
 
 def test_what_was_read_ahead_is_let_go_of_and_read_again(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,25 +152,20 @@ def test_what_was_read_ahead_is_let_go_of_and_read_again(scratch: Path, monkeypa
         assert_bit_equal(leaf.grad, chain_gradient(leaf))
 
 
-def test_a_read_that_fails_for_lack_of_memory_is_made_again(scratch: Path) -> None:
+@pytest.mark.parametrize("failing", [1, 100], ids=["the first", "all"])
+def test_a_read_that_fails_for_lack_of_memory_is_made_again(failing: int, scratch: Path) -> None:
     def plan(operation: Operation, number: int) -> Fault | None:
-        return Fault(error=OSError(errno.ENOMEM, "no memory")) if operation == "read" and number < 1 else None
+        lacks = operation == "read" and number < failing
+        return Fault(error=OSError(errno.ENOMEM, "no memory")) if lacks else None
 
     with engine(scratch, plan, prefetch_bytes=0) as offload:
         leaf, y = stored_chain(offload, N)
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, chain_gradient(leaf))
-
-
-def test_reads_that_all_fail_for_lack_of_memory_end_in_pytorchs_error(scratch: Path) -> None:
-    def plan(operation: Operation, _: int) -> Fault | None:
-        return Fault(error=OSError(errno.ENOMEM, "no memory")) if operation == "read" else None
-
-    with engine(scratch, plan, prefetch_bytes=0) as offload:
-        _, y = stored_chain(offload, N)
-        with pytest.raises(RuntimeError) as caught:
-            y.sum().backward()
-        assert is_known(caught.value)
+        if failing == 1:
+            assert_plain(leaf, y)
+        else:
+            with pytest.raises(RuntimeError) as caught:
+                y.sum().backward()
+            assert is_known(caught.value)
 
 
 def test_other_failures_of_a_read_stay_what_they_are(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +193,7 @@ def test_a_tensor_that_no_memory_is_left_to_pack_stays_as_it_is(
     monkeypatch.setattr(where, scarce)
     with engine(scratch, tier=tier, compress=ALL_INT8) as offload:
         leaf, y = stored_chain(offload, N)
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, chain_gradient(leaf))
+        assert_plain(leaf, y)
         assert offload.stats().encoded_bytes == 0
 
 

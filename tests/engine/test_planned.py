@@ -13,9 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.engine import reserved_bytes, watched
 from support.models import Made
-from support.planned import LAYERS, ROWS, SLOW, WIDTH, Block, Training, assert_equal, nothing, saved_bytes, train
-from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach
+from support.planned import (
+    LAYERS,
+    ROWS,
+    SLOW,
+    WIDTH,
+    Block,
+    Training,
+    assert_equal,
+    follow,
+    follow_as_plain,
+    nothing,
+    saved_bytes,
+    train,
+)
+from tba import BudgetError, ConfigError, OffloadConfig, Offloader
 from tba._blocks.forwards import Forwards
 from tba._blocks.trial import Trial
 
@@ -28,11 +42,7 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     budget = int(share * saved_bytes())
     training = Training()
     offload = auto(training.model, memory_budget=budget, **rates)
-    plans = []
-    for number in range(8):
-        with offload:
-            training.step(number=number)
-        plans.append(offload.plan)
+    plans = follow(offload, training, 8)
     assert_equal(training.state(), train(None, Training(), steps=8))
     measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
     assert measured  # a plan made in the last step has not been carried out
@@ -112,35 +122,28 @@ def test_forwards_without_a_backward_are_not_watched_for_ever(
     monkeypatch.setattr("tba._engine.auto.planner._MOST_WATCHED", 100, raising=False)
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()))
-    planner = offload._saver.planner
-    assert planner is not None
     most, alive = 0, []  # a graph that dies is no part of what follows it
     with offload:
         for _ in range(20):
             alive.append(training.model(torch.ones(ROWS, WIDTH)))
-            assert planner._now is not None
-            most = max(most, len(planner._now.saved))
+            most = max(most, watched(offload))
     assert 100 < most < 200
     alive.clear()
-    assert_equal(train(offload, training), train(None, Training()))
-    assert offload.plan is not None
+    follow_as_plain(offload, training)
 
 
 def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
-    train(offload, training, steps=4)
-    offload.stats()
-    plan, write_behind = offload.plan, offload._saver.write_behind
+    plan = follow(offload, training, 4)[-1]
     assert plan is not None
     assert plan.recomputed
-    assert (write_behind.plan_bytes, write_behind.replay_bytes) == (0, 0)
+    assert reserved_bytes(offload) == (0, 0)
     with offload:  # not by the model's own forward
         training.model.layers[0](torch.ones(ROWS, WIDTH)).sum().backward()
     with offload:
         training.step()
-        assert write_behind.plan_bytes == sum(plan.sends.values())
-        assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+        assert reserved_bytes(offload) == (sum(plan.sends.values()), plan.facts.replay_bytes(plan.recomputed))
 
 
 def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto: Callable[..., Offloader]) -> None:
@@ -148,30 +151,24 @@ def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto:
     offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
     room_bytes = {}
     for rows in (ROWS, ROWS * 3 // 4):
-        for number in range(4):
-            with offload:
-                training.step(rows, number)
-        offload.stats()
-        plan = offload.plan
+        plan = follow(offload, training, 4, rows=rows)[-1]
         assert plan is not None
         room_bytes[rows] = plan.facts.replay_bytes(plan.recomputed)
     assert 0 < room_bytes[ROWS * 3 // 4] < room_bytes[ROWS]
-    write_behind = offload._saver.write_behind
     with offload:
         losses = [training.model(torch.ones(rows, WIDTH)).square().mean() for rows in room_bytes]
-        assert write_behind.replay_bytes == room_bytes[ROWS]
+        assert reserved_bytes(offload)[1] == room_bytes[ROWS]
         torch.stack(losses).sum().backward()
     offload.stats()
-    assert write_behind.replay_bytes == 0
+    assert reserved_bytes(offload)[1] == 0
 
 
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(None, memory_budget=int(0.5 * saved_bytes()))
-    assert_equal(train(offload, training), train(None, Training()))
-    assert offload.plan is not None
-    assert offload.plan.sends
-    assert not offload.plan.facts.blocks
+    plan = follow_as_plain(offload, training)
+    assert plan.sends
+    assert not plan.facts.blocks
 
 
 def test_the_model_is_untouched_outside_of_its_forward(auto: Callable[..., Offloader]) -> None:
@@ -188,18 +185,6 @@ def test_the_model_is_untouched_outside_of_its_forward(auto: Callable[..., Offlo
     assert offload.plan is not None
     assert offload.plan.recomputed
     assert [type(module) for module in copied.modules()] == [type(module) for module in training.model.modules()]
-
-
-def test_a_forward_that_raises_leaves_no_trace(auto: Callable[..., Offloader]) -> None:
-    training = Training()
-    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()))
-    train(offload, training, steps=4)
-    with pytest.raises(RuntimeError), offload:
-        training.model(torch.zeros(3, 5))
-    assert all("forward" not in vars(module) for module in training.model.modules())
-    plain = Training()
-    train(None, plain, steps=4)
-    assert_equal(train(offload, training, steps=3), train(None, plain, steps=3))
 
 
 def test_a_new_shape_is_planned_anew_and_an_old_one_is_remembered(auto: Callable[..., Offloader]) -> None:
@@ -220,23 +205,17 @@ def test_a_new_shape_is_planned_anew_and_an_old_one_is_remembered(auto: Callable
     assert sizes[-1] == sizes[4]
 
 
-def test_a_trainer_attaches(auto: Callable[..., Offloader], scratch: Path) -> None:
+@pytest.mark.parametrize("attached", [True, False], ids=["attached", "one context around all steps"])
+def test_a_loop_that_enters_nothing_is_planned(attached: bool, auto: Callable[..., Offloader]) -> None:
     training = Training()
-    settings: dict[str, Any] = {"storage_paths": scratch, "min_tensor_bytes": 4096, **SLOW}
-    offload = attach(training.model, "auto", memory_budget=int(0.4 * saved_bytes()), **settings)
-    assert_equal(train(None, training), train(None, Training()))
-    assert offload.plan is not None
-    assert offload.plan.recomputed
-    offload.close()
-
-
-def test_one_context_around_the_whole_loop(auto: Callable[..., Offloader]) -> None:
-    training = Training()
-    with auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW) as offload:
-        train(None, training)
+    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
+    if attached:
+        offload.tie_to(training.model)
+    with nothing() if attached else offload:
+        trained = train(None, training)
         assert offload.plan is not None
         assert offload.plan.recomputed
-    assert_equal(training.state(), train(None, Training()))
+    assert_equal(trained, train(None, Training()))
 
 
 def test_a_sparse_argument_of_a_block_is_none_of_its_input_bytes(auto: Callable[..., Offloader]) -> None:
@@ -253,9 +232,8 @@ def test_a_sparse_argument_of_a_block_is_none_of_its_input_bytes(auto: Callable[
 
     training = Training(given, layers=3)
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), blocks=Mixes, **SLOW)
-    assert_equal(train(offload, training), train(None, Training(given, layers=3)))
-    assert offload.plan is not None
-    assert any(block.replay_s is not None for block in offload.plan.facts.blocks)
+    plan = follow_as_plain(offload, training)
+    assert any(block.replay_s is not None for block in plan.facts.blocks)
 
 
 def test_what_the_user_checkpoints_is_left_alone(auto: Callable[..., Offloader]) -> None:
@@ -305,9 +283,7 @@ def test_a_small_disk_is_kept_to_by_recomputing(auto: Callable[..., Offloader]) 
     training = Training()
     budget, disk = int(0.4 * saved_bytes()), int(0.2 * saved_bytes())
     offload = auto(training.model, memory_budget=budget, nvme_budget=disk)
-    assert_equal(train(offload, training, steps=8), train(None, Training(), steps=8))
-    plan, last = offload.plan, offload.stats().last_step
-    assert plan is not None
+    plan, last = follow_as_plain(offload, training, 8), offload.stats().last_step
     assert plan.fits
     assert plan.recomputed
     assert plan.facts.most_moved_bytes < disk
@@ -338,15 +314,11 @@ def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
     offload = auto(training.model, memory_budget=budget, max_write_bytes_per_day=allowance)
     # A write that is called off costs no allowance: what forward sends is written before backward asks.
     training.model.register_forward_hook(lambda *_: offload.flush())
-    recomputed = []
-    for number in range(14):
-        with offload:
-            training.step(number=number)
-        assert offload.plan is None or offload.plan.fits
-        recomputed.append(0 if offload.plan is None else len(offload.plan.recomputed))
-    written = offload.stats().written_bytes
+    plans = follow(offload, training, 14)
     assert_equal(training.state(), train(None, Training(), steps=14))
-    assert 0 < written <= allowance
+    assert 0 < offload.stats().written_bytes <= allowance
+    assert all(plan is None or plan.fits for plan in plans)
+    recomputed = [0 if plan is None else len(plan.recomputed) for plan in plans]
     assert recomputed[-1] > recomputed[3]
 
 
@@ -356,10 +328,9 @@ def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
 def test_the_papers_rule_is_a_policy(auto: Callable[..., Offloader]) -> None:
     training = Training()
     offload = auto(training.model, policy="tba", max_write_rate="400MB")
-    assert_equal(train(offload, training), train(None, Training()))
-    assert offload.plan is not None
-    assert offload.stats().offloaded_bytes >= sum(offload.plan.sends.values())
-    assert not offload.plan.recomputed
+    plan = follow_as_plain(offload, training)
+    assert offload.stats().offloaded_bytes >= sum(plan.sends.values())
+    assert not plan.recomputed
 
 
 @pytest.mark.parametrize("other", [{"tier": "nvme"}, {"memory_budget": "1GiB"}, {"compress": "exact"}])

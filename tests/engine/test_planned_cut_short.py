@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.planned import ROWS, SLOW, WIDTH, Block, Training, saved_bytes
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, departures, follow, saved_bytes, train
 from tba import Offloader, attach
 
 
@@ -22,8 +22,7 @@ def test_a_copy_after_an_interrupted_forward_has_weights_of_its_own(scratch: Pat
     """PyTorch calls no closing hook of a module whose forward ended in a KeyboardInterrupt."""
     training = Training()
     offload = attach(training.model, memory_budget=int(0.4 * saved_bytes()), storage_paths=scratch, **SLOW)
-    for number in range(6):
-        training.step(number=number)
+    train(None, training)
     assert offload.plan is not None
     assert offload.plan.recomputed
 
@@ -70,23 +69,6 @@ def test_an_interrupt_stops_the_block_that_runs(auto: Callable[..., Offloader]) 
     assert not went_on
 
 
-def test_forwards_without_a_backward_do_not_end_planning(auto: Callable[..., Offloader]) -> None:
-    training = Training()
-    offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
-    for number in range(6):
-        for _ in range(5):
-            with offload:
-                training.step(number=number)
-        with offload:
-            training.model(torch.zeros(ROWS, WIDTH))  # a loss that is not finite, say
-    planner = offload._saver.planner
-    assert planner is not None
-    for _ in range(5):
-        with offload:
-            training.step()
-    assert any(kind.plan is not None for kind in planner._kinds.values())
-
-
 @pytest.mark.parametrize("step", [0, 1, 2])  # surveyed, watched, planned
 def test_a_forward_without_a_backward_is_no_part_of_the_step_that_follows(
     auto: Callable[..., Offloader], step: int
@@ -110,19 +92,14 @@ def test_a_forward_that_is_given_up_leaves_the_plan_as_it_is(auto: Callable[...,
     """One whose loss is not finite, say, or that raises half way, in each step."""
     training = Training()
     offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
-    planner = offload._saver.planner
-    assert planner is not None
-    for number in range(6):
-        with offload:
-            training.step(number=number)
-    plan = offload.plan
+    plans = follow(offload, training)
+    plan = plans[-1]
     assert plan is not None
     assert not plan.idle
 
     def fail(*_: Any) -> None:
         raise ArithmeticError("half way")
 
-    followed = []
     for number in range(6, 10):
         with offload:
             failing = training.model.head.register_forward_pre_hook(fail) if raises else None
@@ -132,7 +109,7 @@ def test_a_forward_that_is_given_up_leaves_the_plan_as_it_is(auto: Callable[...,
                 failing.remove()
                 gc.collect()  # the error's frames hold the graph
             training.step(number=number)
-            followed.append(planner.kind.plan is not None and not planner.kind.departures)
-    assert followed == [True] * 4
+        plans.append(offload.plan)
+    assert not departures(plans)
     assert offload.plan is not None
     assert offload.plan.decides_as(plan)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from benchmarks._workload.instant_store import InstantStore
 from support.clock import Counted
-from support.planned import ROWS, WIDTH, Block, Training, saved_bytes
+from support.planned import ROWS, WIDTH, Block, Training, follow, saved_bytes
 from tba import OffloadConfig, Offloader
 from tba._plan import clock
 
@@ -57,9 +57,7 @@ def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> No
         compared = stood = 0
         for number in range(14):
             expected = offload.plan
-            with offload:
-                training.step(number=number)
-            plan = offload.plan
+            (plan,) = follow(offload, training, 1, first=number)
             if expected is None or plan is None or plan.measured is None:
                 continue
             # Its first step reads in the order of the watched one, in which trials have asked too; the second, in which
@@ -71,15 +69,3 @@ def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> No
                 assert plan.measured.peak_bytes == expected.predicted.held_bytes
             stood *= plan.decides_as(expected)
         assert compared
-
-
-def test_a_run_that_fits_moves_nothing() -> None:
-    with planned(Block, 1.1) as (training, offload):
-        for number in range(4):
-            with offload:
-                training.step(number=number)
-        stats = offload.stats()
-        assert (stats.offloaded_bytes, stats.written_bytes, stats.read_bytes, stats.file_bytes) == (0, 0, 0, 0)
-        assert stats.staging_peak_bytes == 0
-        assert stats.kept_bytes > 0
-        assert offload.plan is None

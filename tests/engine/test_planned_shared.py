@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from support.exactness import run_training
-from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, train
-from support.zoo import FAMILIES
+from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, departures, follow, train
 from tba import Offloader
 from tba._engine.auto.planner import Planner
 from tba._record.record import Record
@@ -29,51 +27,25 @@ class Rectified(nn.Module):
         return torch.relu(x + (inner if scale is None else inner * scale))
 
 
+def held_bytes(auto: Callable[..., Offloader], training: Training, **given: Tensor) -> int:
+    """Bytes that a step of the same training holds where there is room for all."""
+    training = training.again()
+    kept = auto(training.model, memory_budget="1GiB")
+    train(kept, training, steps=1, **given)
+    return kept.stats().held_bytes
+
+
 @pytest.mark.parametrize("share", [0.5, 0.75])
 @pytest.mark.parametrize("shares", [False, True], ids=["result", "given to all"])
 def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares: bool) -> None:
     scale = torch.rand(ROWS, WIDTH, generator=torch.Generator().manual_seed(0)) if shares else None
     given = {"scale": scale * 1.0} if scale is not None else {}
-    whole = Training(Rectified)
-    kept = auto(whole.model, memory_budget="1GiB")
-    train(kept, whole, steps=1, **given)
     training = Training(Rectified)
-    offload = auto(training.model, memory_budget=int(share * kept.stats().held_bytes), **SLOW)
-    train(offload, training, steps=3, **given)
-    plans = [offload.plan]
-    for number in range(3, 8):
-        with offload:
-            training.step(number=number, **given)
-        plans.append(offload.plan)
+    offload = auto(training.model, memory_budget=int(share * held_bytes(auto, training, **given)), **SLOW)
+    plans = follow(offload, training, 8, **given)
     assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
-    assert not departures(offload)
+    assert not departures(plans)
     assert any(plan is not None and 0 < len(plan.recomputed) < len(plan.facts.blocks) for plan in plans)
-
-
-def departures(offload: Offloader) -> int:
-    """Steps that were not what their plan had been made for."""
-    planner = offload._saver.planner
-    assert planner is not None
-    return sum(kind.departures for kind in planner._kinds.values())
-
-
-@pytest.mark.parametrize("name", ["t5", "llama"])
-def test_families_share_and_no_plan_is_departed_from(auto: Callable[..., Offloader], name: str) -> None:
-    """A decoder's blocks all save what the encoder has made, rotary tables go to all blocks."""
-    family = next(each for each in FAMILIES if each.name == name)
-    made: list[Offloader] = []
-
-    def context(model: nn.Module) -> Offloader:
-        settings = {"max_write_rate": "4MB", "max_read_rate": "4MB", "min_tensor_bytes": 512}
-        made.append(auto(model, memory_budget=budget, **settings))
-        return made[-1]
-
-    budget = 1 << 30
-    run_training(family.make_model, family.make_batch, steps=1, context=context, backward_inside=True)
-    budget = int(0.75 * made[-1].stats().held_bytes)
-    run_training(family.make_model, family.make_batch, steps=7, context=context, backward_inside=True)
-    assert made[-1].plan is not None
-    assert not departures(made[-1])
 
 
 class _Masks(nn.Module):
@@ -106,13 +78,7 @@ class _Masked(Block):
 def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
     auto: Callable[..., Offloader], share: float, rates: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def training() -> Training:
-        return Training(partial(_Masks, 6), layers=1)
-
-    whole = training()
-    kept = auto(whole.model, memory_budget="1GiB")
-    train(kept, whole, steps=1)
-    ours, sent = training(), list[int]()
+    ours, sent = Training(partial(_Masks, 6), layers=1), list[int]()
     saved = Planner.saved
     monkeypatch.setattr(Planner, "saved", lambda planner, record: noted(saved(planner, record), record))
 
@@ -120,13 +86,12 @@ def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
         sent.extend([record.plain_bytes] * goes)
         return goes
 
-    offload = auto(ours.model, memory_budget=int(share * kept.stats().held_bytes), blocks=_Masked, **rates)
+    offload = auto(ours.model, memory_budget=int(share * held_bytes(auto, ours)), blocks=_Masked, **rates)
+    plans = [offload.plan]
     for number in range(8):
         before, plan = sum(sent), offload.plan
-        with offload:
-            ours.step(number=number)
+        plans += follow(offload, ours, 1, first=number)
         assert sum(sent) - before == (0 if plan is None else sum(plan.sends.values()))
-        offload.stats()
-    assert_equal(ours.state(), train(None, training(), steps=8))
-    assert offload.plan is not None
-    assert not departures(offload)
+    assert_equal(ours.state(), train(None, ours.again(), steps=8))
+    assert plans[-1] is not None
+    assert not departures(plans)

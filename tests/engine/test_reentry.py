@@ -4,11 +4,10 @@ told, and the next entry has an engine that is whole."""
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,86 +15,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import io_backends
 import tba
 from io_backends import interrupts
-from support.engine import chain, engine
+from support.engine import chain, engine, lock_of, tear
 from support.exactness import assert_bit_equal
 from support.interrupts import Interrupt
+from support.repeated import ENGINE, SCARCE, Repeated, repeated
 from support.signals import Place, at, places
 from tba import ClosedError, OffloadConfig, Offloader
-from tba._torch import private
-from tba._torch.hook_stack import owners
 
-ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
 SETTINGS: dict[str, dict[str, Any]] = {
-    "nvme": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+    "nvme": SCARCE,
     "auto": {"tier": "auto", "memory_budget": 1 << 14},
-    "attached": {"tier": "nvme", "staging_bytes": 1 << 15, "prefetch_bytes": 1 << 14},
+    "attached": SCARCE | {"attached": True},
     "exact": {"tier": "nvme", "compress": "exact", "prefetch_bytes": 0},
 }
 
 
-class Model(nn.Module):
-    """Saves views, weights, duplicates and small tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
-
-
-class Bench:
-    """A model under an engine, and what its gradients are to be."""
-
-    def __init__(self, offload: Offloader, model: nn.Module, x: Tensor) -> None:
-        self.offload, self.model, self.x = offload, model, x
-        self._entered: AbstractContextManager[object] = nullcontext() if offload.tied else offload
-        for _ in range(2):
-            self.step()
-        self.expected = self.gradients()
-        gc.collect()
-        gc.freeze()
-
-    def step(self) -> None:
-        self.model.zero_grad()
-        with self._entered:
-            loss = self.model(self.x)
-        self.offload.flush()
-        loss.backward()
-        del loss
-        self.offload.stats()
-
-    def gradients(self) -> list[Tensor]:
-        return [parameter.grad.clone() for parameter in self.model.parameters() if parameter.grad is not None]
-
-    def check(self) -> None:
-        self.step()
-        assert_bit_equal(self.gradients(), self.expected)
-        assert private.top_hooks(True) is None
-        assert not owners()
-        assert not interrupts._armed
-        gc.collect()
-        stats = self.offload.stats()
-        assert (stats.live_records, stats.resident_bytes) == (0, 0)
-        saver = self.offload._saver
-        assert (saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes) == (0, 0, 0)
-
-
 @pytest.fixture(params=SETTINGS)
-def bench(request: pytest.FixtureRequest, scratch: Path) -> Any:
-    torch.manual_seed(0)
-    model, x = Model(), torch.randn(2, 16, 16)
-    config = OffloadConfig(storage_paths=scratch, min_tensor_bytes=0, io_timeout=5.0, **SETTINGS[request.param])
-    offload = tba.attach(model, config=config) if request.param == "attached" else Offloader(model, config)
-    yield Bench(offload, model, x)
-    offload.close()
-    while private.top_hooks(True) is not None:  # of a test that has failed
-        private.pop_hooks()
+def bench(request: pytest.FixtureRequest, scratch: Path) -> Iterator[Repeated]:
+    with repeated(scratch, **SETTINGS[request.param]) as made:
+        yield made
 
 
 class Other:
@@ -157,14 +97,14 @@ def _sample(found: list[Place], every: int) -> list[Place]:
 
 @pytest.mark.parametrize("how", ["finaliser", "trace function"])
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
-def test_what_trains_in_the_midst_of_a_hook_is_exact_and_changes_nothing(how: str, every: int, bench: Bench) -> None:
+def test_what_trains_in_the_midst_of_a_hook_is_exact_and_changes_nothing(how: str, every: int, bench: Repeated) -> None:
     other, errors = Other(bench.offload), list[BaseException]()
     trains = other.train if how == "trace function" else lambda: _collects(other.train, errors)
     for place in _sample(places(bench.step, ENGINE), every):
         other.leave_a_graph()
         before = other.trained
         at(place, bench.step, trains)
-        assert_bit_equal(bench.gradients(), bench.expected)
+        bench.check_gradients()
         other.older = None
         assert not errors, f"at {place}: {errors}"
         assert other.trained <= before + 1
@@ -175,7 +115,7 @@ def test_what_trains_in_the_midst_of_a_hook_is_exact_and_changes_nothing(how: st
 @pytest.mark.parametrize("kind", [Interrupt, RuntimeError, OSError])
 @pytest.mark.parametrize("every", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_an_error_of_a_trace_function_reaches_the_program_and_the_next_step_is_exact(
-    kind: type[BaseException], every: int, bench: Bench
+    kind: type[BaseException], every: int, bench: Repeated
 ) -> None:
     raised = [place for place in _sample(places(bench.step, ENGINE), every) if not _begins_the_end(place)]
     reached = 0
@@ -208,12 +148,6 @@ def _begins_the_end(place: Place) -> bool:
     return place.code in (Offloader.__exit__.__code__, Offloader._leave.__code__) and place.is_first
 
 
-def _torn(offload: Offloader) -> None:
-    """As where an exception leaves it in the midst of a change."""
-    offload._saver.left_by(Interrupt())
-    assert offload._saver.torn
-
-
 @pytest.mark.parametrize("flushed", [True, False], ids=["file", "memory"])
 @pytest.mark.parametrize("compress", [None, "exact"])
 def test_what_a_torn_engine_has_comes_back_from_memory_and_from_the_file(
@@ -228,15 +162,13 @@ def test_what_a_torn_engine_has_comes_back_from_memory_and_from_the_file(
         if flushed:
             offload.flush()
             assert offload.stats().written_bytes > 0
-        _torn(offload)
-        before = offload._saver
+        saved_bytes = offload.stats().saved_bytes
+        tear(offload)
         with offload:
             other = chain(leaf.relu(), 4).sum()
-        assert offload._saver is not before
+        assert offload.stats().saved_bytes == 2 * saved_bytes > 0
         for each in (loss, other):
             assert_bit_equal(torch.autograd.grad(each, leaf, retain_graph=True), expected)
-        del each
-        assert offload.stats().saved_bytes > 0
 
 
 def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
@@ -245,7 +177,7 @@ def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
         with offload:
             loss = chain(leaf, 4).sum()
         offload.flush()
-        _torn(offload)
+        tear(offload)
         with offload:
             pass
     with pytest.raises(ClosedError):
@@ -255,7 +187,7 @@ def test_closing_ends_a_torn_engine_too(scratch: Path) -> None:
 def test_a_torn_engine_lets_tensors_pass_until_the_context_is_left(scratch: Path) -> None:
     leaf = torch.randn(4096, requires_grad=True)
     with engine(scratch, prefetch_bytes=0) as offload, offload:
-        _torn(offload)
+        tear(offload)
         loss = chain(leaf, 4).sum()
         assert offload.stats().offloaded_bytes == 0
         loss.backward()
@@ -271,12 +203,12 @@ def test_a_lock_that_an_exception_has_left_held_costs_the_engine_and_no_more(att
     with offload if not attached else nullcontext():
         loss = model(x).sum()
     offload.flush()
-    before, offloaded_bytes = offload._saver, offload.stats().offloaded_bytes
-    before.lock.acquire()
+    offloaded_bytes, lock = offload.stats().offloaded_bytes, lock_of(offload)
+    lock.acquire()
     with offload if not attached else nullcontext():
         other = model(x).sum()
-    assert offload._saver is not before
-    assert not before.came_back()
+    with pytest.raises(RuntimeError, match="un-acquired"):
+        lock.release()
     offload.flush()
     assert offload.stats().offloaded_bytes == 2 * offloaded_bytes > 0
     for each in (loss, other):

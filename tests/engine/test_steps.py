@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from io_backends import PosixStore, Syscalls
 from support.engine import activation, chain, engine, stored_chain
-from tba import OffloadConfig, Offloader, OffloadStats, OffloadWarning, attach
+from tba import Offloader, OffloadStats, OffloadWarning, attach
 from tba._engine import steps
 
 BATCH, WIDTH, LAYERS = 2048, 64, 4
@@ -109,19 +109,13 @@ def test_around_the_forward_alone_steps_of_one_size_give_no_blocks_back(scratch:
     """Ended twice a step, the second time with nothing written since, the file would be laid out anew each time."""
     punched = list[tuple[int, int]]()
     store = PosixStore(scratch, syscalls=Syscalls(punch=lambda _, offset, length: punched.append((offset, length))))
-    offload = Offloader(config=OffloadConfig(tier="nvme", min_tensor_bytes=0), store=store)
-    try:
+    with engine(scratch, store=store) as offload:
         for _ in range(3):
-            leaf, x = activation(5 << 20)  # 20 MiB
-            with offload:
-                y = chain(x, 4)
-            offload.flush()
+            _, y = stored_chain(offload, 5 << 20, length=4)  # of 20 MiB each
             y.sum().backward()
-            del leaf, x, y
+            del y
             assert offload.stats().file_bytes > 60 << 20
         assert not punched
-    finally:
-        offload.close()
 
 
 def test_a_tier_that_moved_nothing_says_so_where_its_context_is_left(scratch: Path) -> None:

@@ -200,20 +200,6 @@ def test_what_recomputes_already_counts_once() -> None:
     assert found.blocks == ()
 
 
-def test_a_model_that_needs_values_is_refused_with_what_to_do() -> None:
-    def routed(self: Any, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return y.sum() if y.mean().item() > 0 else y.square().sum()
-
-    with pytest.raises(ConfigError, match=r"cannot be run without values .*\.item\(\)"):
-        observe(lambda: (Made(routed, layer=nn.Linear(8, 8)), torch.randn(4, 8)), CPU)
-
-
-def test_an_error_of_the_model_stays_its_own() -> None:
-    with pytest.raises(RuntimeError, match="reduction dim"):
-        observe(lambda: (Feed(), torch.randn(4, 7)), CPU)
-
-
 def test_a_model_without_loss_or_parameters_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs a scalar"):
         observe(lambda: (Made(lambda self, x: (self.layer(x), x), layer=nn.Linear(8, 8)), torch.randn(4, 8)), CPU)

@@ -20,6 +20,8 @@ from tba import Offloader, OffloadStats, TraceEvent
 STEPS = 3
 # Tiny models: what is worth moving here is small, and little is held back, so that bytes reach the disk.
 _SMALL = {"min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB", "staging_bytes": "1MiB"}
+# Settings of a training in one process.
+SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 ARMS: dict[str, dict[str, Any] | None] = {
     "alone": None,
     "nvme": {"tier": "nvme", **_SMALL},
@@ -27,7 +29,16 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "safe8": {"tier": "nvme", "compress": "safe8", **_SMALL},
     "auto": {"tier": "auto", **_SMALL},  # with a budget that the arm "nvme" tells
 }
-EXACT = ("nvme", "exact", "auto")
+
+
+def zero(stage: int, batch: int | str = 3) -> dict[str, Any]:
+    """A configuration of DeepSpeed with the optimizer that a program gives it."""
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "zero_optimization": {"stage": stage},
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+    }
 
 
 class Cannot(Exception):

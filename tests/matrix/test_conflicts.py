@@ -9,14 +9,18 @@ import torch
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
-from matrix.arms import alive
+from matrix.arms import SMALL
 from matrix.models import llama, text, tokenizer
 from matrix.rows.huggingface import COMMON
 from matrix.rows.lightning import Module
-from matrix.trainings import SMALL, fit, trainer
-from tba import ConfigError, offload_context
+from matrix.trainings import ended, fit, trainer
+from tba import ConfigError
 from tba.integrations import lightning as with_lightning
 from tba.integrations.transformers import OffloadCallback
+
+
+class Other(OffloadCallback):
+    """Transformers takes one callback of a class."""
 
 
 def test_transformers_own_offload_is_named(tmp_path: Path) -> None:
@@ -37,9 +41,6 @@ def test_trls_own_offload_is_named(tmp_path: Path) -> None:
 
 
 def test_two_callbacks_with_different_settings_are_an_error(tmp_path: Path) -> None:
-    class Other(OffloadCallback):
-        """Transformers takes one callback of a class."""
-
     callbacks = OffloadCallback(**SMALL), Other(**SMALL, compress="exact")
     made = trainer(tmp_path, *callbacks)
     with pytest.raises(ConfigError, match=r"two offloaders with.*None instead of 'exact'.*Write compress='exact'"):
@@ -50,9 +51,6 @@ def test_two_callbacks_with_different_settings_are_an_error(tmp_path: Path) -> N
 
 
 def test_two_callbacks_with_the_same_settings_are_one(tmp_path: Path) -> None:
-    class Other(OffloadCallback):
-        """Transformers takes one callback of a class."""
-
     callbacks = OffloadCallback(**SMALL), Other(**SMALL)
     made = trainer(tmp_path, *callbacks)
     made.train()
@@ -60,14 +58,6 @@ def test_two_callbacks_with_the_same_settings_are_one(tmp_path: Path) -> None:
     assert callbacks[0].offload is not None
     assert callbacks[0].offload.stats().steps == 3
     assert "_run_epoch" not in vars(made)
-
-
-def test_a_context_around_a_training_with_other_settings_is_an_error(tmp_path: Path) -> None:
-    made = trainer(tmp_path, OffloadCallback(**SMALL))
-    around = offload_context(made.model, "keep")
-    with around, pytest.raises(ConfigError, match=r"two offloaders with.*tier='nvme' instead of 'keep'"):
-        made.train()
-    assert not made.model._forward_pre_hooks
 
 
 def test_two_callbacks_of_lightning_with_different_settings_are_an_error(tmp_path: Path) -> None:
@@ -78,8 +68,5 @@ def test_two_callbacks_of_lightning_with_different_settings_are_an_error(tmp_pat
     with pytest.raises(ConfigError, match=r"two offloaders with.*checksum=True instead of False.*Write checksum=False"):
         fit(tmp_path, Module(), *callbacks)
     for callback in callbacks:
-        assert callback.offload is not None
-        assert callback.offload.closed
-        assert not callback.offload.entered
+        ended(callback)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert alive() == []

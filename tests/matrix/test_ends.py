@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from matrix.arms import alive
+from matrix.arms import SMALL, alive
 from matrix.rows.lightning import Module
-from matrix.trainings import SMALL, Failing, fit, trainer
+from matrix.trainings import Failing, ended, fit, trainer
 from tba import OffloadWarning
 from tba.integrations import lightning as with_lightning
 from tba.integrations.transformers import OffloadCallback
@@ -26,24 +26,8 @@ def test_training_that_raises_leaves_nothing_alive(tmp_path: Path, event: str, e
     made.add_callback(offload)
     with pytest.raises(type(error)):
         made.train()
-    assert offload.offload is not None
-    assert offload.offload.closed
-    assert alive() == []
+    ended(offload)
     assert "_run_epoch" not in vars(made)
-
-
-def test_a_forward_that_raises_leaves_nothing_alive(tmp_path: Path) -> None:
-    class Broken(Trainer):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            super().compute_loss(*args, **kwargs)
-            raise ValueError("mine")
-
-    offload = OffloadCallback(**SMALL)
-    with pytest.raises(ValueError, match="mine"):
-        trainer(tmp_path, offload, kind=Broken).train()
-    assert offload.offload is not None
-    assert offload.offload.closed
-    assert alive() == []
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
@@ -57,10 +41,9 @@ def test_a_callback_that_raises_before_the_first_epoch_leaves_nothing_attached(t
     assert alive() == []
     made.remove_callback(failing)
     made.train()
-    assert offload.offload is not None
-    assert offload.offload.stats().steps == 3
-    assert offload.offload.stats().offloaded_bytes > 0
-    assert alive() == []
+    stats = ended(offload)
+    assert stats.steps == 3
+    assert stats.offloaded_bytes > 0
     assert not {"_run_epoch", "_finalize_training"} & set(vars(made))
     assert "on_epoch_begin" not in vars(made.callback_handler)
 
@@ -73,8 +56,7 @@ def test_a_callback_that_was_removed_after_training_had_not_begun_attaches_nothi
     made.remove_callback(failing)
     made.remove_callback(offload)
     made.train()
-    assert offload.offload is not None
-    assert offload.offload.stats().saved_bytes == 0
+    assert ended(offload).saved_bytes == 0
 
 
 def test_a_callback_that_is_removed_while_it_is_attached_ends(tmp_path: Path) -> None:
@@ -88,9 +70,7 @@ def test_a_callback_that_is_removed_while_it_is_attached_ends(tmp_path: Path) ->
     offload = OffloadCallback(**SMALL)
     made = trainer(tmp_path, offload, Removing())
     made.train()
-    assert offload.offload is not None
-    assert offload.offload.closed
-    assert offload.offload.stats().steps == 1
+    assert ended(offload).steps == 1
     assert not made.model._forward_pre_hooks
 
 
@@ -100,15 +80,12 @@ def test_a_callback_that_raises_between_epochs_leaves_nothing_alive(tmp_path: Pa
     made = trainer(tmp_path, failing, offload, per_device_train_batch_size=9 // steps)  # one epoch, or three of a step
     with pytest.raises(ValueError, match="mine"):
         made.train()
-    assert offload.offload is not None
-    assert offload.offload.stats().steps == steps
-    assert offload.offload.closed
+    assert ended(offload).steps == steps
     assert not made.model._forward_pre_hooks
-    assert alive() == []
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_that_raises_with_writes_under_way_counts_no_failure(tmp_path: Path, where: str) -> None:
+def test_a_step_that_raises_with_writes_under_way_counts_no_failure(tmp_path: Path, where: str) -> None:
     class Broken(Trainer):
         """Raises in the second step."""
 
@@ -125,8 +102,7 @@ def test_training_that_raises_with_writes_under_way_counts_no_failure(tmp_path: 
         warnings.simplefilter("error", OffloadWarning)
         with pytest.raises(ValueError, match="mine"):
             trainer(tmp_path, offload, kind=Broken).train()
-    assert offload.offload is not None
-    stats = offload.offload.stats()
+    stats = ended(offload)
     assert stats.errors == 0
     assert stats.offloaded_bytes > 0
 
@@ -149,10 +125,7 @@ def test_a_lightning_training_that_raises_leaves_nothing_alive(tmp_path: Path, e
         warnings.simplefilter("error", OffloadWarning)  # no write that is called off has failed
         with pytest.raises((type(error), SystemExit)):
             fit(tmp_path, Broken(), offload)
-    assert offload.offload is not None
-    assert offload.offload.stats().errors == 0
-    assert offload.offload.stats().offloaded_bytes > 0
-    assert offload.offload.closed
-    assert not offload.offload.entered
+    stats = ended(offload)
+    assert stats.errors == 0
+    assert stats.offloaded_bytes > 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    assert alive() == []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from matrix.arms import alive, batches, equal
+from matrix.arms import SMALL, alive, batches, equal
+from matrix.launch import by_torchrun, launch
 from matrix.rows.megatron import BATCH, MICRO_BATCHES, VOCABULARY, forward_step, gpt, initialize, step
 from tba import ConfigError
 from tba.integrations.megatron import OffloadedForwardStep
-
-ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -184,7 +179,5 @@ import os; os._exit(0)
 
 def test_an_interleaved_pipeline_over_two_ranks_trains_as_alone(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(INTERLEAVED)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.count("EQUAL") == 2, done.stderr[-4000:]
+    _, printed = launch([*by_torchrun(2), "train.py"], tmp_path, 600)
+    assert printed.count("EQUAL") == 2, printed[-4000:]

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from matrix.arms import alive
+from matrix.arms import SMALL, alive
 from matrix.rows.torchtitan import OVERRIDE, Losses, configuration
 from tba import ConfigError
 from tba.integrations import torchtitan as with_torchtitan
 
 # What else of torchtitan is needed is imported within tests: after `matrix.rows.torchtitan`, which tells it of the CPU.
-SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
 IMPORTS = [(OVERRIDE, SMALL)]
 SELECTIVE = "tba.integrations.torchtitan.selective"
 

@@ -9,18 +9,27 @@ import lightning
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from matrix.arms import batches
+from matrix.arms import alive, batches
 from matrix.models import llama
 from matrix.rows.huggingface import COMMON
 from matrix.rows.lightning import Module
-
-SMALL = {"tier": "nvme", "min_tensor_bytes": "8KiB", "prefetch_bytes": "32KiB"}
+from tba import OffloadStats
 
 
 def trainer(tmp_path: Path, *callbacks: Any, kind: type[Trainer] = Trainer, **arguments: Any) -> Trainer:
     rows = [{"input_ids": row, "labels": row} for row in next(iter(batches(90, (9, 70), count=1))).tolist()]
     args = TrainingArguments(str(tmp_path), **COMMON | arguments)
     return kind(model=llama(), args=args, train_dataset=rows, callbacks=list(callbacks))
+
+
+def ended(callback: Any) -> OffloadStats:
+    """Nothing of a callback's Offloader is entered or alive; what it has moved."""
+    assert callback.offload is not None
+    assert callback.offload.closed
+    assert not callback.offload.entered
+    assert alive() == []
+    stats: OffloadStats = callback.offload.stats()
+    return stats
 
 
 class Failing(TrainerCallback):

@@ -15,6 +15,7 @@ from matplotlib.image import imread
 from support.engine import activation, chain, engine
 from tba import ConfigError, Offloader, TraceEvent, describe
 from tba._report.course import course, thinned
+from tba._stats import Recorder
 from tba._text import size
 
 MIB = 1 << 20
@@ -135,27 +136,24 @@ def test_only_some_micro_batches_are_recorded(scratch: Path) -> None:
     assert numbers == ["1", "2", "2", "4", "4", "4", "4", "8", "8"]
 
 
-def test_forwards_without_a_backward_are_not_recorded_for_ever(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwards_without_a_backward_are_not_recorded_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tba._stats._MOST_EVENTS", 100)
-    with engine(scratch) as offload:
-        recorder = offload._saver.recorder
-        for _ in range(50):
-            _, x = activation(N, N)
-            with offload:
-                chain(x)
-        assert recorder.trace is None
-        assert len(recorder.last) == 100
-        with offload.trace() as events:  # as long as it is asked for
-            for _ in range(50):
-                _, x = activation(N, N)
-                with offload:
-                    chain(x)
-        assert len(events) > 100
-        _train(offload, steps=1)
-        offload.stats()
-        assert recorder.number == 0  # of the region; what was cut short has ended with this micro-batch
-        _train(offload, steps=1)
-        assert "micro-batch 2" in _read(offload, scratch).titles[0]
+    recorder = Recorder()
+
+    def note(count: int) -> None:
+        for number in range(count):
+            recorder.note("saved", 0.0, 0.0, 1, f"#{number}")
+
+    note(150)
+    assert (recorder.trace, len(recorder.last), recorder.number) == (None, 100, 1)
+    with recorder.region() as events:  # as long as it is asked for
+        note(150)
+    assert (len(events), recorder.number) == (150, 0)
+    recorder.end_step()  # and with it what was cut short
+    assert recorder.number == 0  # of the region
+    note(1)
+    recorder.end_step()
+    assert recorder.number == 2
 
 
 def test_a_course_is_pure_arithmetic() -> None:

@@ -1,4 +1,5 @@
-"""Tools for tests of the engine: engines over a store that a test holds back or breaks, and small graphs to save."""
+"""Tools for tests of the engine: engines over a store that a test holds back or breaks, small graphs to save, and the
+only look that tests take into an engine."""
 
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ from torch import Tensor
 from compact import PRESETS, Quantized
 from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
+from support.exactness import assert_bit_equal
 from support.stores import Copying
 from tba import OffloadConfig, Offloader
+from tba._engine.saver import Saver
 
 # Whatever is saved becomes smaller, and loses a little.
 ALL_INT8 = PRESETS["safe8"].override({"unknown": Quantized("int8")})
@@ -52,12 +55,13 @@ def engine(
     plan: Callable[[Operation, int], Fault | None] | None = None,
     *,
     store_kind: str = "posix",
+    store: Store | None = None,
     model: torch.nn.Module | None = None,
     threads: int = 1,
     **settings: Any,
 ) -> Iterator[Offloader]:
     """An Offloader (tier nvme, everything moves) over a store whose transfers `plan` disturbs; closed at the end."""
-    store = STORES[store_kind](scratch, threads)
+    store = STORES[store_kind](scratch, threads) if store is None else store
     if plan is not None:
         store = FaultyStore(store, plan)
     config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
@@ -124,6 +128,13 @@ def chain_gradient(leaf: Tensor, length: int = 8) -> Tensor:
     return plain.grad
 
 
+def assert_plain(leaf: Tensor, y: Tensor, length: int = 8) -> None:
+    """Backward from the end of a chain gives its leaf the gradient of plain PyTorch, to the last bit."""
+    leaf.grad = None
+    y.sum().backward()
+    assert_bit_equal(leaf.grad, chain_gradient(leaf, length))
+
+
 def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tensor, Tensor]:
     """A leaf and the end of its chain, all of which has been handed to the store."""
     leaf, x = activation(*size)
@@ -131,3 +142,47 @@ def stored_chain(offload: Offloader, *size: int, length: int = 8) -> tuple[Tenso
         y = chain(x, length)
     offload.flush()
     return leaf, y
+
+
+# -- inside an engine: what neither statistics nor the plan nor the store tells ----------------------------------------
+
+
+def parts_of(offload: Offloader) -> Saver:
+    """The parts of an engine, for a test in which something happens in the midst of one of them."""
+    return offload._saver
+
+
+def waits_for_room(offload: Offloader) -> bool:
+    """Whether a thread waits until a write has ended."""
+    return bool(offload._saver.mover.staging.waiters)
+
+
+def in_flight(offload: Offloader) -> tuple[int, int, int]:
+    """Writes in flight, their bytes, and the bytes held back from writing."""
+    saver = offload._saver
+    return saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes
+
+
+def reserved_bytes(offload: Offloader) -> tuple[int, int]:
+    """Bytes of the budget that are kept free for what a plan moves, and for what it recomputes."""
+    write_behind = offload._saver.write_behind
+    return write_behind.plan_bytes, write_behind.replay_bytes
+
+
+def watched(offload: Offloader) -> int:
+    """Storages that the planner has noted in the step under way."""
+    planner = offload._saver.planner
+    assert planner is not None
+    assert planner._now is not None
+    return len(planner._now.saved)
+
+
+def tear(offload: Offloader) -> None:
+    """Leave an engine as an exception does that is not its own, amid a change."""
+    offload._saver.left_by(KeyboardInterrupt())
+    assert offload._saver.torn
+
+
+def lock_of(offload: Offloader) -> threading.RLock:
+    """The lock of the engine that is in use now."""
+    return offload._saver.lock

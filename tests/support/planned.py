@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tba import Offloader, attach, offload_context
+from tba._plan.plan import Plan
 
 MIB = 1 << 20
 ROWS, WIDTH, LAYERS = 512, 128, 6
@@ -51,6 +53,7 @@ class Training:
 
     def __init__(self, block: Callable[[], nn.Module] = Block, layers: int = LAYERS) -> None:
         torch.manual_seed(1)
+        self._made_of = block, layers
         self.model = Net(block, layers)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
 
@@ -61,6 +64,10 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def again(self) -> Training:
+        """The same training from its beginning."""
+        return Training(*self._made_of)
+
     def state(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self.model.state_dict().values()]
 
@@ -70,6 +77,31 @@ def train(offload: Offloader | None, training: Training, steps: int = 6, **kwarg
         with offload if offload is not None else nothing():
             training.step(number=number, **kwargs)
     return training.state()
+
+
+def follow(
+    offload: Offloader, training: Training, steps: int = 6, *, first: int = 0, **kwargs: Any
+) -> list[Plan | None]:
+    """Train for some steps; the plan after each of them."""
+    plans = []
+    for number in range(first, first + steps):
+        with offload:
+            training.step(number=number, **kwargs)
+        plans.append(offload.plan)
+    return plans
+
+
+def follow_as_plain(offload: Offloader, training: Training, steps: int = 6, **kwargs: Any) -> Plan:
+    """Train from the beginning, to the last bit as plain PyTorch does; the last plan."""
+    follow(offload, training, steps, **kwargs)
+    assert_equal(training.state(), train(None, training.again(), steps, **kwargs))
+    assert offload.plan is not None
+    return offload.plan
+
+
+def departures(plans: Sequence[Plan | None]) -> int:
+    """Steps that departed from their plan, of plans after each step: one that kept to it has measured it anew."""
+    return sum(before is not None and after is before for before, after in pairwise(plans))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DeepSpeedPlugin, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, PartialState
 
-from matrix.arms import Arm, Cannot, batches
+from matrix.arms import Arm, Cannot, batches, zero
 from matrix.models import llama
 from tba.integrations.accelerate import attach
 
@@ -53,11 +53,5 @@ def fsdp2(arm: Arm) -> None:
 
 def zero2(arm: Arm) -> None:
     """accelerate with DeepSpeed ZeRO-2, 2 ranks"""
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": 2},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    plugin = DeepSpeedPlugin(hf_ds_config=zero(2))
     _train(arm, _accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin))

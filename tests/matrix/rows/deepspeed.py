@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from matrix.arms import Arm, batches
+from matrix.arms import Arm, batches, zero
 from matrix.models import llama
 from tba.integrations.deepspeed import initialize
 
@@ -13,13 +13,7 @@ from tba.integrations.deepspeed import initialize
 def _train(arm: Arm, stage: int) -> None:
     model = llama()
     settings = {name: str(value) if name == "storage_paths" else value for name, value in (arm.settings or {}).items()}
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "zero_optimization": {"stage": stage},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        **({"tba": settings} if settings else {}),
-    }
+    config = zero(stage) | ({"tba": settings} if settings else {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
     arm.watch(engine.offload, model)

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from matrix.arms import STEPS, Arm, batches
+from matrix.arms import STEPS, Arm, batches, zero
 from matrix.models import llama, loaded, text, tokenizer
 from tba.integrations.transformers import OffloadCallback
 
@@ -72,26 +72,23 @@ def sft(arm: Arm, *, bf16: bool = True, rows: int = 9, deepspeed: Any = None, **
         _train(arm, SFTTrainer, **given)
 
 
+def _adapters(dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=dropout)
+
+
 def lora(arm: Arm) -> None:
     """PEFT LoRA (SFTTrainer, float32)"""
-    sft(arm, bf16=False, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    sft(arm, bf16=False, peft_config=_adapters(0.1))
 
 
 def lora_bf16(arm: Arm) -> None:
     """PEFT LoRA (SFTTrainer, bfloat16 autocast)"""
-    sft(arm, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+    sft(arm, peft_config=_adapters(0.1))
 
 
 def lora_zero2(arm: Arm) -> None:
     """PEFT LoRA with DeepSpeed ZeRO-2 (SFTTrainer), 2 ranks"""
-    zero = {
-        "train_micro_batch_size_per_gpu": "auto",
-        "zero_optimization": {"stage": 2},
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-    }
-    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    sft(arm, bf16=False, rows=18, deepspeed=zero, peft_config=peft)
+    sft(arm, bf16=False, rows=18, deepspeed=zero(2, "auto"), peft_config=_adapters(0.1))
 
 
 def lora_int8(arm: Arm) -> None:
@@ -100,7 +97,7 @@ def lora_int8(arm: Arm) -> None:
 
     model = llama()
     quantize_(model.model, Int8WeightOnlyConfig())
-    sft(arm, bf16=False, model=model, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    sft(arm, bf16=False, model=model, peft_config=_adapters())
 
 
 def lora_nf4(arm: Arm) -> None:
@@ -110,7 +107,7 @@ def lora_nf4(arm: Arm) -> None:
     model = llama()
     for layer in (module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)):
         layer.weight = torch.nn.Parameter(NF4Tensor.from_tensor(layer.weight.detach(), 64, 32), requires_grad=False)
-    sft(arm, bf16=False, model=model, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    sft(arm, bf16=False, model=model, peft_config=_adapters())
 
 
 def dpo(arm: Arm) -> None:

@@ -107,13 +107,6 @@ class device:
         _exchange_device(self.prev_idx)
 
 
-class device_of(device):
-    """Context: the device of a tensor is current, if it is one of ours."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor.device if tensor.device.type == "sim" else None)
-
-
 class Properties(NamedTuple):
     """What is known of a device."""
 
@@ -128,10 +121,6 @@ def get_device_properties(device: _Device = None) -> Properties:
 
 def get_device_name(device: _Device = None) -> str:
     return f"accelerator {_index(device)} made of a CPU"
-
-
-def get_device_capability(device: _Device = None) -> tuple[int, int]:
-    return (0, 0)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------
@@ -353,16 +342,8 @@ def memory_reserved(device: _Device = None) -> int:
     return _figure("reserved_bytes", "current", device)
 
 
-def max_memory_reserved(device: _Device = None) -> int:
-    return _figure("reserved_bytes", "peak", device)
-
-
 def reset_peak_memory_stats(device: _Device = None) -> None:
     torch._C._accelerator_resetPeakStats(_index(device))
-
-
-def reset_accumulated_memory_stats(device: _Device = None) -> None:
-    torch._C._accelerator_resetAccumulatedStats(_index(device))
 
 
 def mem_get_info(device: _Device = None) -> tuple[int, int]:
@@ -486,18 +467,5 @@ def set_rng_state(new_state: Tensor, device: _Device = "sim") -> None:
     default_generators[_index(device)].set_state(new_state)
 
 
-def get_rng_state_all() -> list[Tensor]:
-    return [generator.get_state() for generator in default_generators]
-
-
-def set_rng_state_all(new_states: list[Tensor]) -> None:
-    for generator, state in zip(default_generators, new_states, strict=True):
-        generator.set_state(state)
-
-
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
-
-
-def is_bf16_supported(including_emulation: bool = True) -> bool:
-    return True
