@@ -64,7 +64,6 @@ class Watch:
         near: storages of the arguments of the block under way, or of the last one's results: positions, by id.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
-        peak_bytes: most that saved tensors have held in memory.
         aside_s: what trials have taken.
         timeline: where the model is on a device: when that did it all.
         step_s: until backward asked last, by the clock.
@@ -88,7 +87,6 @@ class Watch:
     near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
-    peak_bytes: int = 0
     aside_s: float = 0.0
     timeline: Timeline | None = None
     step_s: float = 0.0

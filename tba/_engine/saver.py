@@ -40,6 +40,7 @@ from .._derive.worth import Worth
 from .._device import streams
 from .._errors import OffloadError, OffloadWarning, edited_in_place
 from .._memory import shortage
+from .._memory.ledger import Ledger
 from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
@@ -89,26 +90,28 @@ class Saver(ForkAware):
         self._marked = False  # the model's weights, in this step
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.recorder = self.mover.recorder
-        self.write_behind = WriteBehind(config, self.mover, self.counters, model)
+        limits, pressure, in_flight = self.mover.limits, self.mover.pressure, self.mover.staging
+        self.ledger = Ledger(config, limits, pressure, in_flight, self.counters, self.recorder, model)
+        self.write_behind = WriteBehind(config, self.mover, self.ledger, self.counters)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        parts = model, self.mover, config, self.write_behind, lossy, self.pack, self.unpack
+        parts = model, self.mover, config, self.ledger, lossy, self.pack, self.unpack
         self.planner = Planner(*parts) if config.tier == "auto" else None
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
-        self.rest = Rest.of(config, model, self.write_behind.look_at_room)
+        self.rest = Rest.of(config, model, self.ledger.look_at_room)
         departs = self.planner.depart if self.planner is not None else bool
         self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
-        self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
+        self.read_ahead = ReadAhead(self.mover, self.ledger, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
         self._packing = Packing(
             config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
         )
         self._remains = self._packing.remains
-        self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
+        self._passing = Passing(self.light, self.ledger, self.write_behind, self.pending, self.read_ahead, self.planner)
         given = self.settle, self._remains, self.planner, self._passing
         self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, self.steps, self._readings, *given)
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
@@ -319,7 +322,7 @@ class Saver(ForkAware):
                 self._passing.begin_anew()
             key = self.rest.key(args, kwargs) if self.watches else None
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
-            light, has_room = self.light, self.write_behind.has_room
+            light, has_room = self.light, self.ledger.has_room
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
                 light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
@@ -430,6 +433,8 @@ class Saver(ForkAware):
             remains = self._remains.popleft()
             self.read_ahead.bury(remains)
             self.write_behind.bury(remains)
+            if self.planner is not None:
+                self.planner.freed(remains.number)
             if remains.write is not None:
                 self.mover.discard(remains.write)
         while self._saved_aside:
@@ -455,7 +460,7 @@ class Saver(ForkAware):
         counted = light.on and light.course is None
         planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
-            entries = light.written_down if moved_bytes <= self.write_behind.plan_bytes else None
+            entries = light.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
             self.planner.end_step(whole=not counted and (light.course is not None or not light.turned), course=entries)
         if not counted:
             self.rest.end_step(
@@ -463,11 +468,12 @@ class Saver(ForkAware):
                 kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
                 moved_bytes=moved_bytes,
                 failures=mover.failures.in_step,
-                room_bytes=self.write_behind.room_bytes,
+                room_bytes=self.ledger.room_bytes,
             )
-        light.end_step(self.write_behind.room_bytes if self.rest.resting else None)
+        light.end_step(self.ledger.room_bytes if self.rest.resting else None)
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
+        self.ledger.end_step()
         self._marked = False
         mover.end_step()
         self._readings.take()

@@ -42,7 +42,6 @@ from torch import Tensor
 from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
 from .._device import streams
-from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
@@ -105,7 +104,6 @@ class Mover:
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
         self.cost = Cost()  # of this step's transfers
-        self._learn_size(0)
         self._reads_ended = 0
 
     # -- out -----------------------------------------------------------------------------------------------------
@@ -114,22 +112,15 @@ class Mover:
         """Queue the write of a record in memory, after waiting for room; returns why, where it stays after all."""
         if self.closed:
             return CLOSED
-        nbytes, staging = record.nbytes, self.staging
+        nbytes = record.nbytes
         self.pressure.moved(nbytes)
         staged = record.stream is not None
-        if not staging.has_room(nbytes, self.limits.staging_bytes, staged=staged):
-            begun_s, begun = time.perf_counter(), self.cost.begin_wait()
-            room = staging.wait_for_room(nbytes, self.limits.staging_bytes, staged=staged)
-            ended_s = time.perf_counter()
-            self.cost.wait(ended_s - begun_s, begun)
-            self.counters.backpressure_s += ended_s - begun_s
-            self.recorder.note("room", begun_s, ended_s, nbytes, "")
-            if not room:
-                if not interrupts.waiting():
-                    self.failures.no_room()
-                return policy.NOT_WRITTEN
-            if self.closed:  # by another thread, meanwhile
-                return CLOSED
+        if not self.wait_for_room(nbytes, self.limits.staging_bytes, staged=staged):
+            if not interrupts.waiting():
+                self.failures.no_room()
+            return policy.NOT_WRITTEN
+        if self.closed:  # by another thread, meanwhile
+            return CLOSED
         if (alias := record.alias) is None or record.wanted or record.state not in (PENDING, RESIDENT):
             return policy.FITS  # changed hands while we waited, or backward has asked for it
         if record.was_moved():
@@ -158,16 +149,26 @@ class Mover:
         else:
             assert isinstance(ticket, Unbegun)
             self.copies.add(Copy(ticket, record.ref, buffer, departure, frees), record.device)
-        if nbytes > self._largest_bytes:
-            self._learn_size(nbytes)
-        staging.depart(nbytes)
-        self.counters.staging_peak_bytes = staging.peak_bytes
+        self.staging.depart(nbytes)
+        self.counters.staging_peak_bytes = self.staging.peak_bytes
         if departure is not None and not self.copies.watched:
             args = weakref.ref(self), record.device
             with suppress(RuntimeError):  # "can't start new thread": the hooks ask, then
                 threading.Thread(target=_watch, args=args, name="tba-copies", daemon=True).start()
                 self.copies.watch(True)
         return None
+
+    def wait_for_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
+        """Wait until so many bytes more fit; False when transfers have stalled, or for an interrupt (`Staging`)."""
+        if self.staging.has_room(nbytes, cap_bytes, staged=staged):
+            return True
+        begun_s, begun = time.perf_counter(), self.cost.begin_wait()
+        room = self.staging.wait_for_room(nbytes, cap_bytes, staged=staged)
+        ended_s = time.perf_counter()
+        self.cost.wait(ended_s - begun_s, begun)
+        self.counters.backpressure_s += ended_s - begun_s
+        self.recorder.note("room", begun_s, ended_s, nbytes, "")
+        return room
 
     def _write_ended(self, ticket: Ticket) -> None:
         """Land a write that has ended, on the worker, unless another thread will."""
@@ -409,12 +410,6 @@ class Mover:
         self.memory.trim()
         if self.store is not None and not self.closed:
             self.store.trim()
-
-    def _learn_size(self, largest_bytes: int) -> None:
-        """Note the largest tensor sent: the bytes to hold back from writing and to read ahead depend on it."""
-        self._largest_bytes = largest_bytes
-        self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
-        self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
 
     def _cancel(self, ticket: Ticket) -> bool:
         """Cancel a queued write; False if it is running or done."""

@@ -79,7 +79,7 @@ def _check_whole(offload: Offloader, model: nn.Module, x: Tensor, expected: list
     assert (stats.live_records, stats.resident_bytes) == (0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     mover = offload._saver.mover
-    assert (mover.staging.count, mover.staging.bytes, offload._saver.write_behind.nbytes) == (0, 0, 0)
+    assert (mover.staging.count, mover.staging.bytes, offload._saver.ledger.held_bytes) == (0, 0, 0)
 
 
 def _plans(place: Any) -> bool:

@@ -18,6 +18,7 @@ from support.planned import LAYERS, ROWS, SLOW, WIDTH, Block, Training, assert_e
 from tba import BudgetError, ConfigError, OffloadConfig, Offloader, attach
 from tba._blocks.forwards import Forwards
 from tba._blocks.trial import Trial
+from tba._memory.ledger import Expected
 
 
 @pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
@@ -131,16 +132,16 @@ def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[...
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
     train(offload, training, steps=4)
     offload.stats()
-    plan, write_behind = offload.plan, offload._saver.write_behind
+    plan, ledger = offload.plan, offload._saver.ledger
     assert plan is not None
     assert plan.recomputed
-    assert (write_behind.plan_bytes, write_behind.replay_bytes) == (0, 0)
+    assert ledger.expected == Expected()
     with offload:  # not by the model's own forward
         training.model.layers[0](torch.ones(ROWS, WIDTH)).sum().backward()
     with offload:
         training.step()
-        assert write_behind.plan_bytes == sum(plan.sends.values())
-        assert write_behind.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
+        assert ledger.expected.sent_bytes == sum(plan.sends.values())
+        assert ledger.expected.replay_bytes == plan.facts.replay_bytes(plan.recomputed)
 
 
 def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto: Callable[..., Offloader]) -> None:
@@ -156,13 +157,13 @@ def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto:
         assert plan is not None
         room_bytes[rows] = plan.facts.replay_bytes(plan.recomputed)
     assert 0 < room_bytes[ROWS * 3 // 4] < room_bytes[ROWS]
-    write_behind = offload._saver.write_behind
+    ledger = offload._saver.ledger
     with offload:
         losses = [training.model(torch.ones(rows, WIDTH)).square().mean() for rows in room_bytes]
-        assert write_behind.replay_bytes == room_bytes[ROWS]
+        assert ledger.expected.replay_bytes == room_bytes[ROWS]
         torch.stack(losses).sum().backward()
     offload.stats()
-    assert write_behind.replay_bytes == 0
+    assert ledger.expected.replay_bytes == 0
 
 
 def test_without_a_model_storages_move_by_plan(auto: Callable[..., Offloader]) -> None:

@@ -83,7 +83,7 @@ class Bench:
         stats = self.offload.stats()
         assert (stats.live_records, stats.resident_bytes) == (0, 0)
         saver = self.offload._saver
-        assert (saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes) == (0, 0, 0)
+        assert (saver.mover.staging.count, saver.mover.staging.bytes, saver.ledger.held_bytes) == (0, 0, 0)
 
 
 @pytest.fixture(params=SETTINGS)

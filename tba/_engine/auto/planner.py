@@ -35,6 +35,7 @@ from ..._blocks.watch import Places, Watch, by_storage
 from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
+from ..._memory.ledger import Ledger
 from ..._memory.pressure import release
 from ..._plan import clock
 from ..._plan.facts import OUTSIDE, Cap, Facts, Link
@@ -44,7 +45,6 @@ from ..._plan.prefix import prefix
 from ..._record.record import DERIVED, Record
 from ..._torch.private import recomputes, transforming
 from ..._transfer.mover import Mover
-from ..write_behind import WriteBehind
 from .course import Entry
 from .kind import Kind
 from .pace import Pace
@@ -74,7 +74,7 @@ class Planner:
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
 
     Args:
-        write_behind: knows the bytes that saved tensors may hold, and do.
+        ledger: knows the bytes that saved tensors may hold, and do.
         lossy: whether a codec changes values. Blocks then never recompute: what they save in backward no codec sees.
         keep, give: the engine's hooks.
     """
@@ -84,7 +84,7 @@ class Planner:
         model: Callable[[], nn.Module | None],
         mover: Mover,
         config: OffloadConfig,
-        write_behind: WriteBehind,
+        ledger: Ledger,
         lossy: bool,
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
@@ -93,8 +93,7 @@ class Planner:
         self.put_aside: set[int] = set()
         self._model, self._mover = model, mover
         self._keep, self._give = keep, give
-        self._write_behind = write_behind
-        write_behind.told, write_behind.freed = self.holds, self.freed
+        self._ledger = ledger
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._compresses, self._lossy = config.compress is not None, lossy
@@ -145,7 +144,7 @@ class Planner:
             del self._kinds[next(iter(self._kinds))]
         if self._strict and kind.plan is not None and not kind.plan.fits:
             facts = replace(kind.plan.facts, cap=self._cap(len(kind.plan.facts.saved)))
-            plan = self._decide(facts, self._write_behind.look_at_room())  # the disk and the day have room again, maybe
+            plan = self._decide(facts, self._ledger.look_at_room())  # the disk and the day have room again, maybe
             self._set(kind, plan)
             if not plan.fits:
                 raise BudgetError(plan.shortfall())
@@ -157,13 +156,8 @@ class Planner:
 
     def _begin(self, kind: Kind) -> None:
         """Take the step under way for one of this kind, from here on."""
-        self.kind, plan = kind, kind.plan
-        self._write_behind.plan_bytes = sum(kind.sends.values())
-        self._write_behind.plan_largest_bytes = 0 if plan is None else plan.facts.largest_bytes
-        self._write_behind.trial_bytes = kind.block_bytes if plan is None and not self._lossy else 0
-        if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
-            replay_bytes = plan.facts.replay_bytes(plan.recomputed)
-            self._write_behind.replay_bytes = max(self._write_behind.replay_bytes, replay_bytes)
+        self.kind = kind
+        self._ledger.expect(kind.expected(tries=not self._lossy))
 
     def end_forward(self) -> None:
         """End it."""
@@ -268,18 +262,13 @@ class Planner:
         if self._now is not None and self.kind.plan is None:
             self._now.freed[number] = len(self._now.asked)
 
-    def holds(self, nbytes: int) -> None:
-        """Note how many bytes saved tensors hold in memory now."""
-        if self._now is not None and nbytes > self._now.peak_bytes:
-            self._now.peak_bytes = nbytes
-
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Begin the step under way anew: nothing is left of what it has saved."""
         self._now, self.follows, self._spoilt = None, False, False
         self.put_aside.clear()
-        self._write_behind.replay_bytes = 0
+        self._ledger.forget_replays()
 
     def end_step(self, *, whole: bool, course: list[Entry] | None) -> None:
         """End a step. If all of it was seen, learn from it, and plan the next of its kind.
@@ -298,7 +287,7 @@ class Planner:
         self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
 
     def _learn(self, kind: Kind, seen: Watch) -> None:
-        budget_bytes = self._write_behind.look_at_room()
+        budget_bytes = self._ledger.look_at_room()
         link = self._pace.learn(planned=self.plan is not None)
         kind.watched = True
         if kind.plan is not None:
@@ -314,7 +303,7 @@ class Planner:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
             seen.take_times_of_device()
-            facts = seen.facts(link, self._mover.read_ahead_bytes)
+            facts = seen.facts(link, self._ledger.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(len(facts.saved)))
             kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
             self._set(kind, self._decide(facts, budget_bytes))
@@ -347,7 +336,7 @@ class Planner:
         if line is not None:
             before_s = expected_s + replayed_s if plan.measured is None else plan.measured.step_s
             step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
-        plan = replace(plan, measured=Measured(step_s, seen.peak_bytes))
+        plan = replace(plan, measured=Measured(step_s, self._ledger.watched_peak_bytes))
         computed_s = step_s - lost_s
         if line is not None:  # what made the watched steps slow there was the host; second runs took as they will
             computed_s -= replayed_s
@@ -398,6 +387,7 @@ class Planner:
         if self._now is None:
             self._now = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
             self._mover.cost.mark_waits(self._now.timeline)
+            self._ledger.watch_peak()
         return self._now
 
     def _at(self, seen: Watch) -> float:
