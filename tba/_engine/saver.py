@@ -97,8 +97,11 @@ class Saver(ForkAware):
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        parts = model, self.mover, config, self.ledger, lossy, self.pack, self.unpack
-        self.planner = Planner(*parts) if config.tier == "auto" else None
+        self.planner = None
+        if config.tier == "auto":
+            cost, allowance, in_flight_bytes = self.mover.cost, self.mover.allowance, self.mover.limits.staging_bytes
+            parts = self.lock, self.ledger, cost, allowance, in_flight_bytes
+            self.planner = Planner(config, model, *parts, lossy=lossy, keep=self.pack, give=self.unpack)
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.ledger.look_at_room)
@@ -326,7 +329,7 @@ class Saver(ForkAware):
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
                 light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
-                self.planner.begin_forward(key)
+                self.planner.begin_forward(key, self.mover.capacity_bytes)
                 # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
                 self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)
         return rests and not self.rest.counts
@@ -461,7 +464,13 @@ class Saver(ForkAware):
         planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
             entries = light.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
-            self.planner.end_step(whole=not counted and (light.course is not None or not light.turned), course=entries)
+            self.planner.end_step(
+                whole=not counted and (light.course is not None or not light.turned),
+                course=entries,
+                sent_bytes=moved_bytes,
+                on_device=mover.copies.used,
+                capacity_bytes=mover.capacity_bytes,
+            )
         if not counted:
             self.rest.end_step(
                 planned=planned,

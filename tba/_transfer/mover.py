@@ -405,7 +405,7 @@ class Mover:
         """Give back memory and disk blocks that the last step did not use."""
         self.sent_bytes = 0
         self.failures.end_step()
-        self.cost = Cost()
+        self.cost.end_step()
         self.recorder.end_step()
         self.memory.trim()
         if self.store is not None and not self.closed:
@@ -450,6 +450,11 @@ class Mover:
         streams.finish()
         self.memory.close()
         self.allowance.close()
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that the store may hold at once; None for no limit, or no store yet."""
+        return None if self.store is None else self.store.capacity_bytes
 
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""
