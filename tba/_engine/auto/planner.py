@@ -52,6 +52,7 @@ from ..._plan.facts import OUTSIDE, Cap, Facts, Link
 from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
 from ..._plan.prefix import prefix
+from ..._plan.replan import Shown, follow_up, pace
 from ..._record.record import DERIVED, Record
 from ..._torch.private import recomputes, transforming
 from ..._transfer.cost import Cost
@@ -64,15 +65,7 @@ from .write_cap import write_cap
 _MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
-_SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
-_DRIFT = 1.1  # and one from where on it is simulated anew, as it stands
-_OTHER_BUDGET = 0.1  # share by which the budget has changed since
-_WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
-_OTHER_CAP = 1.5  # times as many bytes that may move as before
-_OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
-_OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
-_FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
 
 
 class _Thread(threading.local):
@@ -139,6 +132,7 @@ class Planner:
         self._now: Watch | None = None
         self._thread = _Thread()
         self._capacity_bytes: int | None = None
+        self._steps = 0  # ended so far
         self._pace = Pace(config, cost, in_flight_bytes)
 
     @property
@@ -181,7 +175,7 @@ class Planner:
         if self._strict and kind.plan is not None and not kind.plan.fits:
             facts = replace(kind.plan.facts, cap=self._cap(kind.plan.facts))
             plan = self._decide(facts, self._ledger.look_at_room())  # the disk and the day have room again, maybe
-            self._set(kind, plan)
+            self._set(kind, replace(plan, reason="the one before did not fit"))
             if not plan.fits:
                 raise BudgetError(plan.shortfall())
         self._begin(kind)
@@ -329,6 +323,7 @@ class Planner:
             capacity_bytes: as in `begin_forward`.
         """
         self._capacity_bytes = capacity_bytes
+        self._steps += 1
         seen, whole = self._now, whole and not self._spoilt
         self.forget()
         if whole and seen is not None and seen.turned:
@@ -358,7 +353,8 @@ class Planner:
             facts = seen.facts(link, self._ledger.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(facts))
             kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
-            self._set(kind, self._decide(facts, budget_bytes))
+            reason = "the step saved other tensors than planned" if kind.departures else ""
+            self._set(kind, replace(self._decide(facts, budget_bytes), reason=reason))
             kind.visits = [module for module, _, _ in seen.visits]
         elif surveyed:  # none is seen inside compiled code: then there are no blocks
             chosen = seen.inside if self._named else find.blocks(seen.inside)
@@ -372,7 +368,7 @@ class Planner:
         return bool(kind.modules)
 
     def _follow(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
-        """Compare a planned step with its plan, which is made anew where too much has changed."""
+        """Compare a planned step with its plan, which is made anew if too much has changed."""
         plan = kind.plan
         assert plan is not None
         if seen.departed:
@@ -380,34 +376,22 @@ class Planner:
             kind.departures += 1
             return
         kind.departures = 0
-        late = kind.compare(self._cost.waited_s)
-        drift = (link := link.slowed(kind.slower)).times(plan.facts.link)
-        weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
+        waits_otherwise = kind.compare(self._cost.waited_s)
         step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
-        expected_s, replayed_s = plan.facts.step_s, plan.predicted.replayed_s
         if line is not None:
-            before_s = expected_s + replayed_s if plan.measured is None else plan.measured.step_s
+            before_s = plan.facts.step_s + plan.predicted.replayed_s
+            before_s = before_s if plan.measured is None else plan.measured.step_s
             step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
-        plan = replace(plan, measured=Measured(step_s, self._ledger.watched_peak_bytes))
-        computed_s = step_s - lost_s
-        if line is not None:  # what made the watched steps slow there was the host; second runs took as they will
-            computed_s -= replayed_s
-        else:
-            expected_s += replayed_s
-        ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
-        changed = late or drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
-        changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
-        facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(plan.facts))
-        changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
-        changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
-        changed = changed or facts.most_moved_bytes > _OTHER_CAP * plan.facts.most_moved_bytes
-        if changed or drift > _DRIFT:
-            facts = replace(facts.scaled(ratio**weight, replays=line is None), link=link)
-            still = plan.under(facts, budget_bytes)
-            new = self._decide(facts, budget_bytes) if changed or not still.fits else still
-            stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
-            plan = still if stays else new
-        self._set(kind, plan)
+        facts = plan.facts.holding(seen.held_by_place())
+        shown = Shown(
+            facts=replace(facts, cap=self._cap(facts), link=link.slowed(kind.slower)),
+            budget_bytes=budget_bytes,
+            measured=Measured(step_s, self._ledger.watched_peak_bytes),
+            pace=pace(plan, step_s, lost_s, replays=line is None),
+            replays=line is None,
+            waited_s=self._cost.waited_s if waits_otherwise else None,
+        )
+        self._set(kind, follow_up(plan, shown, self._decide))
 
     def _decide(self, facts: Facts, budget_bytes: int) -> Plan:
         if self._by_rule:
@@ -422,9 +406,11 @@ class Planner:
 
     def _set(self, kind: Kind, plan: Plan) -> None:
         if kind.plan is None or not plan.decides_as(kind.plan):
-            # The next step's blocks of memory lie otherwise: what this one has left free would stay beside them.
+            # The new plan allocates differently: what this step's has left free would stay beside it.
             release()
             kind.course = None
+        if plan.reason and not plan.made_in:
+            plan = replace(plan, made_in=self._steps)
         kind.plan = self.plan = plan
         kind.sends = plan.sends
         nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}
@@ -456,11 +442,11 @@ class Planner:
         thread, seen = self._thread, self._seen()
         since_s = self._pace.at(seen)
         begun = seen.timeline.step_aside() if seen.timeline is not None else None
-        thread.aside = True
+        within, thread.aside = thread.aside, True
         try:
             yield
         finally:
-            thread.aside = False
+            thread.aside = within
             with self._lock:
                 seen.aside_s += self._pace.at(seen) - since_s
                 if seen.timeline is not None:
