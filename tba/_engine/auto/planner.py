@@ -39,9 +39,10 @@ from io_backends import interrupts
 from ..._blocks import find
 from ..._blocks.forwards import Forwards
 from ..._blocks.recompute import recompute
+from ..._blocks.shared_storages import AtHand
 from ..._blocks.timeline import Timeline
 from ..._blocks.trial import Trial, Verdict
-from ..._blocks.watch import Places, Watch, by_storage
+from ..._blocks.watch import Places, Watch
 from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
@@ -74,11 +75,13 @@ class _Thread(threading.local):
     Attributes:
         block: whose forward it runs, by the number of the visit; OUTSIDE of all.
         aside: it does what is none of the step's own: the second run of a trial, say.
+        at_hand: what that block was given, or what the last one has returned.
         saved_bytes: by it, before any codec.
     """
 
     block = OUTSIDE
     aside = False
+    at_hand = AtHand()
     saved_bytes = 0
 
 
@@ -214,13 +217,13 @@ class Planner:
         with self._lock:
             seen = self._seen()
             visit = thread.block = seen.visit(module, self._at(seen), args)
-        seen.near = by_storage((args, kwargs))
+        thread.at_hand = AtHand((args, kwargs))
         out = None
         try:
             out = self._call(visit, module, forward, args, kwargs)
             return out
         finally:
-            thread.block, seen.near = OUTSIDE, by_storage(out)
+            thread.block, thread.at_hand = OUTSIDE, AtHand(out)
 
     @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -255,7 +258,7 @@ class Planner:
             return False
         if seen.departed:
             return False
-        place = kind.places.find(seen, thread.block, record.root(), nbytes)
+        place = kind.places.find(seen, thread.block, thread.at_hand, record.root(), nbytes)
         if place is None:
             seen.departed = thread.block not in kind.plan.recomputed
             return False
@@ -269,7 +272,7 @@ class Planner:
             if self.saved(record):
                 record.go()
         elif self.kind.plan is None and self._now is not None and not (self._thread.aside or self._now.turned):
-            self._now.again(self._thread.block, record.number, record.root())
+            self._now.again(self._thread.block, record.number, self._thread.at_hand, record.root())
 
     def packed(self, record: Record) -> None:
         """Note that a record's operator has finished; what a codec has left of it, or that others give it again."""
@@ -352,7 +355,7 @@ class Planner:
             seen.take_times_of_device()
             facts = seen.facts(link, self._ledger.read_ahead_bytes)
             facts = replace(facts, cap=self._cap(facts))
-            kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
+            kind.places = Places(shared=seen.shared)
             reason = "the step saved other tensors than planned" if kind.departures else ""
             self._set(kind, replace(self._decide(facts, budget_bytes), reason=reason))
             kind.visits = [module for module, _, _ in seen.visits]
