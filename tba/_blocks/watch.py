@@ -18,7 +18,7 @@ from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .._torch.modes import quiet
 from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
-from .trial import Verdict
+from .trial import Trial, Verdict
 
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
 
@@ -55,7 +55,8 @@ class Watch:
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
         visits: of blocks: the module, when its forward began, bytes of its input.
-        verdicts: what trials have found, by visit.
+        trials: of blocks, by visit.
+        untried: why a block must not recompute whose trial has found nothing.
         counts: storages saved so far, by block.
         shared: what is saved by a block and again elsewhere: it is none of that block's.
         met: places of shared storages that a planned step has saved outside of the blocks that saved them first.
@@ -76,7 +77,8 @@ class Watch:
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
     visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)
+    untried: str = ""
     counts: dict[int, int] = field(default_factory=dict)
     shared: SharedStorages = field(default_factory=SharedStorages)
     met: set[Place] = field(default_factory=set)
@@ -162,7 +164,8 @@ class Watch:
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
         for visit, (_, _, input_bytes) in enumerate(self.visits):
-            verdict = self.verdicts.get(visit, Verdict(None, "its second run was not seen"))
+            trial = self.trials.get(visit)
+            verdict = (trial.verdict if trial is not None else None) or Verdict(None, self.untried)
             replay_s = verdict.seconds
             if replay_s is not None and visit + 1 < len(begins_s):
                 # Beside the transfers of backward a trial may take longer than a replay will.

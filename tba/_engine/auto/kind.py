@@ -9,7 +9,6 @@ from torch import nn
 
 from ..._blocks.watch import Places
 from ..._memory.ledger import Expected
-from ..._plan.facts import Place
 from ..._plan.plan import Plan
 from .course import Entry
 
@@ -40,7 +39,6 @@ class Kind:
     departures: int = 0
     visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
     plan: Plan | None = None
-    sends: dict[Place, int] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
     course: list[Entry] | None = None
     slower: float = 1.0
@@ -51,7 +49,7 @@ class Kind:
         plan = self.plan
         if plan is None:
             return Expected(trial_bytes=self.block_bytes if tries else 0)
-        return Expected(sum(self.sends.values()), plan.facts.largest_bytes, plan.facts.replay_bytes(plan.recomputed))
+        return Expected(sum(plan.sends.values()), plan.facts.largest_bytes, plan.facts.replay_bytes(plan.recomputed))
 
     def compare(self, waited_s: float) -> bool:
         """Compare how long a step by plan has waited with what the plan foresees; whether `slower` has changed.

@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ from ..._blocks.forwards import Forwards
 from ..._blocks.recompute import recompute
 from ..._blocks.shared_storages import AtHand
 from ..._blocks.timeline import Timeline
-from ..._blocks.trial import Trial, Verdict
+from ..._blocks.trial import Trial
 from ..._blocks.watch import Places, Watch
 from ..._config import OffloadConfig
 from ..._errors import BudgetError
@@ -231,11 +230,9 @@ class Planner:
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
                 return recompute(module, forward, args, kwargs, self._keep, self._give)
-        elif self._lossy:
-            seen.verdicts[visit] = Verdict(None, _LOSSY)
-        else:
-            found = partial(seen.verdicts.__setitem__, visit)
-            return Trial(module, forward, self._keep, self._give, self._apart, found).call(args, kwargs)
+        elif not self._lossy:
+            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart)
+            return trial.call(args, kwargs)
         return forward(*args, **kwargs)
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
@@ -264,7 +261,7 @@ class Planner:
             return False
         if self._compresses:
             seen.saved[record.number] = place, nbytes, 0.0
-        return place in kind.sends
+        return place in kind.plan.sends
 
     def joined(self, record: Record) -> None:
         """Note that a record is saved once more."""
@@ -375,7 +372,7 @@ class Planner:
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.plan, kind.sends, kind.places, kind.course = None, {}, Places(), None
+            kind.plan, kind.places, kind.course = None, Places(), None
             kind.departures += 1
             return
         kind.departures = 0
@@ -415,7 +412,6 @@ class Planner:
         if plan.reason and not plan.made_in:
             plan = replace(plan, made_in=self._steps)
         kind.plan = self.plan = plan
-        kind.sends = plan.sends
         nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}
         kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed)
 
@@ -426,7 +422,8 @@ class Planner:
         if self._now is None:
             with self._lock:
                 if self._now is None:
-                    seen = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
+                    untried = _LOSSY if self._lossy else "its second run was not seen"
+                    seen = Watch(clock.current.now_s(), untried=untried, timeline=Timeline.of(self._model()))
                     self._cost.mark_waits(seen.timeline)
                     self._ledger.watch_peak()
                     self._now = seen  # last: others look at it without the lock
