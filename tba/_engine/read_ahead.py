@@ -17,7 +17,6 @@ from collections.abc import Callable
 from io_backends import interrupts
 
 from .._memory import shortage
-from .._memory.ledger import Ledger
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
 from .._record.record import (
@@ -47,14 +46,12 @@ class ReadAhead:
         step_number: of the first record of this step.
     """
 
-    def __init__(
-        self, mover: Mover, ledger: Ledger, write_behind: WriteBehind, finish_operator: Callable[[Record], None]
-    ) -> None:
+    def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
         self.step_number = 0
         self._mover = mover
-        self._ledger = ledger
         self._write_behind = write_behind
+        self._ledger = write_behind.ledger
         self._finish_operator = finish_operator
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
@@ -197,7 +194,7 @@ class ReadAhead:
         elif record.state is PENDING:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
-        self._ledger.read_back(record.nbytes)
+        self._ledger.count_read_back(record.nbytes)
         if self._ledger.may_peak():
             self._ledger.note(self._still_out_bytes())
 
@@ -251,7 +248,7 @@ class ReadAhead:
         return nbytes
 
     def _leave(self, number: int) -> None:
-        self._ledger.read_back(-self._members.pop(number, 0))
+        self._ledger.count_read_back(-self._members.pop(number, 0))
         self._used_up.pop(number, None)
         self._out.pop(number, None)
 

@@ -99,22 +99,31 @@ class Saver(ForkAware):
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
         self.planner = None
         if config.tier == "auto":
-            cost, allowance, in_flight_bytes = self.mover.cost, self.mover.allowance, self.mover.limits.staging_bytes
-            parts = self.lock, self.ledger, cost, allowance, in_flight_bytes
-            self.planner = Planner(config, model, *parts, lossy=lossy, keep=self.pack, give=self.unpack)
+            self.planner = Planner(
+                config,
+                model,
+                lock=self.lock,
+                ledger=self.ledger,
+                cost=self.mover.cost,
+                allowance=self.mover.allowance,
+                in_flight_bytes=self.mover.limits.staging_bytes,
+                lossy=lossy,
+                keep=self.pack,
+                give=self.unpack,
+            )
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.ledger.look_at_room)
         departs = self.planner.depart if self.planner is not None else bool
         self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
-        self.read_ahead = ReadAhead(self.mover, self.ledger, self.write_behind, self.pending.wanted)
+        self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
         self._packing = Packing(
             config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
         )
         self._remains = self._packing.remains
-        self._passing = Passing(self.light, self.ledger, self.write_behind, self.pending, self.read_ahead, self.planner)
+        self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
         given = self.settle, self._remains, self.planner, self._passing
         self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, self.steps, self._readings, *given)
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor

@@ -27,6 +27,7 @@ class WriteBehind:
     """Queue of records on their way out, as slow as memory allows.
 
     Attributes:
+        ledger: counts what is held, and says how much may be.
         members: by number, oldest first: bytes of each. A plain dict would scan deleted slots to reach the oldest.
     """
 
@@ -34,7 +35,7 @@ class WriteBehind:
         self.members: OrderedDict[int, tuple[weakref.ref[Record], int]] = OrderedDict()
         self._stays = config.tier == "auto"  # what memory has room for is not sent by `send_all`
         self._mover = mover
-        self._ledger = ledger
+        self.ledger = ledger
         self._counters = counters
         self._progress = Progress(config.tier, counters)
         self._going: list[int] = []  # members that are to go by plan, a few at a time
@@ -45,25 +46,25 @@ class WriteBehind:
         """Hold a record whose operator has finished, and send the oldest if that is too much."""
         record.hold()
         self.members[record.number] = record.ref, record.nbytes
-        self._ledger.hold(record.nbytes, record.plain_bytes, record.device)
+        self.ledger.hold(record.nbytes, record.plain_bytes, record.device)
         if record.goes:
             self._going.append(record.number)
             self._going_bytes += record.nbytes
             self._planned_bytes += record.nbytes
         self._make_room(record.goes)
-        if self._ledger.held_bytes > self._counters.held_bytes:
-            self._counters.held_bytes = self._ledger.held_bytes
+        if self.ledger.held_bytes > self._counters.held_bytes:
+            self._counters.held_bytes = self.ledger.held_bytes
         self.tell_progress()
 
     def hold_again(self, record: Record) -> None:
         """Hold a record that backward has had and its graph still owns; it is the first to go."""
         self.members[record.number] = record.ref, record.nbytes
         self.members.move_to_end(record.number, last=False)
-        self._ledger.hold_again(record.nbytes)
+        self.ledger.count_held(record.nbytes)
 
     def count(self, packed: tuple[Any, ...], nbytes: int) -> None:
         """Count bytes that stay without a record, as long as their graph has them."""
-        self._ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached)
+        self.ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached)
 
     def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
         """Count them, and wait if they are too much."""
@@ -80,7 +81,7 @@ class WriteBehind:
 
         `goes`: there is more of it than before.
         """
-        ledger, over_bytes = self._ledger, self._ledger.over_bytes
+        ledger, over_bytes = self.ledger, self.ledger.over_bytes
         if not (goes or over_bytes > 0):
             return
         limit_bytes, hold_bytes = ledger.limit_bytes, ledger.hold_bytes
@@ -109,13 +110,13 @@ class WriteBehind:
     def bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
         _, nbytes = self.members.pop(remains.number, (None, 0))
-        self._ledger.release(nbytes)
+        self.ledger.count_held(-nbytes)
         if self._mover.recorder.trace is not None:
-            self._ledger.note()
+            self.ledger.note()
 
     def _send(self, held_bytes: int) -> None:
         """Send the oldest until no more than so many bytes are held."""
-        while self.members and self._ledger.held_bytes > held_bytes:
+        while self.members and self.ledger.held_bytes > held_bytes:
             self._send_one(next(iter(self.members)))
 
     def _send_going(self) -> None:
@@ -126,7 +127,7 @@ class WriteBehind:
 
     def _send_one(self, number: int) -> None:
         reference, nbytes = self.members.pop(number)
-        self._ledger.release(nbytes)
+        self.ledger.count_held(-nbytes)
         record = reference()
         if record is None:
             return
@@ -139,5 +140,5 @@ class WriteBehind:
         """Send a record that is not held; returns why, if it stays after all."""
         why_not = self._mover.send(record)
         if why_not is None:
-            self._ledger.sent(record.nbytes)
+            self.ledger.sent(record.nbytes)
         return why_not

@@ -117,15 +117,11 @@ class Ledger:
             self._room.fill(nbytes, device, self.held_bytes)
         self.note()
 
-    def hold_again(self, nbytes: int) -> None:
-        """Count a record that backward has used as held once more."""
+    def count_held(self, nbytes: int) -> None:
+        """Count a record that is held once more; below 0, one that is sent or has died."""
         self.held_bytes += nbytes
 
-    def release(self, nbytes: int) -> None:
-        """Count a record as held no longer: it is sent, or has died."""
-        self.held_bytes -= nbytes
-
-    def read_back(self, nbytes: int) -> None:
+    def count_read_back(self, nbytes: int) -> None:
         """Count a record that read-ahead has in memory; below 0, one that it has no longer."""
         self.read_back_bytes += nbytes
 

@@ -35,9 +35,9 @@ def test_all_that_is_in_memory_is_counted_once() -> None:
     graph = torch.zeros(1)
     made.hold(4, 4, CPU)
     made.hold(6, 8, CPU)
-    made.release(4)
+    made.count_held(-4)
     staging.bytes = 4
-    made.read_back(3)
+    made.count_read_back(3)
     made.keep(graph, 2, shared=False)
     assert made.in_memory_bytes == 6 + 4 + 3 + 2
     assert counters.peak_bytes == 15
@@ -97,7 +97,7 @@ def test_what_cannot_be_sent_leaves_less_to_hold_under_a_set_budget() -> None:
     made, staging, _ = ledger(memory_budget="10MiB")
     made.look_at_room()
     made.hold(MIB, MIB, CPU)
-    made.read_back(2 * MIB)
+    made.count_read_back(2 * MIB)
     staging.bytes = 3 * MIB
     assert made.hold_bytes == (9 - 2) * MIB
     assert made.over_bytes == (1 + 3 - 7) * MIB
@@ -121,7 +121,7 @@ def test_other_tiers_share_a_window_that_grows_with_what_is_sent(tier: str) -> N
 def test_the_peak_of_a_step_is_looked_for_anew() -> None:
     made, _, counters = ledger(memory_budget="10MiB")
     made.hold(5, 5, CPU)
-    made.release(5)
+    made.count_held(-5)
     made.watch_peak()
     made.hold(3, 3, CPU)
     assert (made.watched_peak_bytes, counters.peak_bytes) == (3, 5)

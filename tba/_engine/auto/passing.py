@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..._memory.ledger import Ledger
 from ..._torch.private import sequence_nr
 from ..packing import Packed, as_it_is
 from ..pending import Pending
@@ -24,17 +23,11 @@ class Passing:
     """Packs tensors that stay in memory for sure, and counts those of a step that is planned."""
 
     def __init__(
-        self,
-        light: Light,
-        ledger: Ledger,
-        write_behind: WriteBehind,
-        pending: Pending,
-        read_ahead: ReadAhead,
-        planner: Planner | None,
+        self, light: Light, write_behind: WriteBehind, pending: Pending, read_ahead: ReadAhead, planner: Planner | None
     ) -> None:
         self._light = light
         self._write_behind = write_behind
-        self._ledger = ledger
+        self._ledger = write_behind.ledger
         self._pending = pending
         self._read_ahead = read_ahead
         self._planner = planner
