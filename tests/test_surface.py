@@ -134,7 +134,9 @@ FLOORS = {
     "tba": [
         ("_armed", "_errors"),
         ("_device", "_text"),
-        ("_config", "_memory", "_plan", "_stats", "_torch"),
+        ("_config", "_stats", "_torch"),
+        ("_memory",),
+        ("_plan",),
         ("_record", "_state"),
         ("_blocks",),
         ("_compress", "_derive", "_transfer"),

@@ -54,7 +54,9 @@ class Trial:
     Args:
         keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
         apart: makes a context for what is none of the step's own.
-        report: gets the verdict.
+
+    Attributes:
+        verdict: None until there is one.
     """
 
     def __init__(
@@ -64,14 +66,13 @@ class Trial:
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
         apart: Callable[[], AbstractContextManager[None]],
-        report: Callable[[Verdict], None],
     ) -> None:
+        self.verdict: Verdict | None = None
         self._module = module
         self._forward = forward
         self._keep = keep
         self._give = give
         self._apart = apart
-        self._report: Callable[[Verdict], None] | None = report
 
     @interrupts.lets_through
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -160,9 +161,8 @@ class Trial:
         return "", again.seconds
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
-        report, self._report = self._report, None
-        if report is not None:
-            report(Verdict(seconds, why_not))
+        if self.verdict is None:
+            self.verdict = Verdict(seconds, why_not)
 
 
 class _First(NamedTuple):

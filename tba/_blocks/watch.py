@@ -12,13 +12,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn, strided
+from torch import Tensor, nn
 
 from .._plan.facts import OUTSIDE, Block, Facts, Link, Place, Saved
 from .._torch.modes import quiet
-from .._torch.private import tree_leaves
+from .shared_storages import AtHand, SharedStorages, has_storage
 from .timeline import Timeline
-from .trial import Verdict
+from .trial import Trial, Verdict
 
 _APART_S = 1e-9  # of two times in a row, at least: their order is told by them
 
@@ -55,16 +55,14 @@ class Watch:
         asked: when backward asked for it first, by record number.
         freed: how many backward had asked for when its memory was given back, by record number.
         visits: of blocks: the module, when its forward began, bytes of its input.
-        verdicts: what trials have found, by visit.
+        trials: of blocks, by visit.
+        untried: why a block must not recompute whose trial has found nothing.
         counts: storages saved so far, by block.
-        shared: numbers of records that are saved by a block and again elsewhere: they are none of that block's.
-        lent: shared records that a block was given or has made, by where they are saved again.
-        found: places of shared storages that have been met in this step.
+        shared: what is saved by a block and again elsewhere: it is none of that block's.
+        met: places of shared storages that a planned step has saved outside of the blocks that saved them first.
         given: what blocks were given by position.
-        near: storages of the arguments of the block under way, or of the last one's results: positions, by id.
         inside: bytes that each module has saved that may be a block.
         nbytes: saved so far, before any codec.
-        peak_bytes: most that saved tensors have held in memory.
         aside_s: what trials have taken.
         timeline: where the model is on a device: when that did it all.
         step_s: until backward asked last, by the clock.
@@ -79,16 +77,14 @@ class Watch:
     asked: dict[int, float] = field(default_factory=dict)
     freed: dict[int, int] = field(default_factory=dict)
     visits: list[tuple[weakref.ref[nn.Module], float, int]] = field(default_factory=list)
-    verdicts: dict[int, Verdict] = field(default_factory=dict)
+    trials: dict[int, Trial] = field(default_factory=dict)
+    untried: str = ""
     counts: dict[int, int] = field(default_factory=dict)
-    shared: set[int] = field(default_factory=set)
-    lent: dict[tuple[int, int], int] = field(default_factory=dict)
-    found: set[Place] = field(default_factory=set)
+    shared: SharedStorages = field(default_factory=SharedStorages)
+    met: set[Place] = field(default_factory=set)
     given: Given = field(default_factory=Given)
-    near: dict[int, tuple[int, weakref.ref[Tensor]]] = field(default_factory=dict)
     inside: dict[nn.Module, int] = field(default_factory=dict)
     nbytes: int = 0
-    peak_bytes: int = 0
     aside_s: float = 0.0
     timeline: Timeline | None = None
     step_s: float = 0.0
@@ -107,35 +103,20 @@ class Watch:
             self.saved[number] = *saved[:2], at_s
             self.prompt.add(number)
 
-    def whereabouts(self, block: int, root: Tensor | None) -> tuple[int, int] | None:
-        """Give the stretch of the forward that is under way, and the position of a saved tensor in `near`, if any."""
-        found = self.near.get(id(root.untyped_storage())) if root is not None else None
-        if found is None or found[1]() is None:
-            return None
-        return 2 * len(self.visits) - (block != OUTSIDE), found[0]
+    def stretch(self, block: int) -> int:
+        """Number the stretch of forward that is under way, in a block or between two."""
+        return 2 * len(self.visits) - (block != OUTSIDE)
 
-    def again(self, block: int, number: int, root: Tensor | None) -> None:
+    def again(self, block: int, number: int, at_hand: AtHand, root: Tensor | None) -> None:
         """Note that `block` saves the record `number` once more."""
         first = self.saved.get(number)
-        if first is None or first[0].block in (OUTSIDE, block):
-            return
-        self.shared.add(number)
-        if (where := self.whereabouts(block, root)) is not None:
-            self.lent[where] = number
-
-    def elsewhere(self) -> dict[Place, Place]:
-        """Give what is shared its place outside of all blocks, by the place where it was saved first."""
-        places = [place for number, (place, _, _) in self.saved.items() if number in self.shared]
-        return {place: Place(OUTSIDE, -1 - number) for number, place in enumerate(places)}
-
-    def lends(self) -> dict[tuple[int, int], Place]:
-        """Give where else what is shared may be saved first: the place where it was, by the whereabouts."""
-        return {where: self.saved[number][0] for where, number in self.lent.items()}
+        if first is not None and first[0].block not in (OUTSIDE, block):
+            self.shared.again(number, at_hand.where(self.stretch(block), root))
 
     def visit(self, module: nn.Module, at_s: float, args: tuple[Any, ...]) -> int:
         """Note that a block's forward begins; returns the number of the visit."""
         with quiet():
-            nbytes = self.given.new_bytes(filter(_has_storage, args))
+            nbytes = self.given.new_bytes(filter(has_storage, args))
         self.visits.append((weakref.ref(module), at_s, nbytes))
         return len(self.visits) - 1
 
@@ -166,12 +147,12 @@ class Watch:
         asks_s = _ascending(self.asked.values())
         asked = dict(zip(self.asked, asks_s, strict=True))
         turn_s, last_s = asks_s[0], asks_s[-1]
-        elsewhere = self.elsewhere()
+        self.shared.settle({number: place for number, (place, _, _) in self.saved.items()})
         times_s = _ascending(saved_s for _, _, saved_s in self.saved.values())
         ends_s = [*(ask_s - turn_s for ask_s in asks_s), math.inf]  # the last: after all that was asked for
         saved = tuple(
             Saved(
-                elsewhere.get(place, place),
+                self.shared.outside.get(place, place),
                 self.held.get(number, nbytes),
                 min(saved_s, turn_s - _APART_S) if number in self.prompt else turn_s,
                 asked.get(number, last_s) - turn_s,
@@ -183,7 +164,8 @@ class Watch:
         blocks = []
         begins_s = _ascending(begin_s for _, begin_s, _ in self.visits)
         for visit, (_, _, input_bytes) in enumerate(self.visits):
-            verdict = self.verdicts.get(visit, Verdict(None, "its second run was not seen"))
+            trial = self.trials.get(visit)
+            verdict = (trial.verdict if trial is not None else None) or Verdict(None, self.untried)
             replay_s = verdict.seconds
             if replay_s is not None and visit + 1 < len(begins_s):
                 # Beside the transfers of backward a trial may take longer than a replay will.
@@ -206,55 +188,41 @@ class Places:
 
     Attributes:
         nbytes: of what is saved there, before any codec, by place.
-        elsewhere: what is saved in a block and again after it: its place outside, by that in the block.
-        lends: its place in the block, by the whereabouts where else it may be saved first.
+        shared: storages that a block saves, and something outside of it.
         recomputed: blocks that run again.
     """
 
     nbytes: dict[Place, int] = field(default_factory=dict)
-    elsewhere: dict[Place, Place] = field(default_factory=dict)
-    lends: dict[tuple[int, int], Place] = field(default_factory=dict)
+    shared: SharedStorages = field(default_factory=SharedStorages)
     recomputed: frozenset[int] = frozenset()
 
-    def find(self, seen: Watch, block: int, root: Tensor | None, nbytes: int) -> Place | None:
+    def find(self, seen: Watch, block: int, at_hand: AtHand, root: Tensor | None, nbytes: int) -> Place | None:
         """Find the place of what `block` saves now; None if nothing of as many bytes is to be saved there."""
-        where = seen.whereabouts(block, root) if self.lends else None
-        first = self.lends.get(where) if where is not None else None
-        if first is not None and self._is_lent(seen, first, nbytes):
-            return self._lent(seen, first)
+        first = self.shared.first(at_hand.where(seen.stretch(block), root))
+        if first is not None and self._is_missing(seen, first, nbytes):
+            return self._meet(seen, first)
         inside = seen.place(block)
-        place = self.elsewhere.get(inside, inside)
+        place = self.shared.outside.get(inside, inside)
         runs_again = block in self.recomputed  # it saves its input first, whatever it saved first before
         if self.nbytes.get(place) == nbytes and not (runs_again and place == inside):
             return place
         if runs_again:
             return None
-        first = next((each for each in self.elsewhere if self._is_lent(seen, each, nbytes)), None)
+        first = next((each for each in self.shared.outside if self._is_missing(seen, each, nbytes)), None)
         if first is None:
             return None
         seen.counts[block] -= 1
-        return self._lent(seen, first)
+        return self._meet(seen, first)
 
-    def _is_lent(self, seen: Watch, first: Place, nbytes: int) -> bool:
-        """Whether what `first` was the place of is still to be saved, as its block recomputes."""
-        place = self.elsewhere[first]
-        return first.block in self.recomputed and place not in seen.found and self.nbytes.get(place) == nbytes
+    def _is_missing(self, seen: Watch, first: Place, nbytes: int) -> bool:
+        """Whether what was saved first at `first` is still to be saved, as its block recomputes."""
+        place = self.shared.outside[first]
+        return first.block in self.recomputed and place not in seen.met and self.nbytes.get(place) == nbytes
 
-    def _lent(self, seen: Watch, first: Place) -> Place:
-        place = self.elsewhere[first]
-        seen.found.add(place)
+    def _meet(self, seen: Watch, first: Place) -> Place:
+        place = self.shared.outside[first]
+        seen.met.add(place)
         return place
-
-
-def by_storage(value: Any) -> dict[int, tuple[int, weakref.ref[Tensor]]]:
-    """Number the tensors of a block's arguments or results; by id of their storage, while they live."""
-    with quiet():
-        tensors = filter(_has_storage, tree_leaves(value))
-        return {id(leaf.untyped_storage()): (place, weakref.ref(leaf)) for place, leaf in enumerate(tensors)}
-
-
-def _has_storage(value: Any) -> bool:
-    return type(value) is Tensor and value.layout is strided
 
 
 def _ascending(times_s: Iterable[float]) -> list[float]:

@@ -43,16 +43,15 @@ class ReadAhead:
 
     Attributes:
         records: all live ones, by number, ascending.
-        nbytes: what counts for the budget now.
         step_number: of the first record of this step.
     """
 
     def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
-        self.nbytes = 0
         self.step_number = 0
         self._mover = mover
         self._write_behind = write_behind
+        self._ledger = write_behind.ledger
         self._finish_operator = finish_operator
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
@@ -60,6 +59,11 @@ class ReadAhead:
         self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
         self._out: dict[int, int] = {}  # those of them that were on their way out when they were brought
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that count for the budget now."""
+        return self._ledger.read_back_bytes
 
     def ask(self, record: Record, task: int) -> bool:
         """Note that backward (graph task `task`) asks for a record; False if it has asked before."""
@@ -79,7 +83,7 @@ class ReadAhead:
         if record.state is PENDING:
             self._finish_operator(record)
         if not self._is_here(record):
-            self._make_room(record, record, self._budget_bytes(), evict_unused=True)
+            self._make_room(record, record, self._ledger.read_bytes, evict_unused=True)
             self._bring(record)
         if record.state is READING:
             self.advance(task, record)
@@ -93,7 +97,7 @@ class ReadAhead:
         walk = self._walks.get(task)
         if walk is None or not self.records:
             return
-        budget_bytes = self._budget_bytes()
+        budget_bytes = self._ledger.read_bytes
         full = self._members and self.nbytes + read_burst_bytes(budget_bytes) > budget_bytes
         # Nobody else could make room.
         if full and len(self._used_up) == (current is not None and current.number in self._used_up):
@@ -165,7 +169,7 @@ class ReadAhead:
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
-        if self._write_behind.limited:
+        if self._ledger.limited:
             for number in list(self._members):
                 if (record := self._record(number)) is not None:
                     self._evict(record, waits=False)
@@ -190,10 +194,9 @@ class ReadAhead:
         elif record.state is PENDING:
             self._finish_operator(record)
         self._members[record.number] = record.nbytes
-        self.nbytes += record.nbytes
-        self._write_behind.brought_bytes = self.nbytes
-        if self._write_behind.may_peak():
-            self._write_behind.note(self._still_out_bytes())
+        self._ledger.count_read_back(record.nbytes)
+        if self._ledger.may_peak():
+            self._ledger.note(self._still_out_bytes())
 
     def _still_out_bytes(self) -> int:
         """Bytes of what counts here and is still on its way out, where it counts too."""
@@ -207,15 +210,11 @@ class ReadAhead:
         """Whether the record counts already, for this budget or for write-behind's, or never moves."""
         return record.stays or record.number in self._members or record.number in self._write_behind.members
 
-    def _budget_bytes(self) -> int:
-        """Bytes that may be resident here now; what write-behind holds comes first, as it was saved last."""
-        return min(self._write_behind.read_bytes, self._mover.read_ahead_bytes)
-
     def _make_room(self, wanted: Record, current: Record | None, budget_bytes: int, *, evict_unused: bool) -> bool:
         need = self.nbytes + wanted.nbytes - budget_bytes
         if need <= 0:
             return True
-        alone = not self._write_behind.limited  # then what is larger than the budget may be read ahead on its own
+        alone = not self._ledger.limited  # then what is larger than the budget may be read ahead on its own
         for members in (self._used_up, self._members) if evict_unused else (self._used_up,):
             for number in list(members):
                 record = self._record(number)
@@ -242,15 +241,14 @@ class ReadAhead:
             if not waits:
                 self._write_behind.hold_again(record)
                 return 0
-            return nbytes if self._mover.send(record) is None else 0
+            return nbytes if self._write_behind.send(record) is None else 0
         else:
             record.drop()
         self._leave(record.number)
         return nbytes
 
     def _leave(self, number: int) -> None:
-        self.nbytes -= self._members.pop(number, 0)
-        self._write_behind.brought_bytes = self.nbytes
+        self._ledger.count_read_back(-self._members.pop(number, 0))
         self._used_up.pop(number, None)
         self._out.pop(number, None)
 

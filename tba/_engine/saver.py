@@ -40,6 +40,7 @@ from .._derive.worth import Worth
 from .._device import streams
 from .._errors import OffloadError, OffloadWarning, edited_in_place
 from .._memory import shortage
+from .._memory.ledger import Ledger
 from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
@@ -89,16 +90,30 @@ class Saver(ForkAware):
         self._marked = False  # the model's weights, in this step
         self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
         self.recorder = self.mover.recorder
-        self.write_behind = WriteBehind(config, self.mover, self.counters, model)
+        limits, pressure, in_flight = self.mover.limits, self.mover.pressure, self.mover.staging
+        self.ledger = Ledger(config, limits, pressure, in_flight, self.counters, self.recorder, model)
+        self.write_behind = WriteBehind(config, self.mover, self.ledger, self.counters)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        parts = model, self.mover, config, self.write_behind, lossy, self.pack, self.unpack
-        self.planner = Planner(*parts) if config.tier == "auto" else None
+        self.planner = None
+        if config.tier == "auto":
+            self.planner = Planner(
+                config,
+                model,
+                lock=self.lock,
+                ledger=self.ledger,
+                cost=self.mover.cost,
+                allowance=self.mover.allowance,
+                in_flight_bytes=self.mover.limits.staging_bytes,
+                lossy=lossy,
+                keep=self.pack,
+                give=self.unpack,
+            )
         told = self.planner.packed if self.planner is not None else None
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
-        self.rest = Rest.of(config, model, self.write_behind.look_at_room)
+        self.rest = Rest.of(config, model, self.ledger.look_at_room)
         departs = self.planner.depart if self.planner is not None else bool
         self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
@@ -319,11 +334,11 @@ class Saver(ForkAware):
                 self._passing.begin_anew()
             key = self.rest.key(args, kwargs) if self.watches else None
             rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
-            light, has_room = self.light, self.write_behind.has_room
+            light, has_room = self.light, self.ledger.has_room
             if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
                 light.begin_counting()
             if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
-                self.planner.begin_forward(key)
+                self.planner.begin_forward(key, self.mover.capacity_bytes)
                 # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
                 self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)
         return rests and not self.rest.counts
@@ -430,6 +445,8 @@ class Saver(ForkAware):
             remains = self._remains.popleft()
             self.read_ahead.bury(remains)
             self.write_behind.bury(remains)
+            if self.planner is not None:
+                self.planner.freed(remains.number)
             if remains.write is not None:
                 self.mover.discard(remains.write)
         while self._saved_aside:
@@ -455,19 +472,26 @@ class Saver(ForkAware):
         counted = light.on and light.course is None
         planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
-            entries = light.written_down if moved_bytes <= self.write_behind.plan_bytes else None
-            self.planner.end_step(whole=not counted and (light.course is not None or not light.turned), course=entries)
+            entries = light.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
+            self.planner.end_step(
+                whole=not counted and (light.course is not None or not light.turned),
+                course=entries,
+                sent_bytes=moved_bytes,
+                on_device=mover.copies.used,
+                capacity_bytes=mover.capacity_bytes,
+            )
         if not counted:
             self.rest.end_step(
                 planned=planned,
                 kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
                 moved_bytes=moved_bytes,
                 failures=mover.failures.in_step,
-                room_bytes=self.write_behind.room_bytes,
+                room_bytes=self.ledger.room_bytes,
             )
-        light.end_step(self.write_behind.room_bytes if self.rest.resting else None)
+        light.end_step(self.ledger.room_bytes if self.rest.resting else None)
         self._packing.end_step(moves=self._moves or moved_bytes > 0)
         self.write_behind.end_step()
+        self.ledger.end_step()
         self._marked = False
         mover.end_step()
         self._readings.take()

@@ -251,7 +251,7 @@ def _placed(watch: _Watch, turn_s: float, end_s: float) -> tuple[list[int], tupl
         place = Place(block, counts.get(block, 0))
         counts[block] = place.number + 1
         if block != OUTSIDE and any(block_of(within) != block for within in entry.again_within):
-            shared += 1  # saved elsewhere too, it is none of the block's, as in `Watch.elsewhere`
+            shared += 1  # saved elsewhere too, it is none of the block's, as in `SharedStorages`
             place = Place(OUTSIDE, -shared)
         wanted_s = end_s if entry.wanted_s is None else entry.wanted_s
         saved.append(Saved(place, entry.nbytes, entry.saved_s, wanted_s - turn_s))

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
 
+from .._memory.ledger import held_limit_bytes
 from .bound import least_s
 from .facts import Facts
 from .plan import Plan
@@ -167,9 +168,8 @@ def _pays(facts: Facts, number: int) -> bool:
 def movable(facts: Facts, recomputed: frozenset[int], budget_bytes: int) -> list[int]:
     """List what may move, in order of forward: not what backward asks for before a write of it would be done."""
     found, late_bytes = [], 0
-    window_bytes = min(
-        facts.read_ahead_bytes + facts.replay_bytes(recomputed), (budget_bytes - facts.largest_bytes) // 2
-    )
+    limit_bytes = held_limit_bytes(budget_bytes, facts.largest_bytes)
+    window_bytes = min(facts.read_ahead_bytes + facts.replay_bytes(recomputed), limit_bytes // 2)
     for index in reversed(facts.movable):
         each = facts.saved[index]
         if each.place.block in recomputed:

@@ -40,6 +40,7 @@ class Plan:
         predicted: the step as simulated.
         measured: the last step that was carried out by it.
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
+        reason, made_in: why it took the place of another plan, and at the end of which step; "" and 0 if it did not.
     """
 
     facts: Facts
@@ -49,6 +50,8 @@ class Plan:
     predicted: Timeline
     measured: Measured | None = None
     decide: Callable[[Facts, int], Plan] | None = field(default=None, compare=False, repr=False)
+    reason: str = ""
+    made_in: int = 0
 
     @cached_property
     def sends(self) -> dict[Place, int]:
@@ -145,11 +148,11 @@ class Plan:
         draw(self.predicted, self.budget_bytes, peak_bytes, path)
 
     def __str__(self) -> str:
-        return as_text(list(self._rows()), [])
+        return as_text(list(self._rows()), self._notes())
 
     def _repr_html_(self) -> str:
         """Show the table in a notebook."""
-        return as_html(list(self._rows()), heads=0)
+        return as_html(list(self._rows()), self._notes(), heads=0)
 
     def _rows(self) -> Iterator[tuple[str, str, str]]:
         facts, found = self.facts, self.predicted
@@ -187,6 +190,9 @@ class Plan:
             )
         for reason, count in sorted(self._refusals().items()):
             yield "  never recomputed", f"{count} blocks", reason
+
+    def _notes(self) -> list[str]:
+        return [f"planned anew at step {self.made_in:,}: {self.reason}"] if self.reason else []
 
     def _refusals(self) -> dict[str, int]:
         counts: dict[str, int] = {}

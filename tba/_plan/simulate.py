@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from .._memory.ledger import held_limit_bytes, read_limit_bytes
 from .facts import OUTSIDE, Facts
 from .policy import planned_burst_bytes, read_burst_bytes
 
@@ -235,7 +236,7 @@ def simulate(
         recomputed: indices in `facts.blocks`.
         budget_bytes: of memory, at which forward waits, if waiting helps.
     """
-    step = _Step(facts, budget_bytes - facts.largest_bytes)
+    step = _Step(facts, held_limit_bytes(budget_bytes, facts.largest_bytes))
     saved = facts.saved
     moved = {index for index in moved if saved[index].place.block not in recomputed and not facts.is_late(index)}
     _forward(step, moved, recomputed)
@@ -296,7 +297,7 @@ class _Backward:
         self._arrives: dict[int, float] = {}  # by what has been brought; at once what was still on its way out
         self._used: list[int] = []  # asked for, and not freed
         self._replayed: set[int] = set()
-        self._limit_bytes = step.limit_bytes - facts.replay_bytes(recomputed)  # of all but what a block has recomputed
+        self._replay_bytes = facts.replay_bytes(recomputed)
         self._waiting: dict[int, int] = {block: len(facts.by_block.get(block, ())) for block in recomputed}
 
     def run(self) -> None:
@@ -354,7 +355,8 @@ class _Backward:
         if not self._to_read:
             return
         step, facts = self._step, self._facts
-        budget_bytes = min(self._limit_bytes - step.out - step.kept, facts.read_ahead_bytes)
+        limit_bytes = read_limit_bytes(step.limit_bytes, self._replay_bytes, step.kept, step.out)
+        budget_bytes = min(limit_bytes, facts.read_ahead_bytes)
         full = step.back and step.back + read_burst_bytes(budget_bytes) > budget_bytes
         if full and not any(number in self._arrives for number in self._used[:-1]):
             return

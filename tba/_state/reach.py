@@ -93,6 +93,8 @@ _UNCALLED = frozenset(
     )
 )
 _MAKES = frozenset({"__init__", "__new__", "__post_init__"})
+# Those that have no attributes but what they contain.
+_CONTAINERS = frozenset({dict, OrderedDict, defaultdict, list, set, deque, tuple, frozenset})
 # What holds nothing, or nothing that changes.
 _PASSED = frozenset(
     {
@@ -177,32 +179,8 @@ class Reach:
         meet = self._meet
         if isinstance(value, Tensor):
             self._tensor(value, name)
-        elif isinstance(value, dict):
-            self._hold(Dict(value, name or kind.__name__))
-            for key in dict.keys(value):
-                meet(key, "", library)
-            for key, each in dict.items(value):
-                if isinstance(each, Tensor) and id(each) not in self._seen:
-                    self._seen[id(each)] = each
-                    self._tensor(each, key if type(key) is str else "")
-                meet(each, "", library)
-            if kind not in (dict, OrderedDict, defaultdict):
-                self._object(value, name, library=library)
-            elif isinstance(value, defaultdict):
-                meet(value.default_factory, "", library)
-        elif isinstance(value, (list, set, deque)):
-            make = List if isinstance(value, list) else Set if isinstance(value, set) else Deque
-            holder = make(value, name or kind.__name__)
-            self._hold(holder)
-            for each in holder.read():
-                meet(each, "", library)
-            if kind not in (list, set, deque):
-                self._object(value, name, library=library)
-        elif isinstance(value, (tuple, frozenset)):
-            for each in value:
-                meet(each, name, library)
-            if kind not in (tuple, frozenset):
-                self._object(value, name, library=library)
+        elif isinstance(value, (dict, list, set, deque, tuple, frozenset)):
+            self._container(value, name, library)
         elif kind is FunctionType:
             self._function(value)
         elif kind is MethodType:
@@ -240,6 +218,35 @@ class Reach:
             self._hold(state)
         elif not Kind.of(kind).stateless:
             self._object(value, name, library=library)
+
+    def _container(self, value: Any, name: str, library: bool) -> None:
+        """Walk on to what a container has; from one of a class of its own, to its attributes too."""
+        kind = type(value)
+        if isinstance(value, dict):
+            self._dict(value, name or kind.__name__, library)
+        elif isinstance(value, (tuple, frozenset)):
+            for each in value:
+                self._meet(each, name, library)
+        else:
+            make = List if isinstance(value, list) else Set if isinstance(value, set) else Deque
+            holder = make(value, name or kind.__name__)
+            self._hold(holder)
+            for each in holder.read():
+                self._meet(each, "", library)
+        if kind not in _CONTAINERS:
+            self._object(value, name, library=library)
+
+    def _dict(self, value: dict[Any, Any], name: str, library: bool) -> None:
+        self._hold(Dict(value, name))
+        for key in dict.keys(value):
+            self._meet(key, "", library)
+        for key, each in dict.items(value):
+            if isinstance(each, Tensor) and id(each) not in self._seen:
+                self._seen[id(each)] = each
+                self._tensor(each, key if type(key) is str else "")
+            self._meet(each, "", library)
+        if type(value) is defaultdict:
+            self._meet(value.default_factory, "", library)
 
     def _cache(self, function: Any, name: str) -> None:
         """Walk on from a function that remembers its results. How many those are shows in nothing but `cache_info`."""

@@ -91,6 +91,11 @@ class Cost:
         self.nbytes += nbytes
         self.cpu_s += cpu_s
 
+    def end_step(self) -> None:
+        """Begin anew with the next step."""
+        self.nbytes, self.cpu_s, self.least_cpu_s_per_byte, self.waited_s = 0, 0.0, 0.0, 0.0
+        self.out, self.back, self.device = Way(), Way(), None
+
     def mark_waits(self, device: Aside | None) -> None:
         """Mark waits on a device from now on, if the model is on one."""
         self.device = device

@@ -42,7 +42,6 @@ from torch import Tensor
 from io_backends import BufferPool, Store, StoreError, Ticket, interrupts
 
 from .._device import streams
-from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
 from .._memory.limits import Limits
 from .._memory.pressure import Pressure
@@ -56,6 +55,7 @@ from .daily_allowance import Allowance
 from .failures import Failures
 from .landing import CLOSED, MOVED, Landing
 from .staging import Staging
+from .writes import Writes
 
 # Of copies of so many bytes a device times every eighth: two events of each cost 6 us.
 _TIMED_BYTES, _TIMED_EVERY = 1 << 20, 8
@@ -97,39 +97,28 @@ class Mover:
         self.allowance = allowance
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()
-        self._in_flight: dict[Ticket, weakref.ref[Record]] = {}
-        self._staged: set[Ticket] = set()  # those of them whose bytes have been copied out of a device
-        self._at_once: set[Ticket] = set()  # those whose store had nothing to move
+        self._writes = Writes(self.staging, allowance)
         self._timed: deque[tuple[streams.Arrival, int]] = deque()  # copies to a device, and their bytes
         self._large_copies = 0
         self._sending = False
         self.sent_bytes = 0  # by writes queued in this step
         self.cost = Cost()  # of this step's transfers
-        self._learn_size(0)
         self._reads_ended = 0
 
     # -- out -----------------------------------------------------------------------------------------------------
 
     def send(self, record: Record) -> str | None:
-        """Queue the write of a record in memory, after waiting for room; returns why, where it stays after all."""
+        """Queue the write of a record in memory, after waiting for room; returns why, if it stays after all."""
         if self.closed:
             return CLOSED
-        nbytes, staging = record.nbytes, self.staging
+        nbytes = record.nbytes
         self.pressure.moved(nbytes)
-        staged = record.stream is not None
-        if not staging.has_room(nbytes, self.limits.staging_bytes, staged=staged):
-            begun_s, begun = time.perf_counter(), self.cost.begin_wait()
-            room = staging.wait_for_room(nbytes, self.limits.staging_bytes, staged=staged)
-            ended_s = time.perf_counter()
-            self.cost.wait(ended_s - begun_s, begun)
-            self.counters.backpressure_s += ended_s - begun_s
-            self.recorder.note("room", begun_s, ended_s, nbytes, "")
-            if not room:
-                if not interrupts.waiting():
-                    self.failures.no_room()
-                return policy.NOT_WRITTEN
-            if self.closed:  # by another thread, meanwhile
-                return CLOSED
+        if not self.wait_for_room(nbytes, self.limits.staging_bytes, staged=record.stream is not None):
+            if not interrupts.waiting():
+                self.failures.no_room()
+            return policy.NOT_WRITTEN
+        if self.closed:  # by another thread, meanwhile
+            return CLOSED
         if (alias := record.alias) is None or record.wanted or record.state not in (PENDING, RESIDENT):
             return policy.FITS  # changed hands while we waited, or backward has asked for it
         if record.was_moved():
@@ -139,11 +128,7 @@ class Mover:
         tracer = interrupts.tracer()
         self._sending = True  # a write may have ended before its ticket is known here
         try:
-            if self.store is None:
-                self._made.append(self._open_store(record.stream is not None))
-                self.store = self._made[-1]
-            buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(nbytes))
-            ticket = self.store.write(buffer, on_done=self._on_written) if departure is None else Unbegun(buffer)
+            copies = self._queue(record, alias)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
@@ -151,23 +136,43 @@ class Mover:
             return policy.NOT_WRITTEN
         finally:
             self._sending = False
-        record.send(ticket)
         self.sent_bytes += nbytes
-        if departure is None:
-            self._in_flight[ticket] = record.ref
-        else:
-            assert isinstance(ticket, Unbegun)
-            self.copies.add(Copy(ticket, record.ref, buffer, departure, frees), record.device)
-        if nbytes > self._largest_bytes:
-            self._learn_size(nbytes)
-        staging.depart(nbytes)
-        self.counters.staging_peak_bytes = staging.peak_bytes
-        if departure is not None and not self.copies.watched:
+        self.staging.depart(nbytes)
+        self.counters.staging_peak_bytes = self.staging.peak_bytes
+        if copies and not self.copies.watched:
             args = weakref.ref(self), record.device
             with suppress(RuntimeError):  # "can't start new thread": the hooks ask, then
                 threading.Thread(target=_watch, args=args, name="tba-copies", daemon=True).start()
                 self.copies.watch(True)
         return None
+
+    def _queue(self, record: Record, alias: Tensor) -> bool:
+        """Have the store write a record, or first a device copy it out: then True is returned."""
+        if self.store is None:
+            self._made.append(self._open_store(record.stream is not None))
+            self.store = self._made[-1]
+        buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(record.nbytes))
+        if departure is None:
+            ticket = self.store.write(buffer, on_done=self._on_written)
+            record.send(ticket)
+            self._writes.begin(ticket, record)
+            return False
+        unbegun = Unbegun(buffer)
+        record.send(unbegun)
+        self.copies.add(Copy(unbegun, record.ref, buffer, departure, frees), record.device)
+        return True
+
+    def wait_for_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
+        """Wait until so many bytes more fit; False when transfers have stalled, or for an interrupt (`Staging`)."""
+        if self.staging.has_room(nbytes, cap_bytes, staged=staged):
+            return True
+        begun_s, begun = time.perf_counter(), self.cost.begin_wait()
+        room = self.staging.wait_for_room(nbytes, cap_bytes, staged=staged)
+        ended_s = time.perf_counter()
+        self.cost.wait(ended_s - begun_s, begun)
+        self.counters.backpressure_s += ended_s - begun_s
+        self.recorder.note("room", begun_s, ended_s, nbytes, "")
+        return room
 
     def _write_ended(self, ticket: Ticket) -> None:
         """Land a write that has ended, on the worker, unless another thread will."""
@@ -203,13 +208,10 @@ class Mover:
             self.cost.back.sample(self._timed.popleft()[1], seconds)
         while self.ended and not self.torn:
             ticket = self.ended.popleft()
-            reference = self._in_flight.pop(ticket)
-            self._leave(ticket)
+            write = self._writes.end(ticket)
             self.counters.written_bytes += ticket.moved_bytes
-            at_once = ticket in self._at_once
-            self._at_once.discard(ticket)
-            self.cost.add(ticket, None if at_once else self.cost.out)
-            record = reference()
+            self.cost.add(ticket, None if write.at_once else self.cost.out)
+            record = write.record()
             if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
                 self.recorder.note("write", ticket.started_s, ticket.ended_s, ticket.nbytes, label)
@@ -230,7 +232,7 @@ class Mover:
             if record is not None and record.write is ticket:
                 self.take_back(record)
             else:
-                self._cancel(ticket)
+                self._writes.cancel(ticket)
             return
         assert self.store is not None
         tracer = interrupts.tracer()
@@ -239,27 +241,26 @@ class Mover:
             written = self.store.write(copy.buffer, on_done=self._on_written)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
             interrupts.pass_on(error, tracer)
-            self._cancel(ticket)
+            self._writes.cancel(ticket)
             self.landing.not_begun(record, error, self.store)
             return
         finally:
             self._sending = False
         record.pass_on(written)
-        self._in_flight[written] = record.ref
+        write = self._writes.begin(written, record)
         if written.done():
-            self._at_once.add(written)
+            write.at_once = True
             self.cost.out.sample(record.nbytes, copy.departure.seconds())
         elif copy.frees:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
             if self.landing.stage(record, host):
-                self._staged.add(written)
-                self.staging.stage(record.nbytes)
+                self._writes.stage(write, record.nbytes)
 
     def take_back(self, record: Record) -> bool:
         """Cancel a queued write: the bytes stay in memory. False if it is running or done; it is `wanted` then."""
         ticket = record.write
-        if ticket is not None and self._cancel(ticket):
+        if ticket is not None and self._writes.cancel(ticket):
             assert self.store is not None
             self.landing.take_back(record, self.store)
             return True
@@ -276,7 +277,7 @@ class Mover:
         """Free the place in the store of a dead record."""
         if self.store is not None:
             if not ticket.done():
-                self._cancel(ticket)
+                self._writes.cancel(ticket)
             if not isinstance(ticket, Unbegun):
                 self.store.discard(ticket)
 
@@ -329,7 +330,7 @@ class Mover:
         """Bring a record back from where it is in host memory; the write that has not begun is not wanted any more."""
         self.counters.read_bytes += record.nbytes
         self._restore_here(record, staged)
-        if record.write is not None and self._cancel(record.write):
+        if record.write is not None and self._writes.cancel(record.write):
             ticket = record.unwritten()
             assert ticket is not None
             assert self.store is not None
@@ -404,32 +405,11 @@ class Mover:
         """Give back memory and disk blocks that the last step did not use."""
         self.sent_bytes = 0
         self.failures.end_step()
-        self.cost = Cost()
+        self.cost.end_step()
         self.recorder.end_step()
         self.memory.trim()
         if self.store is not None and not self.closed:
             self.store.trim()
-
-    def _learn_size(self, largest_bytes: int) -> None:
-        """Note the largest tensor sent: the bytes to hold back from writing and to read ahead depend on it."""
-        self._largest_bytes = largest_bytes
-        self.window_bytes = _limits.window_bytes(self.limits, largest_bytes)
-        self.read_ahead_bytes = _limits.read_ahead_bytes(self.window_bytes, largest_bytes)
-
-    def _cancel(self, ticket: Ticket) -> bool:
-        """Cancel a queued write; False if it is running or done."""
-        if not ticket.cancel():
-            return False
-        self._in_flight.pop(ticket, None)
-        self._leave(ticket)
-        self.allowance.give_back(ticket.nbytes)
-        return True
-
-    def _leave(self, ticket: Ticket) -> None:
-        """Count a write as no longer in flight."""
-        staged = ticket in self._staged
-        self._staged.discard(ticket)
-        self.staging.land(ticket.nbytes, staged=staged)
 
     def tear(self) -> None:
         """Land nothing any more: an exception that nobody expected has come in the midst of a change."""
@@ -445,7 +425,7 @@ class Mover:
         self.landing.closing = True
         for copy in () if self.torn else self.copies.give_up():
             record = copy.record()
-            self._cancel(copy.ticket)
+            self._writes.cancel(copy.ticket)
             if record is not None and record.write is copy.ticket:
                 assert self.store is not None
                 self.landing.call_off(record, self.store)
@@ -455,6 +435,11 @@ class Mover:
         streams.finish()
         self.memory.close()
         self.allowance.close()
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """Bytes that the store may hold at once; None for no limit, or no store yet."""
+        return None if self.store is None else self.store.capacity_bytes
 
     def file_bytes(self) -> int:
         """Bytes of the blocks that the store occupies."""

@@ -36,10 +36,8 @@ def _remembers(layer: Layer, _: Tensor) -> int:
     return layer.memory[0]
 
 
-def _trial(block: nn.Module) -> tuple[Trial, list[Verdict]]:
-    """A trial of a block, and where it says what it has found."""
-    verdicts: list[Verdict] = []
-    return Trial(block, block.forward, Tensor.detach, lambda kept: kept, nullcontext, verdicts.append), verdicts
+def _trial(block: nn.Module) -> Trial:
+    return Trial(block, block.forward, Tensor.detach, lambda kept: kept, nullcontext)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,13 @@ def _trial(block: nn.Module) -> tuple[Trial, list[Verdict]]:
 def test_verdicts(what: Callable[[Any, Tensor], Any], why_not: str) -> None:
     torch.manual_seed(0)
     layer, x = Layer(what), torch.ones(3, 4, requires_grad=True) * 1.0
-    trial, verdicts = _trial(layer)
+    trial = _trial(layer)
     out = trial.call((x,), {})
     before = [tensor.clone() for tensor in layer.state_dict().values()]
     out.sum().backward()
-    assert [verdict.why_not for verdict in verdicts] == [why_not]
-    assert (verdicts[0].seconds is not None) == (not why_not)
+    assert trial.verdict is not None
+    assert trial.verdict.why_not == why_not
+    assert (trial.verdict.seconds is not None) == (not why_not)
     assert all(map(torch.equal, before, layer.state_dict().values()))
 
 
@@ -71,15 +70,15 @@ def test_seconds_end_with_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch)
     times_s = iter([0.0, 1.0, *[11.0] * 9])
     monkeypatch.setattr(clock.current, "now_s", lambda: next(times_s))
 
-    trial, verdicts = _trial(Made(lambda _, x: x.exp() + 1.0))
+    trial = _trial(Made(lambda _, x: x.exp() + 1.0))
     trial.call((torch.ones(3, 4, requires_grad=True) * 1.0,), {}).sum().backward()
-    assert verdicts == [Verdict(1.0)]
+    assert trial.verdict == Verdict(1.0)
 
 
 def test_an_argument_whose_state_cannot_be_read_is_named() -> None:
-    trial, verdicts = _trial(Layer(lambda *_: None))
+    trial = _trial(Layer(lambda *_: None))
     trial.call((torch.ones(3, 4, requires_grad=True),), {"by": itertools.count()})
-    assert [verdict.why_not for verdict in verdicts] == ["it holds a count, whose state nobody can compare"]
+    assert trial.verdict == Verdict(None, "it holds a count, whose state nobody can compare")
 
 
 @pytest.mark.parametrize(
@@ -90,17 +89,18 @@ def test_a_result_without_plain_memory_is_not_compared(make: Callable[[Tensor], 
         def forward(self, x: Tensor, by: Any = 1.0) -> Any:
             return make(x * 1.0), super().forward(x, by)
 
-    trial, verdicts = _trial(Two(lambda *_: None))
+    trial = _trial(Two(lambda *_: None))
     trial.call((torch.ones(3, 4, requires_grad=True),), {})[1].sum().backward()
-    assert [verdict.why_not for verdict in verdicts] == ["it returns a sparse or nested tensor, which is not compared"]
+    assert trial.verdict == Verdict(None, "it returns a sparse or nested tensor, which is not compared")
 
 
 def test_a_block_is_tried_when_backward_reaches_what_it_made_and_not_what_it_was_given() -> None:
-    block, known = Made(lambda self, x, bias: (self.linear(x) + bias, bias), linear=nn.Linear(4, 4)), list[int]()
-    trial, verdicts = _trial(block)
+    block, known = Made(lambda self, x, bias: (self.linear(x) + bias, bias), linear=nn.Linear(4, 4)), list[bool]()
+    trial = _trial(block)
     x, bias = torch.ones(3, 4), torch.ones(4, requires_grad=True) * 1.0
-    bias.register_hook(lambda _: known.append(len(verdicts)))
+    bias.register_hook(lambda _: known.append(trial.verdict is not None))
     made, given = trial.call((x, bias), {})
     (made.sum() + given.sum()).backward()
-    assert [verdict.why_not for verdict in verdicts] == [""]
-    assert known == [1]
+    assert trial.verdict is not None
+    assert not trial.verdict.why_not
+    assert known == [True]

@@ -15,7 +15,6 @@ from support.planned import gradients, records
 from tba import Offloader
 from tba._engine.auto.course import SMALL, Course, Entry
 from tba._engine.auto.light import Light
-from tba._engine.auto.passed import Passed
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
 LAYER_BYTES = ROWS * WIDTH * 4
@@ -257,21 +256,3 @@ def test_what_tells_no_memory_is_not_written_down() -> None:
     assert light.written_down == [Entry(16, False, 0, 0, 0)]
     light.packed(odd, (odd, 0))
     assert light.written_down is None
-
-
-def test_what_was_passed_counts_until_it_dies_and_a_leaf_no_longer_than_its_step() -> None:
-    passed = Passed()
-    one, other, mask, batch = (torch.ones(3) for _ in range(4))
-    passed.add(one, 10)
-    passed.add(other, 5)
-    passed.add_leaf(mask, 3)
-    passed.add_leaf(batch, 2)
-    assert (passed.nbytes, passed.living_bytes) == (20, 15)
-    del one, mask
-    assert (passed.nbytes, passed.living_bytes) == (7, 5)
-    passed.end_step()
-    assert passed.nbytes == passed.living_bytes == 5
-    del batch
-    assert passed.nbytes == 5
-    del other
-    assert passed.nbytes == 0

@@ -69,3 +69,17 @@ def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> No
                 assert plan.measured.peak_bytes == expected.predicted.held_bytes
             stood *= plan.decides_as(expected)
         assert compared
+
+
+def test_a_plan_made_anew_says_at_which_step_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock, "current", Counted(rate=1 << 24))
+    with planned(Block, 0.5) as (training, offload):
+        said = []
+        for number in range(8):
+            if number == 5:
+                monkeypatch.setattr(clock, "current", Counted(rate=1 << 30))
+            with offload:
+                training.step(number=number)
+            said.append(str(offload.plan).splitlines()[-1] if offload.plan is not None else "")
+    assert not any(line.startswith("planned anew") for line in said[:5])
+    assert said[5:] == ["planned anew at step 6: the link carries 32 times what it did"] * 3

@@ -65,7 +65,7 @@ def test_a_context_around_the_loop_has_its_hooks_off_too(scratch: Path) -> None:
 
 def test_a_run_that_nearly_fills_memory_keeps_its_hooks(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
-    monkeypatch.setattr("tba._engine.write_behind.WriteBehind._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
+    monkeypatch.setattr("tba._memory.room.Room._free_and_reserve_bytes", lambda *_: (1 << 16, 0))
     with used("", model, scratch) as offload:
         for _ in range(3):
             _step("around the step", offload, model)

@@ -278,7 +278,7 @@ READ = {
     *(("steps", f"counters.{name}") for name in ("saved_bytes", "offloaded_bytes", "written_bytes", "read_bytes")),
     ("write_behind", "self._counters.held_bytes"),
     ("write_behind", "self._counters.micro_batches"),  # whether it is still the first, of which a user is told
-    ("write_behind", "self._counters.peak_bytes"),
+    ("ledger", "self._counters.peak_bytes"),
 }
 
 

@@ -160,13 +160,13 @@ def waits_for_room(offload: Offloader) -> bool:
 def in_flight(offload: Offloader) -> tuple[int, int, int]:
     """Writes in flight, their bytes, and the bytes held back from writing."""
     saver = offload._saver
-    return saver.mover.staging.count, saver.mover.staging.bytes, saver.write_behind.nbytes
+    return saver.mover.staging.count, saver.mover.staging.bytes, saver.ledger.held_bytes
 
 
 def reserved_bytes(offload: Offloader) -> tuple[int, int]:
     """Bytes of the budget that are kept free for what a plan moves, and for what it recomputes."""
-    write_behind = offload._saver.write_behind
-    return write_behind.plan_bytes, write_behind.replay_bytes
+    expected = offload._saver.ledger.expected
+    return expected.sent_bytes, expected.replay_bytes
 
 
 def watched(offload: Offloader) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..._blocks.watch import Places
-from ..._plan.facts import Place
+from ..._memory.ledger import Expected
 from ..._plan.plan import Plan
 from .course import Entry
 
@@ -39,11 +39,17 @@ class Kind:
     departures: int = 0
     visits: list[weakref.ref[nn.Module]] = field(default_factory=list)
     plan: Plan | None = None
-    sends: dict[Place, int] = field(default_factory=dict)
     places: Places = field(default_factory=Places)
     course: list[Entry] | None = None
     slower: float = 1.0
     _off_steps: int = 0
+
+    def expected(self, *, tries: bool) -> Expected:
+        """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""
+        plan = self.plan
+        if plan is None:
+            return Expected(trial_bytes=self.block_bytes if tries else 0)
+        return Expected(sum(plan.sends.values()), plan.facts.largest_bytes, plan.facts.replay_bytes(plan.recomputed))
 
     def compare(self, waited_s: float) -> bool:
         """Compare how long a step by plan has waited with what the plan foresees; whether `slower` has changed.

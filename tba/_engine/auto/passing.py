@@ -27,6 +27,7 @@ class Passing:
     ) -> None:
         self._light = light
         self._write_behind = write_behind
+        self._ledger = write_behind.ledger
         self._pending = pending
         self._read_ahead = read_ahead
         self._planner = planner
@@ -39,7 +40,7 @@ class Passing:
         light, kind = self._light, planner.kind
         if not (planner.repeats and follows):
             light.turn(departs=False)
-        elif light.on or kind.course is None or self._write_behind.has_room(sum(e.kept_bytes for e in kind.course)):
+        elif light.on or kind.course is None or self._ledger.has_room(sum(e.kept_bytes for e in kind.course)):
             light.follow(kind, kind.course)
             if light.on:
                 planner.follow()
@@ -48,7 +49,7 @@ class Passing:
         """Forget what the step under way was, if all that it saved has died: nobody wanted that forward's gradients."""
         self.pass_on(None)
         newest = next(reversed(self._read_ahead.records), -1)
-        if newest < self._read_ahead.step_number and not self._write_behind.passed.living_bytes:
+        if newest < self._read_ahead.step_number and not self._ledger.graphs_live:
             self._light.forget()
             if self._planner is not None:
                 self._planner.forget()
@@ -85,7 +86,7 @@ class Passing:
         self.pass_on(None)
         if self._planner is not None:
             self._planner.asked(None)
-        held_bytes = self._write_behind.passed.nbytes + self._write_behind.nbytes
+        held_bytes = self._ledger.passed_bytes + self._ledger.held_bytes
         if held_bytes != self._held_bytes:
             self._held_bytes = held_bytes
             self._read_ahead.go_on(task)

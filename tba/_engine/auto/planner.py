@@ -7,18 +7,27 @@ may recompute; the third is planned. Until then, and from where a step departs f
 bytes that a codec leaves of it, which are what is kept and what moves.
 
 Guarantees: a block recomputes only if it talks to no other rank and its second run has given equal bits (`Trial`); a
-storage moves by plan only where one of as many bytes was seen in its place; outside its forward a model is as it was.
+storage moves by plan only where one of as many bytes was seen in its place; outside its forward a model is as it was;
+what one thread is at, a block's forward or a trial, says nothing about what others save and ask for.
 
-`end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock; all else wants it held.
+The saver calls the planner, and the planner calls back the saver's hooks alone, from within blocks:
+
+    saver  -- saved, joined, asked, freed, ... -->  planner  -- put -->  a block's forward
+      ^                                                                        |
+      |                                                              recompute, Trial
+      `------------------------ keep, give: the engine's hooks ----------------'
+
+`end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock, and take it for what they note in
+the step; all else wants it held.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,22 +38,25 @@ from io_backends import interrupts
 from ..._blocks import find
 from ..._blocks.forwards import Forwards
 from ..._blocks.recompute import recompute
+from ..._blocks.shared_storages import AtHand
 from ..._blocks.timeline import Timeline
-from ..._blocks.trial import Trial, Verdict
-from ..._blocks.watch import Places, Watch, by_storage
+from ..._blocks.trial import Trial
+from ..._blocks.watch import Places, Watch
 from ..._config import OffloadConfig
 from ..._errors import BudgetError
 from ..._memory.budgets import local_ranks
+from ..._memory.ledger import Ledger
 from ..._memory.pressure import release
 from ..._plan import clock
 from ..._plan.facts import OUTSIDE, Cap, Facts, Link
 from ..._plan.greedy import decide
 from ..._plan.plan import Measured, Plan
 from ..._plan.prefix import prefix
+from ..._plan.replan import Shown, follow_up, pace
 from ..._record.record import DERIVED, Record
 from ..._torch.private import recomputes, transforming
-from ..._transfer.mover import Mover
-from ..write_behind import WriteBehind
+from ..._transfer.cost import Cost
+from ..._transfer.daily_allowance import Allowance
 from .course import Entry
 from .kind import Kind
 from .pace import Pace
@@ -53,15 +65,23 @@ from .write_cap import write_cap
 _MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
-_SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
-_DRIFT = 1.1  # and one from where on it is simulated anew, as it stands
-_OTHER_BUDGET = 0.1  # share by which the budget has changed since
-_WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
-_OTHER_CAP = 1.5  # times as many bytes that may move as before
-_OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
-_OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
-_FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
+
+
+class _Thread(threading.local):
+    """What one thread is at.
+
+    Attributes:
+        block: whose forward it runs, by the number of the visit; OUTSIDE of all.
+        aside: it does what is none of the step's own: the second run of a trial, say.
+        at_hand: what that block was given, or what the last one has returned.
+        saved_bytes: by it, before any codec.
+    """
+
+    block = OUTSIDE
+    aside = False
+    at_hand = AtHand()
+    saved_bytes = 0
 
 
 class Planner:
@@ -74,27 +94,33 @@ class Planner:
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
 
     Args:
-        write_behind: knows the bytes that saved tensors may hold, and do.
+        ledger: knows the bytes that saved tensors may hold, and do.
+        cost: of the transfers of the step under way.
+        allowance: of bytes to be written in a day.
+        in_flight_bytes: most bytes on their way out at once.
         lossy: whether a codec changes values. Blocks then never recompute: what they save in backward no codec sees.
         keep, give: the engine's hooks.
     """
 
     def __init__(
         self,
-        model: Callable[[], nn.Module | None],
-        mover: Mover,
         config: OffloadConfig,
-        write_behind: WriteBehind,
+        model: Callable[[], nn.Module | None],
+        *,
+        lock: threading.RLock,
+        ledger: Ledger,
+        cost: Cost,
+        allowance: Allowance,
+        in_flight_bytes: int,
         lossy: bool,
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
     ) -> None:
         self.plan: Plan | None = None
         self.put_aside: set[int] = set()
-        self._model, self._mover = model, mover
+        self._model, self._lock = model, lock
         self._keep, self._give = keep, give
-        self._write_behind = write_behind
-        write_behind.told, write_behind.freed = self.holds, self.freed
+        self._ledger, self._cost, self._allowance = ledger, cost, allowance
         self._strict = config.memory_budget is not None  # a step that exceeds a user's own budget must not begin
         self._by_rule = config.policy == "tba"
         self._compresses, self._lossy = config.compress is not None, lossy
@@ -106,9 +132,10 @@ class Planner:
         self.follows = False
         self._spoilt = False  # the step under way tells nothing
         self._now: Watch | None = None
-        self._block = OUTSIDE
-        self._aside = False
-        self._pace = Pace(config, mover)
+        self._thread = _Thread()
+        self._capacity_bytes: int | None = None
+        self._steps = 0  # ended so far
+        self._pace = Pace(config, cost, in_flight_bytes)
 
     @property
     def acts(self) -> bool:
@@ -132,8 +159,12 @@ class Planner:
 
     # -- around the model's forward --------------------------------------------------------------------------------
 
-    def begin_forward(self, key: Hashable) -> None:
-        """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError."""
+    def begin_forward(self, key: Hashable, capacity_bytes: int | None) -> None:
+        """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError.
+
+        `capacity_bytes`: that the store may hold; None for no limit, or no store yet.
+        """
+        self._capacity_bytes = capacity_bytes
         kind = self._kinds.pop(key, Kind())
         self._kinds[key] = kind  # at the end: the last that was called is the last to be forgotten
         seen = self._now
@@ -144,56 +175,54 @@ class Planner:
         if len(self._kinds) > _MOST_KINDS:
             del self._kinds[next(iter(self._kinds))]
         if self._strict and kind.plan is not None and not kind.plan.fits:
-            facts = replace(kind.plan.facts, cap=self._cap(len(kind.plan.facts.saved)))
-            plan = self._decide(facts, self._write_behind.look_at_room())  # the disk and the day have room again, maybe
-            self._set(kind, plan)
+            facts = replace(kind.plan.facts, cap=self._cap(kind.plan.facts))
+            plan = self._decide(facts, self._ledger.look_at_room())  # the disk and the day have room again, maybe
+            self._set(kind, replace(plan, reason="the one before did not fit"))
             if not plan.fits:
                 raise BudgetError(plan.shortfall())
         self._begin(kind)
-        self._block = OUTSIDE
+        self._thread.block = OUTSIDE
         modules = [module for reference in kind.modules if (module := reference()) is not None]
         if modules and not torch.compiler.is_compiling():
             self._forwards.put(modules, self._run if kind.blocks else self._survey)
 
     def _begin(self, kind: Kind) -> None:
         """Take the step under way for one of this kind, from here on."""
-        self.kind, plan = kind, kind.plan
-        self._write_behind.plan_bytes = sum(kind.sends.values())
-        self._write_behind.plan_largest_bytes = 0 if plan is None else plan.facts.largest_bytes
-        self._write_behind.trial_bytes = kind.block_bytes if plan is None and not self._lossy else 0
-        if plan is not None:  # a forward of another kind may have begun in this step: backward replays its blocks too
-            replay_bytes = plan.facts.replay_bytes(plan.recomputed)
-            self._write_behind.replay_bytes = max(self._write_behind.replay_bytes, replay_bytes)
+        self.kind = kind
+        self._ledger.expect(kind.expected(tries=not self._lossy))
 
     def end_forward(self) -> None:
         """End it."""
         self._forwards.remove()
-        self._block = OUTSIDE
+        self._thread.block = OUTSIDE
 
     @interrupts.lets_through
     def _survey(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that may be a block; count what it saves."""
-        seen = self._seen()
-        before = seen.nbytes
+        thread, seen = self._thread, self._seen()
+        before = thread.saved_bytes
         try:
             return forward(*args, **kwargs)
         finally:
-            seen.inside[module] = seen.inside.get(module, 0) + seen.nbytes - before
+            with self._lock:
+                seen.inside[module] = seen.inside.get(module, 0) + thread.saved_bytes - before
 
     @interrupts.lets_through
     def _run(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block: as it is, again in backward, or to be tried."""
-        if self._block != OUTSIDE or not recomputes or not torch.is_grad_enabled() or transforming():
+        thread = self._thread
+        if thread.block != OUTSIDE or not recomputes or not torch.is_grad_enabled() or transforming():
             return forward(*args, **kwargs)
-        seen = self._seen()
-        visit = self._block = seen.visit(module, self._at(seen), args)
-        seen.near = by_storage((args, kwargs))
+        with self._lock:
+            seen = self._seen()
+            visit = thread.block = seen.visit(module, self._at(seen), args)
+        thread.at_hand = AtHand((args, kwargs))
         out = None
         try:
             out = self._call(visit, module, forward, args, kwargs)
             return out
         finally:
-            self._block, seen.near = OUTSIDE, by_storage(out)
+            thread.block, thread.at_hand = OUTSIDE, AtHand(out)
 
     @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -201,47 +230,46 @@ class Planner:
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
                 return recompute(module, forward, args, kwargs, self._keep, self._give)
-        elif self._lossy:
-            seen.verdicts[visit] = Verdict(None, _LOSSY)
-        else:
-            found = partial(seen.verdicts.__setitem__, visit)
-            return Trial(module, forward, self._keep, self._give, self._apart, found).call(args, kwargs)
+        elif not self._lossy:
+            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart)
+            return trial.call(args, kwargs)
         return forward(*args, **kwargs)
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
     def saved(self, record: Record) -> bool:
         """Note a new record, or one that a trial was the first to save; whether it is to go by plan."""
-        seen, kind = self._seen(), self.kind
-        if self._aside:
+        seen, kind, thread = self._seen(), self.kind, self._thread
+        if thread.aside:
             self.put_aside.add(record.number)
-        if self._aside or seen.turned:
+        if thread.aside or seen.turned:
             return False
         if self.follows:
             return True  # it has a record because it is to go
         self.put_aside.discard(record.number)
         nbytes = record.plain_bytes
         seen.nbytes += nbytes
+        thread.saved_bytes += nbytes
         if kind.plan is None:
-            seen.saved[record.number] = seen.place(self._block), nbytes, self._at(seen)
+            seen.saved[record.number] = seen.place(thread.block), nbytes, self._at(seen)
             return False
         if seen.departed:
             return False
-        place = kind.places.find(seen, self._block, record.root(), nbytes)
+        place = kind.places.find(seen, thread.block, thread.at_hand, record.root(), nbytes)
         if place is None:
-            seen.departed = self._block not in kind.plan.recomputed
+            seen.departed = thread.block not in kind.plan.recomputed
             return False
         if self._compresses:
             seen.saved[record.number] = place, nbytes, 0.0
-        return place in kind.sends
+        return place in kind.plan.sends
 
     def joined(self, record: Record) -> None:
         """Note that a record is saved once more."""
         if record.number in self.put_aside:
             if self.saved(record):
                 record.go()
-        elif self.kind.plan is None and self._now is not None and not self._aside and not self._now.turned:
-            self._now.again(self._block, record.number, record.root())
+        elif self.kind.plan is None and self._now is not None and not (self._thread.aside or self._now.turned):
+            self._now.again(self._thread.block, record.number, self._thread.at_hand, record.root())
 
     def packed(self, record: Record) -> None:
         """Note that a record's operator has finished; what a codec has left of it, or that others give it again."""
@@ -254,7 +282,7 @@ class Planner:
     def asked(self, record: Record | None) -> None:
         """Note that backward asks for a record, or for what was let pass without one."""
         seen = self._now
-        if seen is None or self._aside:
+        if seen is None or self._thread.aside:
             return
         seen.turned = True
         seen.step_s = clock.current.now_s() - seen.begun_s
@@ -268,44 +296,52 @@ class Planner:
         if self._now is not None and self.kind.plan is None:
             self._now.freed[number] = len(self._now.asked)
 
-    def holds(self, nbytes: int) -> None:
-        """Note how many bytes saved tensors hold in memory now."""
-        if self._now is not None and nbytes > self._now.peak_bytes:
-            self._now.peak_bytes = nbytes
-
     # -- between steps -----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """Begin the step under way anew: nothing is left of what it has saved."""
         self._now, self.follows, self._spoilt = None, False, False
         self.put_aside.clear()
-        self._write_behind.replay_bytes = 0
+        self._ledger.forget_replays()
 
-    def end_step(self, *, whole: bool, course: list[Entry] | None) -> None:
+    def end_step(
+        self,
+        *,
+        whole: bool,
+        course: list[Entry] | None,
+        sent_bytes: int,
+        on_device: bool,
+        capacity_bytes: int | None,
+    ) -> None:
         """End a step. If all of it was seen, learn from it, and plan the next of its kind.
 
         Args:
             whole: all of it was seen.
             course: what it was, if that was written down.
+            sent_bytes: by the engine, in this step.
+            on_device: whether what moves comes from a device.
+            capacity_bytes: as in `begin_forward`.
         """
+        self._capacity_bytes = capacity_bytes
+        self._steps += 1
         seen, whole = self._now, whole and not self._spoilt
         self.forget()
         if whole and seen is not None and seen.turned:
             kind, plan = self.kind, self.kind.plan
-            self._learn(kind, seen)
+            self._learn(kind, seen, sent_bytes, on_device)
             if course is not None and plan is not None and kind.plan is not None and kind.plan.decides_as(plan):
                 kind.course = course
         self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
 
-    def _learn(self, kind: Kind, seen: Watch) -> None:
-        budget_bytes = self._write_behind.look_at_room()
-        link = self._pace.learn(planned=self.plan is not None)
+    def _learn(self, kind: Kind, seen: Watch, sent_bytes: int, on_device: bool) -> None:
+        budget_bytes = self._ledger.look_at_room()
+        link = self._pace.learn(planned=self.plan is not None, on_device=on_device)
         kind.watched = True
         if kind.plan is not None:
             self._follow(kind, seen, link, budget_bytes)
         elif kind.departures >= _MOST_DEPARTURES:
             kind.modules.clear()
-        elif seen.held_bytes > budget_bytes or self._mover.sent_bytes or self._by_rule:
+        elif seen.held_bytes > budget_bytes or sent_bytes or self._by_rule:
             self._advance(kind, seen, link, budget_bytes)
         else:
             kind.modules.clear()
@@ -314,10 +350,11 @@ class Planner:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
             seen.take_times_of_device()
-            facts = seen.facts(link, self._mover.read_ahead_bytes)
-            facts = replace(facts, cap=self._cap(len(facts.saved)))
-            kind.places = Places(elsewhere=seen.elsewhere(), lends=seen.lends())
-            self._set(kind, self._decide(facts, budget_bytes))
+            facts = seen.facts(link, self._ledger.read_ahead_bytes)
+            facts = replace(facts, cap=self._cap(facts))
+            kind.places = Places(shared=seen.shared)
+            reason = "the step saved other tensors than planned" if kind.departures else ""
+            self._set(kind, replace(self._decide(facts, budget_bytes), reason=reason))
             kind.visits = [module for module, _, _ in seen.visits]
         elif surveyed:  # none is seen inside compiled code: then there are no blocks
             chosen = seen.inside if self._named else find.blocks(seen.inside)
@@ -331,42 +368,30 @@ class Planner:
         return bool(kind.modules)
 
     def _follow(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
-        """Compare a planned step with its plan, which is made anew where too much has changed."""
+        """Compare a planned step with its plan, which is made anew if too much has changed."""
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.plan, kind.sends, kind.places, kind.course = None, {}, Places(), None
+            kind.plan, kind.places, kind.course = None, Places(), None
             kind.departures += 1
             return
         kind.departures = 0
-        late = kind.compare(self._mover.cost.waited_s)
-        drift = (link := link.slowed(kind.slower)).times(plan.facts.link)
-        weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
+        waits_otherwise = kind.compare(self._cost.waited_s)
         step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
-        expected_s, replayed_s = plan.facts.step_s, plan.predicted.replayed_s
         if line is not None:
-            before_s = expected_s + replayed_s if plan.measured is None else plan.measured.step_s
+            before_s = plan.facts.step_s + plan.predicted.replayed_s
+            before_s = before_s if plan.measured is None else plan.measured.step_s
             step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
-        plan = replace(plan, measured=Measured(step_s, seen.peak_bytes))
-        computed_s = step_s - lost_s
-        if line is not None:  # what made the watched steps slow there was the host; second runs took as they will
-            computed_s -= replayed_s
-        else:
-            expected_s += replayed_s
-        ratio = computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
-        changed = late or drift > _SURPRISE or abs(ratio - 1) > _OTHER_PACE
-        changed = changed or abs(budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET
-        facts = replace(plan.facts.holding(seen.held_by_place()), cap=self._cap(len(plan.facts.saved)))
-        changed = changed or abs(facts.saved_bytes / max(1, plan.facts.saved_bytes) - 1) > _OTHER_BYTES
-        changed = changed or plan.predicted.moved_bytes > facts.most_moved_bytes
-        changed = changed or facts.most_moved_bytes > _OTHER_CAP * plan.facts.most_moved_bytes
-        if changed or drift > _DRIFT:
-            facts = replace(facts.scaled(ratio**weight, replays=line is None), link=link)
-            still = plan.under(facts, budget_bytes)
-            new = self._decide(facts, budget_bytes) if changed or not still.fits else still
-            stays = still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s
-            plan = still if stays else new
-        self._set(kind, plan)
+        facts = plan.facts.holding(seen.held_by_place())
+        shown = Shown(
+            facts=replace(facts, cap=self._cap(facts), link=link.slowed(kind.slower)),
+            budget_bytes=budget_bytes,
+            measured=Measured(step_s, self._ledger.watched_peak_bytes),
+            pace=pace(plan, step_s, lost_s, replays=line is None),
+            replays=line is None,
+            waited_s=self._cost.waited_s if waits_otherwise else None,
+        )
+        self._set(kind, follow_up(plan, shown, self._decide))
 
     def _decide(self, facts: Facts, budget_bytes: int) -> Plan:
         if self._by_rule:
@@ -381,23 +406,27 @@ class Planner:
 
     def _set(self, kind: Kind, plan: Plan) -> None:
         if kind.plan is None or not plan.decides_as(kind.plan):
-            # The next step's blocks of memory lie otherwise: what this one has left free would stay beside them.
+            # The new plan allocates differently: what this step's has left free would stay beside it.
             release()
             kind.course = None
+        if plan.reason and not plan.made_in:
+            plan = replace(plan, made_in=self._steps)
         kind.plan = self.plan = plan
-        kind.sends = plan.sends
         nbytes = {each.place: each.replayed_bytes for each in plan.facts.saved}
         kind.places = replace(kind.places, nbytes=nbytes, recomputed=plan.recomputed)
 
-    def _cap(self, storages: int) -> Cap | None:
-        store = self._mover.store
-        capacity_bytes = None if store is None else store.capacity_bytes
-        return write_cap(capacity_bytes, self._mover.allowance, local_ranks(), storages)
+    def _cap(self, facts: Facts) -> Cap | None:
+        return write_cap(self._capacity_bytes, self._allowance, local_ranks(), len(facts.saved))
 
     def _seen(self) -> Watch:
         if self._now is None:
-            self._now = Watch(clock.current.now_s(), timeline=Timeline.of(self._model()))
-            self._mover.cost.mark_waits(self._now.timeline)
+            with self._lock:
+                if self._now is None:
+                    untried = _LOSSY if self._lossy else "its second run was not seen"
+                    seen = Watch(clock.current.now_s(), untried=untried, timeline=Timeline.of(self._model()))
+                    self._cost.mark_waits(seen.timeline)
+                    self._ledger.watch_peak()
+                    self._now = seen  # last: others look at it without the lock
         return self._now
 
     def _at(self, seen: Watch) -> float:
@@ -410,14 +439,15 @@ class Planner:
     @contextmanager
     def _apart(self) -> Iterator[None]:
         """Do what is none of the step's own: neither its tensors nor its time count."""
-        seen = self._seen()
+        thread, seen = self._thread, self._seen()
         since_s = self._pace.at(seen)
         begun = seen.timeline.step_aside() if seen.timeline is not None else None
-        self._aside = True
+        within, thread.aside = thread.aside, True
         try:
             yield
         finally:
-            self._aside = False
-            seen.aside_s += self._pace.at(seen) - since_s
-            if seen.timeline is not None:
-                seen.timeline.step_back(begun)
+            thread.aside = within
+            with self._lock:
+                seen.aside_s += self._pace.at(seen) - since_s
+                if seen.timeline is not None:
+                    seen.timeline.step_back(begun)

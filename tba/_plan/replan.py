@@ -1,0 +1,96 @@
+"""Replan: whether what a step has shown asks for another plan, and why. Pure: a plan and figures in, a plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .._text import size
+from .facts import Facts, Link
+from .plan import Measured, Plan
+
+_SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
+_DRIFT = 1.1  # and one from which on it is simulated anew, as it stands
+_OTHER_PACE = 0.1  # share by which the computation is slower or faster than it was
+_OTHER_BUDGET = 0.1  # share by which the budget has changed since
+_OTHER_BYTES = 0.05  # share by which what codecs leave of the step has changed since
+_OTHER_CAP = 1.5  # times as many bytes that may move as before
+_WORTH = 1.02  # times as long as a new plan, below which the one that stands stays: a change costs a step
+_FORGET = 0.5  # weight of the last step in what is known of the pace: others may have run beside it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """What a step that was carried out by a plan has shown.
+
+    Attributes:
+        facts: the plan's, with the link, the cap and the bytes that codecs leave as they are now.
+        budget_bytes: as it is now.
+        measured: what the step took.
+        pace: times as long as the plan's facts say, its computation took.
+        replays: whether second runs keep that pace too. Those of a device were timed on it, whatever the host did.
+        waited_s: that steps wait for transfers, if several in a row did not wait as predicted; else None.
+    """
+
+    facts: Facts
+    budget_bytes: int
+    measured: Measured
+    pace: float = 1.0
+    replays: bool = True
+    waited_s: float | None = None
+
+
+def pace(plan: Plan, step_s: float, lost_s: float, *, replays: bool) -> float:
+    """Return how many times as long as predicted a step computed, of which `lost_s` were not computation."""
+    replayed_s = plan.predicted.replayed_s
+    expected_s = plan.facts.step_s + (replayed_s if replays else 0.0)
+    computed_s = step_s - lost_s - (0.0 if replays else replayed_s)
+    return computed_s / expected_s if computed_s > 0 and expected_s > 0 else 1.0
+
+
+def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
+    """Return why a plan is to be made anew after a step, in words; None if it stands."""
+    before, now, predicted = plan.facts, shown.facts, plan.predicted
+    if shown.waited_s is not None:
+        return f"steps wait {shown.waited_s:.3f} s for the link, not {predicted.waited_s:.3f} s"
+    if now.link.times(before.link) > _SURPRISE:
+        return f"the link carries {_change(now.link, before.link):.2g} times what it did"
+    if abs(shown.pace - 1) > _OTHER_PACE:
+        return f"computation takes {shown.pace:.2g} times as long"
+    if abs(shown.budget_bytes / max(1, plan.budget_bytes) - 1) > _OTHER_BUDGET:
+        return f"saved tensors may hold {size(shown.budget_bytes)}, not {size(plan.budget_bytes)}"
+    if abs(now.saved_bytes / max(1, before.saved_bytes) - 1) > _OTHER_BYTES:
+        return f"codecs leave {size(now.saved_bytes)} of a step, not {size(before.saved_bytes)}"
+    most_bytes = now.most_moved_bytes
+    if predicted.moved_bytes > most_bytes or most_bytes > _OTHER_CAP * before.most_moved_bytes:
+        return f"a step may write {size(most_bytes)}, not {size(before.most_moved_bytes)}"
+    return None
+
+
+def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) -> Plan:
+    """Return the plan for the next steps: the same, simulated anew if the link has drifted, or one that `decide` makes.
+
+    A new one says why it was made (`Plan.reason`). It takes the place of one that fits only if it is faster by more
+    than the step that a change costs.
+    """
+    weight = _FORGET if plan.measured is not None else 1.0  # what the watched steps told was of other steps
+    measured, link = replace(plan, measured=shown.measured), shown.facts.link
+    reason = reason_to_replan(plan, shown)
+    if reason is None and link.times(plan.facts.link) <= _DRIFT:
+        return measured
+    facts = shown.facts.scaled(shown.pace**weight, replays=shown.replays)
+    still = measured.under(facts, shown.budget_bytes)
+    if reason is None:
+        if still.fits:
+            return still
+        reason = f"with a link that carries {_change(link, plan.facts.link):.2g} times what it did, it no longer fits"
+    new = decide(facts, shown.budget_bytes)
+    if still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s:
+        return still
+    return replace(new, reason=reason)
+
+
+def _change(now: Link, before: Link) -> float:
+    """Return how many times as fast a link is, out or back, whichever has changed more."""
+    out, back = now.write_bytes_per_s / before.write_bytes_per_s, now.read_bytes_per_s / before.read_bytes_per_s
+    return max(out, back, key=lambda ratio: max(ratio, 1 / ratio))

@@ -1,0 +1,64 @@
+"""Writes under way: from when the store has them until they have ended or were cancelled.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+from io_backends import Ticket
+
+from .._record.record import Record
+from .daily_allowance import Allowance
+from .staging import Staging
+
+
+@dataclass(slots=True)
+class WriteUnderWay:
+    """A write that the store has.
+
+    Attributes:
+        record: a weak reference to what is written.
+        staged: it is written from host memory, and the device's own is free.
+        at_once: the store had nothing to move.
+    """
+
+    record: weakref.ref[Record]
+    staged: bool = False
+    at_once: bool = False
+
+
+class Writes:
+    """The writes of one engine, which count as in flight from the copy ahead of them on (`depart`)."""
+
+    def __init__(self, staging: Staging, allowance: Allowance) -> None:
+        self._staging = staging
+        self._allowance = allowance
+        self._under_way: dict[Ticket, WriteUnderWay] = {}
+
+    def begin(self, ticket: Ticket, record: Record) -> WriteUnderWay:
+        """Note that the store has the write of a record."""
+        write = self._under_way[ticket] = WriteUnderWay(record.ref)
+        return write
+
+    def stage(self, write: WriteUnderWay, nbytes: int) -> None:
+        """Note that the device's memory is free."""
+        write.staged = True
+        self._staging.stage(nbytes)
+
+    def end(self, ticket: Ticket) -> WriteUnderWay:
+        """Count a write that has ended as no longer in flight."""
+        write = self._under_way.pop(ticket)
+        self._staging.land(ticket.nbytes, staged=write.staged)
+        return write
+
+    def cancel(self, ticket: Ticket) -> bool:
+        """Cancel a write that is queued, or whose copy is under way; False if it is running or done."""
+        if not ticket.cancel():
+            return False
+        write = self._under_way.pop(ticket, None)
+        self._staging.land(ticket.nbytes, staged=write is not None and write.staged)
+        self._allowance.give_back(ticket.nbytes)
+        return True
