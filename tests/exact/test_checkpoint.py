@@ -14,7 +14,15 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from support.exactness import assert_adds_up, assert_bit_equal, assert_through_file, first_argument, run_training
+from support.exactness import (
+    CPU,
+    assert_adds_up,
+    assert_bit_equal,
+    assert_through_file,
+    first_argument,
+    run_training,
+)
+from support.gpu import plainly
 from support.zoo import FAMILIES, Family
 from tba import Offloader, offload_context
 
@@ -26,8 +34,11 @@ FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 class Arm:
     """One run: where the context stands, and what the engine counted. Without `scratch`: plain PyTorch."""
 
-    def __init__(self, family: Family, use_reentrant: bool, where: str, scratch: Path | None = None) -> None:
+    def __init__(
+        self, family: Family, use_reentrant: bool, where: str, scratch: Path | None = None, device: torch.device = CPU
+    ) -> None:
         self.family, self.use_reentrant, self.where, self.scratch = family, use_reentrant, where, scratch
+        self.device = device
         self.offload: Offloader | None = None
 
     def make_model(self) -> nn.Module:
@@ -64,16 +75,18 @@ class Arm:
             self.offload.flush()
 
     def run(self, **how: Any) -> Any:
-        return run_training(self.make_model, self.family.make_batch, between=self.flush, **how)
+        return run_training(self.make_model, self.family.make_batch, between=self.flush, device=self.device, **how)
 
 
 @FAMILY
 @KINDS
 @BACKWARD
-def test_context_around_checkpointed_blocks(family: Family, use_reentrant: bool, backward: str, scratch: Path) -> None:
+def test_context_around_checkpointed_blocks(
+    family: Family, use_reentrant: bool, backward: str, device: torch.device, scratch: Path
+) -> None:
     """Inputs of the blocks are offloaded; tensors that backward makes again are used at once and stay."""
-    plain = Arm(family, use_reentrant, "outside").run()
-    arm = Arm(family, use_reentrant, "outside", scratch)
+    plain = plainly(Arm(family, use_reentrant, "outside", device=device).run, device)
+    arm = Arm(family, use_reentrant, "outside", scratch, device)
     moved = arm.run(context=arm.context, backward_inside=backward == "inside")
     stats = arm.offload.stats()
     arm.offload.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from io_backends.testing import Fault, Operation
-from support.engine import Gate
 from support.exactness import assert_bit_equal
 from support.gpu import (
     DEVICE,
-    MIB,
     NBYTES,
     Delays,
     LateCosine,
@@ -31,7 +27,7 @@ from support.gpu import (
     open_device,
     scribble,
 )
-from tba import Offloader, OffloadWarning
+from tba import Offloader
 
 pytestmark = gpu_only
 
@@ -159,20 +155,6 @@ def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, m
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)
         assert offload.stats().duplicate_bytes == 2 * LAYERS * NBYTES
-
-
-@both_tiers
-def test_two_forwards_before_their_backwards(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [plain_gradient(lambda x: late_net(x, LAYERS), seed) for seed in (0, 1)]
-    delays = Delays(4, monkeypatch)
-    with offloader(tier, scratch, delays.plan, prefetch_bytes=3 * NBYTES) as offload:
-        for _ in range(2):
-            leaves = [leaf_of(0), leaf_of(1)]
-            with offload:
-                results = [late_net(leaf * 1, LAYERS, delays.sleep) for leaf in leaves]
-            for y in results:
-                y.sum().backward()
-            assert_bit_equal([leaf.grad for leaf in leaves], expected)
 
 
 @both_tiers
@@ -316,40 +298,3 @@ def test_a_graph_over_two_devices_restores_to_both(tier: str, scratch: Path, mon
             offload.flush()
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)
-
-
-def test_reads_held_back_are_waited_for(scratch: Path) -> None:
-    expected = plain_gradient(lambda x: late_net(x, 4))
-    gate = Gate("read")
-    with offloader("nvme", scratch, gate, prefetch_bytes=16 * MIB) as offload:
-        leaf = leaf_of()
-        with offload:
-            y = late_net(leaf * 1, 4)
-        offload.flush()
-        opener = threading.Timer(0.2, gate.open)
-        opener.start()
-        y.sum().backward()
-        opener.join()
-        assert offload.stats().wait_s > 0
-        assert_bit_equal(leaf.grad, expected)
-
-
-def test_a_write_that_fails_leaves_the_tensor_in_memory(scratch: Path) -> None:
-    def plan(operation: Operation, number: int) -> Fault | None:
-        return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" and number % 3 == 1 else None
-
-    expected = plain_gradient(lambda x: late_net(x, LAYERS))
-    with offloader("nvme", scratch, plan, prefetch_bytes=0) as offload:
-        leaf = leaf_of()
-
-        def forward() -> Tensor:
-            with offload:
-                y = late_net(leaf * 1, LAYERS)
-            offload.flush()
-            return y
-
-        with pytest.warns(OffloadWarning, match="stays in memory"):
-            y = forward()
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, expected)
-        assert offload.stats().errors >= len(range(1, 2 * LAYERS, 3))
