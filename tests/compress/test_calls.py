@@ -184,13 +184,6 @@ class OwnRMSNorm(nn.Module):
         return self.weight * out
 
 
-class NormFunction(OwnRMSNorm):
-    """As a fused kernel."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        return Twice.apply(a)
-
-
 def _pre_norm() -> Any:
     """A norm and what follows it."""
     return Made(lambda self, a: self.norm(a).tanh().exp(), norm=OwnRMSNorm(), inner=nn.Identity())
@@ -220,16 +213,6 @@ def test_copies_of_the_model_are_not_noted(how: Callable[[nn.Module], nn.Module]
     twin = how(module)
     assert saved(lambda: twin(x), mode) == sorted(PLAIN)
     assert saved(lambda: module(x), mode) == sorted(SCOPED)
-    remove()
-
-
-def test_a_norm_that_raises_leaves_nothing() -> None:
-    module, mode = OwnRMSNorm(), SavedBy()
-    remove = mode.norms(module)
-    module.raises = True
-    with mode, pytest.raises(ValueError, match="from forward"):
-        module(x)
-    assert saved(lambda: Twice.apply(x), mode) == [("unknown", X)]
     remove()
 
 
@@ -265,13 +248,6 @@ def test_an_interrupt_within_a_norm_leaves_nothing_for_the_next_context() -> Non
         module(x)
     with offload_context(module, tier="cpu", compress="balanced"):
         assert saved(lambda: x.pow(2), SavedBy()) == [("unknown", X)]
-
-
-def test_custom_function_in_a_norm_is_the_norm_s() -> None:
-    module, mode = NormFunction(), SavedBy()
-    remove = mode.norms(module)
-    assert saved(lambda: module(x), mode) == [("norm_input", X)]
-    remove()
 
 
 @pytest.mark.parametrize(

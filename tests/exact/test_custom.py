@@ -168,29 +168,6 @@ def test_an_edit_of_what_was_unpacked_shows_to_nobody_else(arm: str, scratch: Pa
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_edit_between_operators_that_saved_the_same_shows_to_none(arm: str, scratch: Path) -> None:
-    def edits(flush: Callable[[], None]) -> Any:
-        w = leaf(0)
-        x = w * 1.5
-        # Backward asks in the reverse order: operators for equal views and for another, a program's code in between.
-        loss = (x.sin() + x.t().sin() + Edit.apply(x) + x.exp2() + x.cos()).sum()
-        del x
-        flush()
-        found = []
-        for number in range(3):
-            w.grad = None
-            loss.backward(retain_graph=number < 2)
-            found.append(w.grad)
-        return found
-
-    w = leaf(0)
-    x = w * 1.5
-    (x.sin() + x.t().sin() + 2 * x * x + x.exp2() + x.cos()).sum().backward()
-    for gradient in run(edits, arm, scratch):
-        torch.testing.assert_close(gradient, w.grad)
-
-
-@pytest.mark.parametrize("arm", ARMS)
 def test_an_edit_of_what_a_node_shows_does_not_reach_backward(arm: str, scratch: Path) -> None:
     def looks(flush: Callable[[], None]) -> Any:
         w = leaf(0)
