@@ -235,16 +235,6 @@ def test_a_rank_of_nearly_the_whole_width(projected: Projected) -> None:
     assert torch.equal(exact, made) == (projected.rank == N)
 
 
-def test_reentrant_checkpointing_trains() -> None:
-    inputs = operands(TOKENS)
-    exact = run(linear, None, *inputs)[1]
-    with mode_of():
-        out = checkpoint(linear, *inputs, use_reentrant=True)
-        out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).sin())
-    assert torch.equal(inputs[0].grad, exact[0])
-    assert torch.equal(inputs[1].grad, exact[1])
-
-
 def test_without_gradients_and_in_transforms() -> None:
     x, w, b = operands(TOKENS)
     with mode_of():

@@ -202,23 +202,6 @@ def test_what_nobody_else_has_is_given_away_without_a_copy(scratch: Path, monkey
         assert not copied, arm
 
 
-def test_of_a_graph_that_is_kept_only_the_last_backward_gets_the_memory(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    monkeypatch.setattr("tba._record.user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
-
-    def several(flush: Callable[[], None]) -> Any:
-        w = leaf(0)
-        loss = Loss.apply(w, leaf(1).detach() * 2)
-        for number in range(3):
-            loss.backward(retain_graph=number < 2)
-        return w.grad
-
-    assert_bit_equal(run(several, "held", scratch), several(lambda: None))
-    assert copied == [4 * N * N] * 2
-
-
 class Token:
     pass
 

@@ -151,6 +151,8 @@ def test_a_region_for_torch_func_inside_of_the_context(scratch: Path) -> None:
         with offload.suspend():
             assert_bit_equal(torch.func.grad(function)(x), expected)
             assert_bit_equal(torch.func.vmap(torch.func.grad(function))(x.expand(3, 64)), expected.expand(3, 64) + 0)
+        with pytest.raises(ZeroDivisionError), offload.suspend():
+            raise ZeroDivisionError
         saved_bytes = offload.stats().saved_bytes
         assert saved_bytes > 0
         after = function(leaf)

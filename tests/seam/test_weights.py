@@ -105,17 +105,6 @@ def test_a_subclass_of_parameter(scratch: Path) -> None:
     assert is_weight(weight.t(), scratch)
 
 
-def test_what_autocast_makes_of_a_weight(scratch: Path) -> None:
-    """Its cast copy of the weight, and that one transposed, are saved for the gradient of the input."""
-    layer = nn.Linear(32, 32)
-    x = torch.randn(4, 32, requires_grad=True) * 1
-    with engine(scratch) as offload, offload, torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(x)
-    stats = offload.stats()
-    assert stats.weight_bytes == 32 * 32 * 2
-    assert stats.offloaded_bytes == 4 * 32 * 2
-
-
 # -- what is none --------------------------------------------------------------------------------------------------
 
 

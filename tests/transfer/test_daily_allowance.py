@@ -97,18 +97,6 @@ def test_where_counts_are_kept(environment: dict[str, str], home: str, host: str
     assert counts_file(environment, home, host) == Path(file)
 
 
-def test_counts_go_on_in_the_next_run(tmp_path: Path) -> None:
-    for total in (30, 60, 90):
-        taken = allowance(tmp_path, 100)
-        assert taken.take(30)
-        assert taken.written_today_bytes == total
-        taken.close()
-        taken.close()
-        assert counts(tmp_path) == {"2026-03-29": total}
-    with pytest.warns(OffloadWarning, match="90 of the 100"):
-        assert not allowance(tmp_path, 100).take(30)
-
-
 def test_the_file_is_looked_at_every_few_seconds_at_most(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,19 +111,6 @@ def test_the_file_is_looked_at_every_few_seconds_at_most(
     assert all(later - earlier >= SYNC_S for earlier, later in itertools.pairwise(looks))
     taken.close()
     assert counts(tmp_path) == {"2026-03-29": 1000}
-
-
-def test_midnight_gives_the_allowance_anew(tmp_path: Path, clock: Clock) -> None:
-    taken = allowance(tmp_path, 100)
-    assert taken.take(100)
-    clock.wait(12 * 3600 - 1)  # 23:59:59
-    with pytest.warns(OffloadWarning, match="2026-03-29"):
-        assert not taken.take(1)
-    clock.wait(1)
-    assert taken.take(70)
-    assert taken.written_today_bytes == 70
-    taken.close()
-    assert counts(tmp_path) == {"2026-03-29": 100, "2026-03-30": 70}
 
 
 @pytest.mark.parametrize("wall_s", [-1e12, 4e11], ids=["long ago", "far ahead"])
