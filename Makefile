@@ -62,8 +62,13 @@ test-all: $(VENV)/.installed
 
 # The tests for a GPU, on an accelerator that is made of a CPU, and that one's own. It is built first, in a minute: its
 # compiler is the one that is here. A process that has loaded it is no more one of a machine without an accelerator.
+# Tests that take the fixture `device` run on the CPU in `make test`, and on the device here and in `make gpu`.
+BY_DEVICE := $(addprefix tests/,exact/test_checkpoint.py exact/test_identity.py exact/test_inplace.py exact/test_models.py \
+	compress/test_presets.py)
+
 accelerator: $(VENV)/.installed
 	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
+	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal -m gpu $(BY_DEVICE)
 
 # The newest torch that docs/versions.md has; another by `make test-torch TORCH=2.12.0`, on another Python by
 # `make test-torch TORCH=2.11.0 PYTHON=python3.12`.
@@ -140,7 +145,7 @@ matrix: .venv-matrix/.installed
 		tests/matrix --page out/matrix.md --filed docs/matrix.md
 
 gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
+	$(PYTHON) -m pytest -m gpu tests/gpu $(BY_DEVICE) tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
 	$(MAKE) gpu-step
 
 # One card of 80 GB, under ten minutes each. With MACHINE=h100 the result is filed under that name.

@@ -21,7 +21,7 @@ from torch import nn
 
 from io_backends import interrupts
 from io_backends._file.rate import RateLimit
-from support import samples
+from support import gpu, samples
 from support.clock import Counted
 from support.engine import STORES
 from tba import Offloader, offload_context
@@ -112,6 +112,18 @@ def auto(scratch: Path, quick_limits: None) -> Iterator[Callable[..., Offloader]
     yield make
     for offload in made:
         offload.close()
+
+
+@pytest.fixture(scope="module", params=gpu.DEVICES)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU, and the device of the GPU tests where there is one (`support.gpu`)."""
+    device: torch.device = request.param
+    if device.type == "cpu":
+        yield device
+        return
+    gpu.open_device()
+    with gpu.deterministic():
+        yield device
 
 
 @pytest.fixture(params=STORES)

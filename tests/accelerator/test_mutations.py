@@ -95,7 +95,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str) -> No
 
 
 # Not among them: that a source and its host memory outlive a copy out. The engine holds both until the copy is over, as
-# it has to write it; what `streams` promises by itself is tested in tests/memory/test_streams.py. Nor `also_used` and
+# it has to write it; what `streams` promises by itself is tested in test_copies.py. Nor `also_used` and
 # `goes_early`, for which no program has been found that goes wrong without them.
 MUTATIONS = {
     "a copy out waits for the kernel": ("out", "side.wait_event(launched)", "pass"),

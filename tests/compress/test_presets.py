@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from compact import PRESETS, Preset, Quantized, Spec
 from support.engine import ALL_INT8, Gate, activation, engine, save
-from support.exactness import equal, gradients_of
+from support.exactness import CPU, equal, gradients_of
+from support.models import Mixed
 from tba import ConfigError, OffloadConfig, Offloader, offload_context
 from tba._compress.compressor import advice
 from tba._transfer.cost import Cost
@@ -29,36 +30,19 @@ LINEAR_INT4 = Preset("linear", {})
 LINEAR_INT4 = LINEAR_INT4.override({"linear_input": Quantized("int4", rounding="stochastic", rotate=True)})
 
 
-class Mixed(nn.Module):
-    """Saves token ids, a boolean mask, an fp32 upcast of bf16 and plain floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 64)
-        self.norm = nn.LayerNorm(64)
-        self.inner = nn.Linear(64, 128)
-        self.outer = nn.Linear(128, 50)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        x = x.masked_fill(ids[..., None] % 7 == 0, 0.5)
-        x = x.to(torch.bfloat16).float().square() + x
-        hidden = functional.gelu(self.inner(self.norm(x)))
-        return functional.cross_entropy(self.outer(hidden).flatten(0, 1), ids.flatten())
-
-
 def train(
     tier: str | None,
     compress: Any = None,
     *,
     make: Callable[[], nn.Module] = Mixed,
     flush: bool = False,
+    device: torch.device = CPU,
     **settings: Any,
 ) -> tuple[list[Tensor], Any]:
     """The gradients of two steps, and the statistics; without a tier by plain PyTorch."""
     torch.manual_seed(0)
-    model = make()
-    ids = torch.randint(0, 50, (8, 32))
+    model = make().to(device)
+    ids = torch.randint(0, 50, (8, 32)).to(device)
     offload = (
         Offloader(model, OffloadConfig(tier=tier, compress=compress, min_tensor_bytes=0, **settings)) if tier else None
     )
@@ -67,11 +51,12 @@ def train(
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
 @pytest.mark.parametrize("tier", TIERS)
-def test_exact_gives_the_same_bits_from_fewer_bytes(tier: str) -> None:
-    plain, _ = train(None)
-    ours, stats = train(tier, "exact", flush=tier != "cpu")
+def test_exact_gives_the_same_bits_from_fewer_bytes(tier: str, device: torch.device) -> None:
+    plain, _ = train(None, device=device)
+    ours, stats = train(tier, "exact", flush=tier != "auto", device=device)
     assert equal(ours, plain)
     assert 0 < stats.packed_bytes <= 0.55 * stats.encoded_bytes
+    assert stats.derived_bytes > 0
     assert stats.saved_bytes == stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
     assert (stats.live_records, stats.errors) == (0, 0)
 
@@ -87,17 +72,17 @@ def test_less_is_written_and_read() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
-def test_what_a_codec_makes_does_not_depend_on_tier_or_timing() -> None:
-    plain, _ = train(None)
-    first, stats = train("nvme", ALL_INT8, flush=True)
+def test_what_a_codec_makes_does_not_depend_on_tier_or_timing(device: torch.device) -> None:
+    plain, _ = train(None, device=device)
+    first, stats = train("nvme", ALL_INT8, flush=True, device=device)
     assert stats.packed_bytes < 0.35 * stats.encoded_bytes
     assert not equal(first, plain)
     for a, b in zip(first, plain, strict=True):
         assert functional.cosine_similarity(a.flatten(), b.flatten(), 0) > 0.999
-    assert equal(train("nvme", ALL_INT8)[0], first)  # forwarded
+    assert equal(train("nvme", ALL_INT8, device=device)[0], first)  # forwarded
     for tier in ("keep", "cpu", "auto"):
-        assert equal(train(tier, ALL_INT8)[0], first)
-    assert equal(train("nvme", ALL_INT8, prefetch_bytes=0, staging_bytes=1 << 20)[0], first)
+        assert equal(train(tier, ALL_INT8, device=device)[0], first)
+    assert equal(train("nvme", ALL_INT8, device=device, prefetch_bytes=0, staging_bytes=1 << 20)[0], first)
 
 
 @pytest.mark.parametrize("codec", [Quantized("e4m3"), Quantized("e5m2"), Quantized("int8", along="tokens")], ids=str)
@@ -159,21 +144,6 @@ def test_memory_goes_as_soon_as_the_operator_has_finished(scratch: Path) -> None
         assert torch.isclose(weight.grad, torch.tensor(float(1 << 18) + 4.0))
         stats = offload.stats()
     assert (stats.written_bytes, stats.kept_bytes > 0) == (0, True)
-
-
-def test_backward_twice_and_two_savers_of_one_tensor(scratch: Path) -> None:
-    with engine(scratch, compress=ALL_INT8) as offload:
-        leaf, x = activation(64, 64)
-        with offload:
-            y = (save(x) + save(x)).sum()
-        offload.flush()
-        y.backward(retain_graph=True)
-        assert leaf.grad is not None
-        first = leaf.grad.clone()
-        y.backward()
-        assert torch.equal(leaf.grad, 2 * first)
-        assert offload.stats().duplicate_bytes == x.nbytes
-        assert (first - 4 * leaf.detach()).abs().max() < 0.1
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 64])
@@ -260,17 +230,6 @@ def test_a_saver_that_needs_more_gets_a_record_of_its_own(scratch: Path) -> None
     assert not torch.equal(ours[4], plain[4])
     assert functional.cosine_similarity(ours[4].flatten(), plain[4].flatten(), 0) > 0.98
     assert stats.encoded_bytes == 32 * 64 * 4
-
-
-def test_the_stricter_of_two_savers_comes_first_and_serves_both(scratch: Path) -> None:
-    torch.manual_seed(0)
-    linear, norm = nn.Linear(64, 64), nn.LayerNorm(64)
-    _, x = activation(32, 64)
-    with engine(scratch, compress=LINEAR_INT4) as offload:
-        with offload:
-            loss = norm(x).square().sum() + linear(x).square().sum()
-        loss.backward()
-        assert offload.stats().encoded_bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")

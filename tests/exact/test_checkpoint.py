@@ -14,7 +14,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from support.exactness import assert_adds_up, assert_bit_equal, assert_through_file, first_argument, run_training
+from support.exactness import (
+    CPU,
+    assert_through_file,
+    run_training,
+)
+from support.gpu import plainly
 from support.zoo import FAMILIES, Family
 from tba import Offloader, offload_context
 
@@ -26,8 +31,11 @@ FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=str)
 class Arm:
     """One run: where the context stands, and what the engine counted. Without `scratch`: plain PyTorch."""
 
-    def __init__(self, family: Family, use_reentrant: bool, where: str, scratch: Path | None = None) -> None:
+    def __init__(
+        self, family: Family, use_reentrant: bool, where: str, scratch: Path | None = None, device: torch.device = CPU
+    ) -> None:
         self.family, self.use_reentrant, self.where, self.scratch = family, use_reentrant, where, scratch
+        self.device = device
         self.offload: Offloader | None = None
 
     def make_model(self) -> nn.Module:
@@ -64,16 +72,18 @@ class Arm:
             self.offload.flush()
 
     def run(self, **how: Any) -> Any:
-        return run_training(self.make_model, self.family.make_batch, between=self.flush, **how)
+        return run_training(self.make_model, self.family.make_batch, between=self.flush, device=self.device, **how)
 
 
 @FAMILY
 @KINDS
 @BACKWARD
-def test_context_around_checkpointed_blocks(family: Family, use_reentrant: bool, backward: str, scratch: Path) -> None:
+def test_context_around_checkpointed_blocks(
+    family: Family, use_reentrant: bool, backward: str, device: torch.device, scratch: Path
+) -> None:
     """Inputs of the blocks are offloaded; tensors that backward makes again are used at once and stay."""
-    plain = Arm(family, use_reentrant, "outside").run()
-    arm = Arm(family, use_reentrant, "outside", scratch)
+    plain = plainly(Arm(family, use_reentrant, "outside", device=device).run, device)
+    arm = Arm(family, use_reentrant, "outside", scratch, device)
     moved = arm.run(context=arm.context, backward_inside=backward == "inside")
     stats = arm.offload.stats()
     arm.offload.close()
@@ -107,53 +117,5 @@ def test_context_inside_checkpointed_blocks(family: Family, use_reentrant: bool,
     stats = arm.offload.stats()
     arm.offload.close()
     moved.assert_equals(plain)
-    assert_through_file(stats)
-    assert stats.weight_bytes > 0
-
-
-@FAMILY
-def test_context_inside_reentrant_blocks_that_are_used_at_once(family: Family, scratch: Path) -> None:
-    """Without `retain_graph` nothing that is packed inside backward is worth moving: it is kept; statistics say so."""
-    plain = Arm(family, True, "inside").run()
-    arm = Arm(family, True, "inside", scratch)
-    moved = arm.run()
-    stats = arm.offload.stats()
-    arm.offload.close()
-    moved.assert_equals(plain)
-    assert_adds_up(stats)
-    assert stats.kept_bytes == stats.kept_by_reason["recomputed"] > 0
-    assert stats.offloaded_bytes == 0
-    assert stats.weight_bytes > 0
-
-
-@KINDS
-def test_context_inside_of_only_the_forward_without_a_model(use_reentrant: bool, scratch: Path) -> None:
-    """The whole loss function recomputed, under autocast, by an engine that knows no model."""
-    family = FAMILIES[0]
-
-    def train(offload: Offloader | None) -> list[Any]:
-        torch.manual_seed(7)
-        model = family.make_model().train()
-        batch = family.make_batch()
-        anchor = torch.ones((), requires_grad=True)  # the reentrant kind needs an input that requires a gradient
-
-        def loss_of(anchor: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
-            with offload if offload is not None else nullcontext():
-                loss = first_argument(model, batch) * anchor
-            if offload is not None:
-                offload.flush()
-            return loss
-
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = checkpoint(loss_of, anchor, *batch, use_reentrant=use_reentrant)
-        loss.backward(retain_graph=True)
-        return [loss.detach(), anchor.grad, *(p.grad for p in model.parameters())]
-
-    plain = train(None)
-    offload = offload_context(tier="nvme", min_tensor_bytes=0, storage_paths=scratch)
-    moved = train(offload)
-    stats = offload.stats()
-    offload.close()
-    assert_bit_equal(moved, plain)
     assert_through_file(stats)
     assert stats.weight_bytes > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from support.engine import activation, engine, save
-from support.exactness import assert_adds_up, assert_bit_equal
+from support.exactness import CPU, assert_adds_up, assert_bit_equal
+from support.gpu import take_what_is_free
 from support.models import Looks, Made
 from tba import OffloadWarning
 
 BASE = 24
 
 
-def _base(dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(BASE, BASE, generator=generator).to(dtype).requires_grad_() + 0
+def _base(device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
+    numbers = torch.randn(BASE, BASE, generator=torch.Generator().manual_seed(1))
+    base = (300 * numbers).to(dtype).to(device)
+    return base.requires_grad_() + 0 if base.is_floating_point() or base.is_complex() else base
 
 
 VIEWS = {
@@ -42,30 +45,44 @@ VIEWS = {
     "conjugated": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj(),
     "negated": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj().imag,
     "real part": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).real,
+    "part of the conjugated": lambda x: torch.view_as_complex(x.view(BASE, BASE // 2, 2)).conj()[1:7, ::2],
+    "other dtype": lambda x: x.detach().view(torch.int32)[3:],
+    "diagonal": lambda x: x.diagonal(3),
 }
 
 
 def _keeping(x: Tensor, back: list[Tensor]) -> Tensor:
     """A graph that saves `x` alone, and whose backward puts what came back into a list."""
-    return Looks.apply(torch.ones((), requires_grad=True), lambda _, *saved: back.extend(saved), x)
+    leaf = torch.ones((), device=x.device, requires_grad=True)
+    result: Tensor = Looks.apply(leaf, lambda _, *saved: back.extend(saved), x)
+    return result
+
+
+def _facts(x: Tensor) -> tuple[Any, ...]:
+    """All that is to come back but the bytes. cuBLAS chooses its kernel by the address, to 256 bytes: other bits."""
+    at = x.data_ptr() % 256 if not x.is_cpu else 0
+    return x.shape, x.stride(), x.dtype, x.device, x.is_conj(), x.is_neg(), at
 
 
 @pytest.mark.parametrize("look", VIEWS.values(), ids=VIEWS)
-def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(look, scratch: Path, store_kind: str) -> None:
+def test_a_view_comes_back_with_shape_stride_offset_dtype_and_bits(
+    look: Callable[[Tensor], Tensor], device: torch.device, scratch: Path, store_kind: str
+) -> None:
     back: list[Tensor] = []
     with engine(scratch, store_kind=store_kind) as offload:
-        view = look(_base())
+        view = look(_base(device))
         expected = view.detach().clone(memory_format=torch.preserve_format)
-        facts = view.shape, view.stride(), view.dtype, view.is_conj(), view.is_neg()
+        facts = _facts(view)
         whole = view.untyped_storage().nbytes() <= 2 * (view.numel() * view.itemsize)
         offset = view.storage_offset()
         with offload:
             result = _keeping(view, back)
         del view
         offload.flush()
+        take_what_is_free(device)
         result.backward()
         stats = offload.stats()
-    assert (back[0].shape, back[0].stride(), back[0].dtype, back[0].is_conj(), back[0].is_neg()) == facts
+    assert _facts(back[0]) == facts
     assert_bit_equal(back[0].detach().clone(memory_format=torch.preserve_format), expected)
     assert stats.forwarded_bytes == 0
     assert stats.read_bytes >= stats.offloaded_bytes > 0
@@ -98,37 +115,32 @@ def test_a_view_that_shares_no_memory_with_its_base_comes_back_exact(
     assert stats.read_bytes >= 2 * weight.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-def test_every_dtype_comes_back_exact(dtype: torch.dtype, scratch: Path) -> None:
+FLOATS = (torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex64, torch.complex128)
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_every_dtype_comes_back_exact(dtype: torch.dtype, device: torch.device, scratch: Path) -> None:
     back: list[Tensor] = []
-    x = _base(dtype)
-    expected = x.detach().clone()
+    x = _base(device).detach().to(dtype)
+    x.view(torch.uint8).view(-1)[:8] = 0xFF  # not a number, in most
+    expected, facts = x.clone(), _facts(x)
     with engine(scratch) as offload:
         with offload:
             result = _keeping(x, back)
         del x
         offload.flush()
+        take_what_is_free(device)
         result.backward()
         assert offload.stats().read_bytes > 0
+    assert _facts(back[0]) == facts
     assert_bit_equal(back[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int64])
-def test_masks_and_indices_come_back_exact(dtype: torch.dtype, scratch: Path) -> None:
-    index = torch.arange(7).to(dtype)
-    leaf = torch.randn(7, requires_grad=True)
-    with engine(scratch) as offload:
-        with offload:
-            result = torch.where(index == 1, leaf, leaf * 2) if dtype != torch.int64 else leaf[index]
-        offload.flush()
-        (gradient,) = torch.autograd.grad(result.sum(), leaf)
-        assert offload.stats().read_bytes > 0
-    expected = torch.where(index == 1, 1.0, 2.0) if dtype != torch.int64 else torch.ones(7)
-    assert torch.equal(gradient, expected)
-
-
-def test_one_storage_is_moved_once_however_many_views_are_saved(scratch: Path, store_kind: str) -> None:
-    leaf, x = activation(64, 64)
+def test_one_storage_is_moved_once_however_many_views_are_saved(
+    device: torch.device, scratch: Path, store_kind: str
+) -> None:
+    leaf, x = activation(64, 64, device=device)
     with engine(scratch, store_kind=store_kind) as offload:
         with offload:
             q, k, v = torch.split(x * 1, [21, 21, 22], dim=1)
@@ -196,25 +208,10 @@ def test_a_changed_version_is_another_record(scratch: Path, store_kind: str) -> 
         assert offload.stats().duplicate_bytes == 0
 
 
-def test_an_edit_through_data_between_two_saves_is_not_taken_for_the_same(scratch: Path) -> None:
-    # `.data` shares the storage but not the version counter: both counters may show the same number.
-    leaf = torch.ones(1000, requires_grad=True)
-    x = leaf.detach() + 0
-    other = x.data
-    x.add_(1)
-    with engine(scratch) as offload:
-        with offload:
-            first = leaf * x  # version 1 of x's counter
-            offload.flush()
-            other.add_(1)  # version 1 of the other counter
-            second = leaf * other
-            offload.flush()
-        assert torch.equal(torch.autograd.grad(second.sum(), leaf)[0], torch.full((1000,), 3.0))
-        del first
-
-
-def test_a_small_view_of_a_large_storage_does_not_take_it_along(scratch: Path, store_kind: str) -> None:
-    leaf, x = activation(1000, 1000)
+def test_a_small_view_of_a_large_storage_does_not_take_it_along(
+    device: torch.device, scratch: Path, store_kind: str
+) -> None:
+    leaf, x = activation(1000, 1000, device=device)
     with engine(scratch, store_kind=store_kind) as offload:
         with offload:
             result = save(x[17])

@@ -12,6 +12,7 @@ from io_backends import PosixStore
 from io_backends.testing import FaultyStore
 from support.engine import Gate, activation, engine, save
 from support.exactness import assert_bit_equal
+from support.gpu import take_what_is_free
 from tba import OffloadConfig, Offloader
 
 MODIFIED = "modified by an inplace operation"
@@ -74,9 +75,11 @@ def test_a_poisoned_record_that_nobody_unpacks_raises_nothing(scratch: Path, sto
         del unused
 
 
-def test_an_edit_after_the_copy_has_finished_is_legal_and_the_copy_is_used(scratch: Path, store_kind: str) -> None:
+def test_an_edit_after_the_copy_has_finished_is_legal_and_the_copy_is_used(
+    device: torch.device, scratch: Path, store_kind: str
+) -> None:
     with engine(scratch, store_kind=store_kind) as offload:
-        leaf, x = activation(4096)
+        leaf, x = activation(4096, device=device)
         with offload:
             result = save(x)
         offload.flush()
@@ -122,16 +125,19 @@ def test_an_edit_whose_kernel_ends_after_the_write_is_noticed_at_the_next_hook(s
     offload.close()
 
 
-def test_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path, store_kind: str) -> None:
+def test_a_storage_resized_under_the_writer_becomes_an_alias(
+    device: torch.device, scratch: Path, store_kind: str
+) -> None:
     gate = Gate("write")
     with engine(scratch, gate, store_kind=store_kind, prefetch_bytes=0) as offload:
-        leaf, x = activation(64, 64)
+        leaf, x = activation(64, 64, device=device)
         nbytes = x.untyped_storage().nbytes()
         content = x.detach().clone()
         with offload:
             result = save(x)
             _ = save(leaf * 1)
         x.untyped_storage().resize_(0)
+        take_what_is_free(device)
         gate.open()
         offload.flush()
         x.untyped_storage().resize_(nbytes)  # as FSDP does, with the content back in time
@@ -139,17 +145,6 @@ def test_a_storage_resized_under_the_writer_becomes_an_alias(scratch: Path, stor
         result.sum().backward()
         assert_bit_equal(leaf.grad, 2 * content)
         assert offload.stats().errors == 0
-
-
-def test_a_tensor_kept_in_memory_is_watched_too(scratch: Path) -> None:
-    with engine(scratch, tier="keep") as offload:
-        _, x = activation(8)
-        with offload:
-            result = save(x)
-        with torch.no_grad():
-            x.add_(1)
-        with pytest.raises(RuntimeError, match=MODIFIED):
-            result.sum().backward()
 
 
 def test_a_weight_changed_between_forward_and_backward_is_watched_too(scratch: Path) -> None:

@@ -1,4 +1,4 @@
-"""On a GPU: an in-place edit of a saved tensor is noticed while its copy is under way, and legal afterwards."""
+"""On a GPU: an in-place edit of a saved tensor is noticed while its copy is under way, and not by a write after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.engine import Gate, save
 from support.exactness import assert_bit_equal
-from support.gpu import card, gpu_only, leaf_of, offloader, open_device, scribble
+from support.gpu import card, gpu_only, leaf_of, offloader, open_device
 
 pytestmark = gpu_only
 
@@ -55,10 +55,13 @@ def test_an_edit_while_the_copy_is_held_back_is_noticed(
     def held_back(device: torch.device, direction: str) -> card.Stream:
         stream: card.Stream = real(device, direction)
         with card.stream(stream):
-            card._sleep(200_000_000)  # a tenth of a second
+            card._sleep(1_000_000_000)  # half a second
         return stream
 
     with offloader(tier, scratch, prefetch_bytes=0) as offload:
+        with offload:  # opens the file, and makes the streams and pinned memory
+            save(activation()[1])
+        offload.flush()
         _, x = activation()
         with monkeypatch.context() as patched, offload:
             patched.setattr(streams, "_side_stream", held_back)
@@ -68,34 +71,3 @@ def test_an_edit_while_the_copy_is_held_back_is_noticed(
         offload.flush()
         with pytest.raises(RuntimeError, match=MODIFIED):
             y.sum().backward()
-
-
-@both_tiers
-def test_an_edit_after_the_copy_has_finished_does_not_reach_it(tier: str, scratch: Path) -> None:
-    with offloader(tier, scratch) as offload:
-        leaf, x = activation()
-        with offload:
-            y = save(x)
-        offload.flush()
-        with torch.no_grad():
-            x.zero_()
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, 2 * leaf.detach())
-
-
-@both_tiers
-def test_a_storage_emptied_while_the_write_is_held_back_becomes_an_alias(tier: str, scratch: Path) -> None:
-    gate = Gate("write")
-    with offloader(tier, scratch, gate, prefetch_bytes=0) as offload:
-        leaf, x = activation()
-        nbytes, content = x.untyped_storage().nbytes(), x.detach().clone()
-        with offload:
-            y = save(x)
-        x.untyped_storage().resize_(0)
-        scribble(content)
-        gate.open()
-        offload.flush()
-        x.untyped_storage().resize_(nbytes)  # as FSDP does, with the content back in time
-        x.data.copy_(content)
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, 2 * content)

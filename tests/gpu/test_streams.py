@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from io_backends.testing import Fault, Operation
-from support.engine import Gate
 from support.exactness import assert_bit_equal
 from support.gpu import (
     DEVICE,
-    MIB,
     NBYTES,
     Delays,
-    LateCosine,
     card,
     crossing_net,
     gpu_only,
@@ -29,9 +23,8 @@ from support.gpu import (
     no_sleep,
     offloader,
     open_device,
-    scribble,
 )
-from tba import Offloader, OffloadWarning
+from tba import Offloader
 
 pytestmark = gpu_only
 
@@ -100,51 +93,6 @@ def test_forward_and_backward_each_on_a_stream_of_its_own(
         assert offload.stats().read_bytes >= 3 * 2 * LAYERS * NBYTES
 
 
-class Elsewhere(LateCosine):
-    """Reads what it saved on a stream that is not the one its backward runs on."""
-
-    stream: card.Stream
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        here, there = card.current_stream(), Elsewhere.stream
-        there.wait_stream(here)
-        with card.stream(there):
-            x, inner = ctx.saved_tensors
-            ctx.sleep()
-            result = gradients[0] * inner.cos() * -x.sin()
-        gradients[0].record_stream(there)
-        here.wait_stream(there)
-        result.record_stream(here)
-        return result, None
-
-
-@both_tiers
-@pytest.mark.parametrize("cap", CAPS)
-def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
-    cap: str, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def net(x: Tensor, sleep: Callable[[], None] = no_sleep) -> Tensor:
-        for _ in range(LAYERS):
-            result = Elsewhere.apply(x * 1.01, sleep)
-            assert isinstance(result, Tensor)
-            x = result
-            scribble(x)
-        return x
-
-    Elsewhere.stream = card.Stream()
-    expected = plain_gradient(net)
-    delays = Delays(2, monkeypatch)
-    with offloader(tier, scratch, prefetch_bytes=CAPS[cap]) as offload:
-        for _ in range(3):
-            leaf = leaf_of()
-            with offload:
-                y = net(leaf * 1, delays.sleep)
-            offload.flush()
-            y.sum().backward()
-            assert_bit_equal(leaf.grad, expected)
-
-
 @both_tiers
 def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = card.Stream()
@@ -159,41 +107,6 @@ def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, m
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)
         assert offload.stats().duplicate_bytes == 2 * LAYERS * NBYTES
-
-
-@both_tiers
-def test_two_forwards_before_their_backwards(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [plain_gradient(lambda x: late_net(x, LAYERS), seed) for seed in (0, 1)]
-    delays = Delays(4, monkeypatch)
-    with offloader(tier, scratch, delays.plan, prefetch_bytes=3 * NBYTES) as offload:
-        for _ in range(2):
-            leaves = [leaf_of(0), leaf_of(1)]
-            with offload:
-                results = [late_net(leaf * 1, LAYERS, delays.sleep) for leaf in leaves]
-            for y in results:
-                y.sum().backward()
-            assert_bit_equal([leaf.grad for leaf in leaves], expected)
-
-
-@both_tiers
-@pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "at once"])
-def test_a_graph_kept_under_a_small_cap_gives_the_same_again(
-    flushed: bool, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = plain_gradient(lambda x: late_net(x, LAYERS))
-    delays = Delays(5, monkeypatch)
-    cap = 3 * NBYTES
-    with offloader(tier, scratch, prefetch_bytes=cap, staging_bytes=cap) as offload:
-        leaf = leaf_of()
-        with offload:
-            y = late_net(leaf * 1, LAYERS, delays.sleep)
-        if flushed:
-            offload.flush()
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-            assert_bit_equal(gradient, expected)
-            assert offload.stats().resident_bytes <= cap
-            scribble(gradient)
 
 
 def test_backwards_of_several_threads_do_not_disturb_one_another(
@@ -316,40 +229,3 @@ def test_a_graph_over_two_devices_restores_to_both(tier: str, scratch: Path, mon
             offload.flush()
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)
-
-
-def test_reads_held_back_are_waited_for(scratch: Path) -> None:
-    expected = plain_gradient(lambda x: late_net(x, 4))
-    gate = Gate("read")
-    with offloader("nvme", scratch, gate, prefetch_bytes=16 * MIB) as offload:
-        leaf = leaf_of()
-        with offload:
-            y = late_net(leaf * 1, 4)
-        offload.flush()
-        opener = threading.Timer(0.2, gate.open)
-        opener.start()
-        y.sum().backward()
-        opener.join()
-        assert offload.stats().wait_s > 0
-        assert_bit_equal(leaf.grad, expected)
-
-
-def test_a_write_that_fails_leaves_the_tensor_in_memory(scratch: Path) -> None:
-    def plan(operation: Operation, number: int) -> Fault | None:
-        return Fault(error=OSError(errno.EIO, "injected")) if operation == "write" and number % 3 == 1 else None
-
-    expected = plain_gradient(lambda x: late_net(x, LAYERS))
-    with offloader("nvme", scratch, plan, prefetch_bytes=0) as offload:
-        leaf = leaf_of()
-
-        def forward() -> Tensor:
-            with offload:
-                y = late_net(leaf * 1, LAYERS)
-            offload.flush()
-            return y
-
-        with pytest.warns(OffloadWarning, match="stays in memory"):
-            y = forward()
-        y.sum().backward()
-        assert_bit_equal(leaf.grad, expected)
-        assert offload.stats().errors >= len(range(1, 2 * LAYERS, 3))

@@ -49,13 +49,6 @@ def test_a_fast_link_moves_and_a_slow_one_recomputes() -> None:
     assert slow.predicted.moved_bytes < fast.predicted.moved_bytes
 
 
-def test_alike_layers_are_treated_alike() -> None:
-    facts = layers(12, 8)
-    plan = decide(facts, facts.saved_bytes // 2)
-    early = [sum(place.block == block for place in plan.sends) for block in range(9)]
-    assert max(early) - min(early) <= 1
-
-
 def test_of_uneven_blocks_the_cheap_ones_recompute() -> None:
     facts = layers(12, 8, rate=SLOW)
     costs = [3.0 if number % 3 else 0.5 for number in range(12)]
@@ -74,11 +67,6 @@ def test_blocks_too_large_to_come_back_do_not_keep_others_from_moving(share: flo
     assert moving.fits
     assert plan.fits
     assert plan.predicted.step_s <= moving.predicted.step_s
-
-
-def test_what_must_not_recompute_does_not() -> None:
-    facts = layers(12, 8, rate=SLOW, replay_s=None)
-    assert not decide(facts, facts.saved_bytes // 2).recomputed
 
 
 def test_a_block_that_saves_no_more_than_its_input_does_not_recompute() -> None:

@@ -38,14 +38,6 @@ def test_reverse_pack_order_before_an_order_is_known() -> None:
     assert walk.peek(4) is None
 
 
-def test_peeking_alone_takes_nothing() -> None:
-    walk = Orders().begin(9, "kind")
-    walk.ask(9)
-    assert [walk.peek(0), walk.peek(0)] == [8, 8]
-    walk.take()
-    assert walk.peek(0) == 7
-
-
 def test_reverse_order_goes_on_below_what_was_asked_for() -> None:
     walk = Orders().begin(9, "kind")
     walk.ask(9)
@@ -59,40 +51,6 @@ def test_reverse_order_passes_over_what_was_asked_for_already() -> None:
     for number in (3, 9, 2):  # a later graph beneath the same backward asks for a higher one
         walk.ask(number)
     assert ahead(walk) == [1, 0]
-
-
-def test_the_learned_order_is_followed() -> None:
-    orders = Orders()
-    asked = [5, 2, 4, 0, 3, 1]
-    walked(orders, asked)
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk) == asked[1:]
-    assert walk.peek(0) is None
-
-
-def test_an_order_holds_wherever_in_the_sequence_the_graph_was_packed() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4])
-    walk = orders.begin(105, "kind")
-    walk.ask(105)
-    assert ahead(walk) == [102, 104]
-
-
-def test_a_record_is_asked_for_or_taken_once() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4, 0, 3, 1])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk, most=2) == [2, 4]
-    walk.ask(2)
-    walk.ask(4)
-    assert ahead(walk, most=1) == [0]
-    walk.ask(0)
-    walk.ask(3)
-    walk.ask(3)  # again (retain_graph): tells nothing about order
-    assert ahead(walk) == [1]
-    assert walk.distances == [0, -3, -1, -5, -2]
 
 
 def test_micro_batches_share_one_order_however_they_are_interleaved() -> None:

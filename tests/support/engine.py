@@ -107,9 +107,9 @@ def save(x: Tensor) -> Tensor:
     return result
 
 
-def activation(*size: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def activation(*size: int, seed: int = 0, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
     """A leaf and a non-leaf copy of it (the copy's own node saves nothing)."""
-    leaf = torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    leaf = torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(device).requires_grad_()
     return leaf, leaf + 0
 
 

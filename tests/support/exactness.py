@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from tba import Offloader, OffloadStats
 
+CPU = torch.device("cpu")
 Context = Callable[[], AbstractContextManager[Any]]
 Loss = Callable[[nn.Module, Any], Tensor]
 # (parameters) -> optimizer
@@ -103,6 +105,13 @@ def assert_through_file(stats: OffloadStats, *, kept_because: Collection[str] = 
     assert not unexpected, f"kept in memory: {unexpected}"
 
 
+def on(value: Any, device: torch.device) -> Any:
+    """A model, a tensor, or a batch of tensors on a device: as it is where that is the CPU, on which all are made."""
+    if device.type == "cpu":
+        return value
+    return value.to(device) if isinstance(value, nn.Module) else tree_map_only(Tensor, lambda t: t.to(device), value)
+
+
 @dataclass
 class Run:
     """Losses, gradients and weights of a training run; every tensor is a copy."""
@@ -144,6 +153,7 @@ def run_training(
     forwards: int = 1,
     retain_graph: bool = False,
     seed: int = 7,
+    device: torch.device = CPU,
 ) -> Run:
     """Train for some steps from a fixed seed.
 
@@ -156,9 +166,10 @@ def run_training(
         autocast: bf16 around the forwards.
         forwards: how many forwards come before as many backwards, in the same order.
         retain_graph: passed to backward.
+        device: where the model and its batches go.
     """
     torch.manual_seed(seed)
-    model = make_model().train()
+    model = on(make_model(), device).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     steps_of = optimizer(trained)
     run = Run()
@@ -171,9 +182,9 @@ def run_training(
                 loss.backward(retain_graph=retain_graph)
 
     for _ in range(steps):
-        batches = [make_batch() for _ in range(forwards)]
+        batches = [on(make_batch(), device) for _ in range(forwards)]
         with context(model) if context is not None else nullcontext():
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
                 losses = [first_argument(model, batch) for batch in batches]
             if backward_inside:
                 backward(losses)

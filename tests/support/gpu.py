@@ -1,7 +1,8 @@
-"""What the GPU tests share: engines for each tier, a training run, networks with work that starts late.
+"""What the GPU tests share: engines for each tier, networks with work that starts late, and the fixture `device`.
 
 The device is a CUDA device where there is one. With DEVICE=simulated in the environment it is the accelerator made of a
-CPU (`support.accelerator`), in a process that has loaded it: `make accelerator`.
+CPU (`support.accelerator`), in a process that has loaded it: `make accelerator`. Tests that take the fixture `device`
+run on the CPU in `make test`, and on the device in `make accelerator` and `make gpu`.
 
 Everything is made anew in each test and sized for seconds. cuBLAS reads its workspace from the environment when it is
 first used, so importing this module sets it: results are then the same to the bit from run to run.
@@ -13,7 +14,8 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,8 @@ from torch import Tensor, nn
 from io_backends import HostStore, PosixStore, Store
 from io_backends.testing import Fault, FaultyStore, Operation
 from support import accelerator
-from support.exactness import Run
-from tba import OffloadConfig, Offloader, OffloadStats
+from support.exactness import CPU, Run
+from tba import OffloadConfig, Offloader
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
 
@@ -38,11 +40,8 @@ elif not torch.cuda.is_available():
 # PyTorch's module of the device, with what CUDA's has.
 card: Any = accelerator.load() if SIMULATED and not WHY_NOT else torch.cuda
 DEVICE = torch.device("sim" if SIMULATED else "cuda", 0)
-TIERS = ("nvme", "cpu", "auto")
-IN_HOST_MEMORY = "already in host memory"
 MIB = 1 << 20
 ELEMENTS = 1 << 18
-STEPS = 3  # of a training run
 NBYTES = 4 * ELEMENTS  # of one saved tensor, where a test does not say otherwise
 
 # A test that cannot be decided here says so; one that promises a device (`make gpu`) shows the reason at its end.
@@ -53,7 +52,18 @@ gpu_only = [
     pytest.mark.filterwarnings("default", "error::tba.OffloadWarning"),
 ]
 
+# Where the tests run that take the fixture `device`.
+DEVICES = [] if SIMULATED else [pytest.param(CPU, id="cpu")]
+if not WHY_NOT:
+    DEVICES.append(pytest.param(DEVICE, id=DEVICE.type, marks=gpu_only))
 
+
+def tiers_of(device: torch.device) -> tuple[str, ...]:
+    """The tiers to which tensors of a device move."""
+    return ("nvme",) if device.type == "cpu" else ("nvme", "cpu")
+
+
+@cache
 def open_device() -> None:
     """Load the libraries, so that threads and files they keep are there before a test looks for its own."""
     x = torch.ones(8, 8, 8, 8, device=DEVICE, requires_grad=True)
@@ -99,56 +109,30 @@ def offloader(
         offload.close()
 
 
-def train(
-    make_model: Callable[[], nn.Module],
-    make_batch: Callable[[], tuple[Tensor, ...]],
-    offload_of: Callable[[nn.Module], Offloader] | None = None,
-    *,
-    autocast: bool = False,
-    seed: int = 7,
-) -> Run:
-    """Some steps from a fixed seed; with an engine every saved tensor is flushed between forward and backward."""
-    torch.manual_seed(seed)
-    model = make_model().to(DEVICE).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    offload = offload_of(model) if offload_of is not None else None
-    run = Run()
-    for _ in range(STEPS):
-        batch = [part.to(DEVICE) for part in make_batch()]
-        with (
-            offload if offload is not None else nullcontext(),
-            torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=autocast),
-        ):
-            loss = model(*batch)
-        if offload is not None:
-            offload.flush()
-        loss.backward()
-        run.losses.append(loss.detach().clone())
-        run.gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()})
-        optimizer.step()
-        optimizer.zero_grad()
-    run.weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return run
-
-
-def assert_moved(stats: OffloadStats, tier: str) -> None:
-    """All that was saved, weights apart, went to the tier and was brought back from there."""
-    assert stats.saved_bytes == (
-        stats.weight_bytes + stats.duplicate_bytes + stats.kept_bytes + stats.offloaded_bytes
-    ), stats
-    # A kernel may save a seed or a count that lives in host memory; tier "cpu" has nothing to gain by moving it.
-    kept = {reason: nbytes for reason, nbytes in stats.kept_by_reason.items() if nbytes}
-    assert set(kept) <= ({IN_HOST_MEMORY} if tier == "cpu" else set()), stats
-    assert kept.get(IN_HOST_MEMORY, 0) < 4096, stats
-    assert stats.offloaded_bytes > 0, stats
-    assert stats.forwarded_bytes == 0, stats
-    assert stats.written_bytes >= stats.offloaded_bytes, stats
-    assert stats.read_bytes >= stats.offloaded_bytes, stats
-    assert stats.errors == 0, stats
+def plainly(train: Callable[[], Run], device: torch.device) -> Run:
+    """What plain training gives. On a card it is run twice: where the bits differ, nothing can be compared with it."""
+    if device.type == "cpu":
+        return train()
+    try:
+        plain = train()
+        train().assert_equals(plain)
+    except AssertionError as difference:
+        pytest.skip(f"plain training is not reproducible here: {difference}")
+    except RuntimeError as refusal:
+        if "deterministic" not in str(refusal):
+            raise
+        pytest.skip(f"an operator has no deterministic kernel: {refusal}")
+    return plain
 
 
 def leaf_of(seed: int = 0, elements: int = ELEMENTS) -> Tensor:
     return torch.randn(elements, generator=torch.Generator().manual_seed(seed)).to(DEVICE).requires_grad_()
+
+
+def take_what_is_free(device: torch.device) -> None:
+    """Write to memory that has come free, which else may still have what was in it."""
+    for _ in range(4):
+        torch.full((1 << 20,), float("nan"), device=device)
 
 
 def no_sleep() -> None:
