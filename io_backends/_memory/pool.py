@@ -248,6 +248,11 @@ class BufferPool:
         """
         self._retained.setdefault(queue, deque()).append(_Retained(owner, ready))
 
+    @property
+    def retains(self) -> bool:
+        """Whether copies of a device still use leases that nobody else has: their end makes room."""
+        return any(self._retained.values())
+
     def trim(self, *, all_idle: bool = False) -> None:
         """Give back segments that no lease has used for some calls (call it once a step), or `all_idle` ones now."""
         self._let_go()
