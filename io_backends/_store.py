@@ -14,6 +14,7 @@ Assumption: the memory of a submitted buffer is freed only by dropping its owner
 from __future__ import annotations
 
 import abc
+from collections import deque
 from typing import Any
 
 from ._buffer import Buffer, on_device
@@ -40,6 +41,11 @@ class Store(abc.ABC):
     def threshold_bytes(self) -> int:
         """Device memory of fewer bytes is cheaper to move through host memory. Default: 0."""
         return 0
+
+    @property
+    def spills(self) -> deque[Ticket] | None:
+        """Writes to a lower level that have ended, for a reader to take out. Default: None, there is no such level."""
+        return None
 
     def write(self, memory: Any, *, on_done: OnDone = None, before: Before = None) -> Ticket:
         """Queue a write of `memory`: a Buffer, or any object that `Buffer.of` takes.

@@ -244,6 +244,11 @@ class BufferPool:
         """
         self._retained.setdefault(queue, deque()).append(_Retained(owner, ready))
 
+    @property
+    def retains(self) -> bool:
+        """Whether copies of a device still use leases that nobody else has: their end makes room."""
+        return any(self._retained.values())
+
     def trim(self, *, all_idle: bool = False) -> None:
         """Once per step: give back segments that no lease has used for some calls, or all unused ones if `all_idle`."""
         self._let_go()

@@ -52,6 +52,7 @@ from .host import HostStore
 
 # How often a waiting thread polls: `abandon` may run in a finalizer, so it cannot take the lock to notify.
 _PERIOD_S = 1.0
+_MOST_SPILLS = 1024  # that nobody has taken out
 
 
 class Place(enum.Enum):
@@ -114,12 +115,18 @@ class TwoLevelStore(Store):
         self._upper: dict[Stored, None] = {}  # COMING, HOST and SPILLING, in the order of submission
         self._host_bytes = 0
         self._discarded: deque[Ticket] = deque()
+        self._spills: deque[Ticket] = deque(maxlen=_MOST_SPILLS)
         self._closed = False
         self._workers = _Unheld(threads, "tba-two-level", lambda: None, on_forked=self._forget, timeout_s=timeout_s)
 
     @property
     def alignment(self) -> int:
         return self._file.alignment
+
+    @property
+    def spills(self) -> deque[Ticket]:
+        """Writes to the file that have ended, the last of them, for a reader to take out."""
+        return self._spills
 
     @property
     def host_bytes(self) -> int:
@@ -239,6 +246,7 @@ class TwoLevelStore(Store):
             with self._locked():
                 self._leave_file(stored)
             raise
+        self._spills.append(ticket)
         with self._locked():
             stored.skew = getattr(ticket.location, "skew", 0)
             if stored.host is not None:

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -56,6 +57,10 @@ class FaultyStore(Store):
     @property
     def threshold_bytes(self) -> int:
         return self._store.threshold_bytes
+
+    @property
+    def spills(self) -> deque[Ticket] | None:
+        return self._store.spills
 
     @property
     def used_bytes(self) -> int:

@@ -84,7 +84,7 @@ class ReadAhead:
             self._finish_operator(record)
         if not self._is_here(record):
             self._make_room(record, record, self._ledger.read_bytes, evict_unused=True)
-            self._bring(record)
+            self._bring(record, asked=True)
         if record.state is READING:
             self.advance(task, record)
             return False
@@ -113,7 +113,7 @@ class ReadAhead:
             walk.take()
             tracer = interrupts.tracer()
             try:
-                self._bring(record)
+                self._bring(record, asked=False)
             except RuntimeError as error:  # OffloadError, or no memory: the unpack that asks for it will say so
                 interrupts.pass_on(error, tracer)
                 return
@@ -179,13 +179,13 @@ class ReadAhead:
         reference = self.records.get(number)
         return reference() if reference is not None else None
 
-    def _bring(self, record: Record) -> None:
+    def _bring(self, record: Record, *, asked: bool) -> None:
         if self._is_here(record):
             return  # another thread has brought it, while this one waited for room
         if record.state is RESIDENT and record.write is None:
             record.want()  # the write that it was chosen for waits for room, or has failed
         elif record.state is STORED:
-            self._mover.fetch(record)
+            self._mover.fetch(record, asked=asked)
             if record.stream is not None and record.read is not None:
                 self._arriving.append(record.ref)
         elif record.state is WRITING:

@@ -53,10 +53,14 @@ def _whole_blocks_s(facts: Facts, excess_bytes: int) -> float:
 
 def least_s(facts: Facts, gone_bytes: float, replayed_s: float) -> float:
     """Return the least seconds of a step that writes so many bytes, reads them back and recomputes for so long."""
-    link = facts.link
+    link, spill = facts.link, facts.link.spill
     taken_s = gone_bytes * link.step_s_per_byte / 2
-    forward_s = max(facts.forward_s + taken_s, gone_bytes / link.write_bytes_per_s)
-    return forward_s + max(facts.backward_s + taken_s + replayed_s, gone_bytes / link.read_bytes_per_s)
+    out_s, back_s = gone_bytes / link.write_bytes_per_s, gone_bytes / link.read_bytes_per_s
+    if spill is not None:  # what host memory has no room for has been written to the disk by then
+        spilled_bytes = max(0.0, gone_bytes - spill.host_bytes - spill.queued_bytes)
+        out_s = max(out_s, spilled_bytes / spill.write_bytes_per_s)
+        back_s = max(back_s, spilled_bytes / spill.read_bytes_per_s)
+    return max(facts.forward_s + taken_s, out_s) + max(facts.backward_s + taken_s + replayed_s, back_s)
 
 
 class _Recompute:

@@ -80,6 +80,27 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Spill:
+    """Host memory that a device's link leads to, and the disk that the oldest of it goes to where it is full.
+
+    Attributes:
+        host_bytes: that stay in host memory.
+        queued_bytes: most bytes beyond them that wait in host memory for the disk.
+        write_bytes_per_s, read_bytes_per_s: of the disk, while it is busy.
+    """
+
+    host_bytes: int
+    queued_bytes: int
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+    def slowed(self, times: float) -> Spill:
+        """Return a disk that is so many times slower."""
+        rates = self.write_bytes_per_s / times, self.read_bytes_per_s / times
+        return replace(self, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1])
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """What carries bytes out and back.
 
@@ -88,22 +109,29 @@ class Link:
         step_s_per_byte: seconds that each byte, out and back, costs a step that never waits: transfers take cores,
             caches and memory bandwidth from the computation.
         in_flight_bytes: most bytes on their way out at once.
+        spill: what is at its other end, if that is host memory with a disk beneath it.
     """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     step_s_per_byte: float = 0.0
     in_flight_bytes: int = 40 << 20
+    spill: Spill | None = None
 
     def slowed(self, times: float) -> Link:
-        """Return a link that is so many times slower."""
+        """Return a link that is so many times slower, and its disk too."""
         rates = self.write_bytes_per_s / times, self.read_bytes_per_s / times
-        return replace(self, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1])
+        spill = None if self.spill is None else self.spill.slowed(times)
+        return replace(self, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1], spill=spill)
 
     def times(self, other: Link) -> float:
-        """How many times faster or slower it is than another, out or back."""
-        out, back = self.write_bytes_per_s / other.write_bytes_per_s, self.read_bytes_per_s / other.read_bytes_per_s
-        return max(out, 1 / out, back, 1 / back)
+        """How many times faster or slower it is than another, out or back, or its disk than the other's."""
+        ratios = [mine / theirs for mine, theirs in zip(self._rates(), other._rates(), strict=False)]
+        return max(max(ratio, 1 / ratio) for ratio in ratios)
+
+    def _rates(self) -> list[float]:
+        ends: list[Link | Spill] = [self] if self.spill is None else [self, self.spill]
+        return [rate for end in ends for rate in (end.write_bytes_per_s, end.read_bytes_per_s)]
 
 
 @dataclass(frozen=True, slots=True)

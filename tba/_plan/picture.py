@@ -17,6 +17,7 @@ _LAYERS = (
     ("recomputed", "#CC79A7", "replayed_bytes"),
 )
 _LINK = {"write": "#E69F00", "read": "#009E73"}
+_DISK = {"spill": "#E69F00", "fetch": "#009E73"}
 
 
 def draw(found: Timeline, budget_bytes: int, measured_peak_bytes: int | None, path: str | os.PathLike[str]) -> None:
@@ -61,11 +62,13 @@ def draw(found: Timeline, budget_bytes: int, measured_peak_bytes: int | None, pa
     memory.set_ylabel("saved tensors, MiB")
     memory.set_title("memory over the step, as planned", loc="left", fontsize=11)
     figure.legend(*memory.get_legend_handles_labels(), loc="outside lower left", ncols=6, frameon=False, fontsize=9)
-    for kind, colour in _LINK.items():
-        spans = [(each.start_s, each.end_s - each.start_s) for each in found.transfers if each.kind == kind]
-        link.broken_barh(spans, (0, 1), color=colour, linewidth=0)
-    link.set_yticks([0.5], ["link"])
-    link.set_ylim(0, 1)
+    lanes = {"disk": _DISK, "link": _LINK} if found.spilled_bytes else {"link": _LINK}
+    for lane, kinds in enumerate(lanes.values()):
+        for kind, colour in kinds.items():
+            spans = [(each.start_s, each.end_s - each.start_s) for each in found.transfers if each.kind == kind]
+            link.broken_barh(spans, (lane, 1), color=colour, linewidth=0)
+    link.set_yticks([lane + 0.5 for lane in range(len(lanes))], list(lanes))
+    link.set_ylim(0, len(lanes))
     link.set_xlim(0, found.step_s)
     link.set_xlabel("seconds from the begin of the step")
     figure.savefig(path, dpi=130)

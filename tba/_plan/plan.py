@@ -6,13 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 from .._text import as_html, as_text, size
 from .bound import lower_bound_s
-from .facts import OUTSIDE, Facts, Place
+from .facts import OUTSIDE, Facts, Link, Place, Spill
 from .picture import draw
 from .simulate import Moment, Timeline, simulate
 
+_End = TypeVar("_End", Link, Spill)
 _MORE_BYTES, _MORE_BYTES_PER_S = 1 << 30, 1e9  # whose worth a plan tells
 
 
@@ -98,13 +100,16 @@ class Plan:
         """Seconds of the predicted step that more memory, or a faster link, would save: decided anew with those."""
         if self.decide is None or self.idle or not self.fits:
             return {}
-        link = self.facts.link
-        more = (link.write_bytes_per_s + _MORE_BYTES_PER_S, link.read_bytes_per_s + _MORE_BYTES_PER_S)
-        faster = replace(self.facts, link=replace(link, write_bytes_per_s=more[0], read_bytes_per_s=more[1]))
-        others = {
-            "1 GiB more memory": self.decide(self.facts, self.budget_bytes + _MORE_BYTES),
-            "1 GB/s more disk": self.decide(faster, self.budget_bytes),
-        }
+        facts, budget_bytes = self.facts, self.budget_bytes
+        others = {"1 GiB more memory": self.decide(facts, budget_bytes + _MORE_BYTES)}
+        if (spill := facts.link.spill) is not None:
+            more = replace(spill, host_bytes=spill.host_bytes + _MORE_BYTES)
+            host = replace(facts, link=replace(facts.link, spill=more))
+            others["1 GiB more host memory"] = self.decide(host, budget_bytes)
+            disk = replace(facts, link=replace(facts.link, spill=_faster(spill)))
+        else:
+            disk = replace(facts, link=_faster(facts.link))
+        others["1 GB/s more disk"] = self.decide(disk, budget_bytes)
         now_s = self.predicted.step_s
         return {what: max(0.0, now_s - other.predicted.step_s) for what, other in others.items()}
 
@@ -169,6 +174,9 @@ class Plan:
         yield "budget", size(self.budget_bytes), share(self.budget_bytes)
         yield "  kept", size(total - gone - sent), share(total - gone - sent)
         yield "  moved", size(sent), share(sent)
+        if facts.link.spill is not None:
+            yield "    to host memory", size(found.moved_bytes - found.spilled_bytes), ""
+            yield "    on to disk", size(found.spilled_bytes), ""
         blocks = f"  recomputed, {len(self.recomputed)} of {len(facts.blocks)} blocks"
         yield blocks, size(gone), share(gone)
         yield "peak, predicted", size(found.peak.nbytes), self.binds()
@@ -200,6 +208,11 @@ class Plan:
             if block.replay_s is None:
                 counts[block.why_not] = counts.get(block.why_not, 0) + 1
         return counts
+
+
+def _faster(end: _End) -> _End:
+    more = (end.write_bytes_per_s + _MORE_BYTES_PER_S, end.read_bytes_per_s + _MORE_BYTES_PER_S)
+    return replace(end, write_bytes_per_s=more[0], read_bytes_per_s=more[1])
 
 
 def where(facts: Facts, found: Timeline, moment: Moment) -> str:

@@ -5,6 +5,9 @@ storages at once; reads ahead of writes that have not begun. Forward waits where
 where memory is at the budget and something in flight will free it; backward waits for what has not arrived. A block
 that recomputes keeps its input, and has all that it saves in memory from the moment when backward reaches it; what is
 read ahead leaves room for the largest of them.
+
+A device's link leads to host memory. Where that is full what was written first, which backward wants last, goes on to a
+disk; forward waits where more waits for that than may. What has gone to the disk is read from there first.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .._memory.ledger import held_limit_bytes, read_limit_bytes
-from .facts import OUTSIDE, Facts
+from .facts import OUTSIDE, Facts, Spill
 from .policy import planned_burst_bytes, read_burst_bytes
 
 
 class Transfer(NamedTuple):
     """One simulated transfer of saved storage `number`; seconds from the begin of the step."""
 
-    kind: str  # "write" or "read"
+    kind: str  # "write" or "read" on the link, "spill" or "fetch" on the disk beneath host memory
     number: int
     start_s: float
     end_s: float
@@ -57,6 +60,7 @@ class Timeline:
         waited_s: of them that forward and backward stand still for transfers.
         replayed_s: of them that blocks run again.
         moved_bytes: written.
+        spilled_bytes: of them, written to a disk beneath host memory.
         over_bytes: most bytes above what the budget leaves beside the tensor being computed, when no wait would help.
         read_bytes: read back; what is wanted while it is still on its way out is not.
         peak: the first moment at which most bytes are in memory.
@@ -68,6 +72,7 @@ class Timeline:
     waited_s: float = 0.0
     replayed_s: float = 0.0
     moved_bytes: int = 0
+    spilled_bytes: int = 0
     over_bytes: int = 0
     read_bytes: int = 0
     peak: Moment = _NOTHING
@@ -100,8 +105,76 @@ class _Write:
     in_vain: bool = False
 
 
+class _Host:
+    """Host memory at the other end of a device's link, what it holds in order of arrival, and the disk beneath it."""
+
+    def __init__(self, spill: Spill, carried: list[tuple[str, int, float, float]]) -> None:
+        self.spilled_bytes = 0
+        self._spill = spill
+        self._carried = carried
+        self._nbytes = 0
+        self._kept: deque[tuple[int, int, float]] = deque()  # number, bytes, and when it is there
+        self._waiting: deque[tuple[int, float]] = deque()  # bytes on their way here, and when there is room for them
+        self._spilled: dict[int, tuple[float, float]] = {}  # when each was written to the disk
+        self._free_s = self._reads_until_s = 0.0  # of the disk
+
+    def take(self, number: int, nbytes: int, copied_s: float) -> None:
+        """Take what will have been copied by then. The oldest makes way for it."""
+        there_s = copied_s
+        while self._kept and self._nbytes + nbytes > self._spill.host_bytes:
+            oldest, oldest_bytes, since_s = self._kept.popleft()
+            self._nbytes -= oldest_bytes
+            there_s = self._to_disk(oldest, oldest_bytes, max(copied_s, since_s))
+        if nbytes > self._spill.host_bytes:
+            there_s = self._to_disk(number, nbytes, copied_s)
+        else:
+            self._kept.append((number, nbytes, there_s))
+            self._nbytes += nbytes
+        self._waiting.append((nbytes, there_s))
+
+    def _to_disk(self, number: int, nbytes: int, at_s: float) -> float:
+        begin_s = max(self._free_s, at_s)
+        self._free_s = begin_s + nbytes / self._spill.write_bytes_per_s
+        self._spilled[number] = begin_s, self._free_s
+        self._carried.append(("spill", number, begin_s, self._free_s))
+        self.spilled_bytes += nbytes
+        return self._free_s
+
+    def forget(self, number: int) -> None:
+        """Forget a storage that stays where it was after all."""
+        for place, (kept, nbytes, _) in enumerate(self._kept):
+            if kept == number:
+                del self._kept[place]
+                self._nbytes -= nbytes
+                return
+
+    def has_room_at(self, nbytes: int, now_s: float) -> float:
+        """Return when so many bytes more may be on their way here."""
+        while self._waiting and self._waiting[0][1] <= now_s:
+            self._waiting.popleft()
+        waiting_bytes = sum(each for each, _ in self._waiting)
+        for each, there_s in self._waiting:
+            if waiting_bytes + nbytes <= self._spill.queued_bytes:
+                break
+            waiting_bytes -= each
+            now_s = there_s
+        return now_s
+
+    def give(self, number: int, nbytes: int, now_s: float) -> float:
+        """Return when a storage is in host memory, which asks the disk for it if it has gone there."""
+        if number not in self._spilled:
+            return now_s
+        begin_s = max(now_s, self._reads_until_s)
+        for began_s, ended_s in self._spilled.values():
+            if began_s <= now_s < ended_s:  # under way: reads go ahead of others
+                begin_s = max(begin_s, ended_s)
+        self._reads_until_s = begin_s + nbytes / self._spill.read_bytes_per_s
+        self._carried.append(("fetch", number, begin_s, self._reads_until_s))
+        return self._reads_until_s
+
+
 class _Way:
-    """The link: writes that have not ended, in their order, and until when it is busy."""
+    """The link: writes that have not ended, in their order, and until when it is busy; `host`: where it leads to."""
 
     def __init__(self, facts: Facts, carried: list[tuple[str, int, float, float]]) -> None:
         self.writes: deque[_Write] = deque()
@@ -109,21 +182,28 @@ class _Way:
         self._carried = carried
         self._free_s = 0.0
         self._reads_until_s = 0.0
+        spill = facts.link.spill
+        self.host = None if spill is None else _Host(spill, carried)
 
     def write(self, number: int, now_s: float) -> None:
         """Queue a write."""
         start_s = max(now_s, self._free_s)
-        self._free_s = start_s + self._facts.saved[number].nbytes / self._facts.link.write_bytes_per_s
+        nbytes = self._facts.saved[number].nbytes
+        self._free_s = start_s + nbytes / self._facts.link.write_bytes_per_s
         self.writes.append(_Write(number, start_s, self._free_s))
+        if self.host is not None:
+            self.host.take(number, nbytes, self._free_s)
 
     def read(self, number: int, now_s: float) -> float:
         """Queue a read, ahead of writes that have not begun; returns when it ends."""
-        start_s, later = max(now_s, self._reads_until_s), []
+        nbytes = self._facts.saved[number].nbytes
+        there_s = now_s if self.host is None else self.host.give(number, nbytes, now_s)
+        start_s, later = max(there_s, self._reads_until_s), []
         while self.writes and self.writes[-1].start_s > now_s:
             later.append(self.writes.pop())
         if self.writes:
             start_s = max(start_s, self.writes[-1].end_s)
-        end_s = start_s + self._facts.saved[number].nbytes / self._facts.link.read_bytes_per_s
+        end_s = start_s + nbytes / self._facts.link.read_bytes_per_s
         self._carried.append(("read", number, start_s, end_s))
         self._reads_until_s = self._free_s = end_s
         while later:
@@ -136,6 +216,8 @@ class _Way:
         if place is None:
             return False
         found = self.writes[place]
+        if self.host is not None:
+            self.host.forget(number)
         if found.start_s <= now_s:
             found.in_vain = True
             return True
@@ -188,6 +270,9 @@ class _Step:
             nbytes = self.facts.saved[number].nbytes
             while self.way.writes and self.out + nbytes > link.in_flight_bytes:
                 now_s = self.wait_for_a_write(now_s)
+            if self.way.host is not None:
+                now_s = self.wait_until(self.way.host.has_room_at(nbytes, now_s), now_s)
+                self.land(now_s)
             self.way.write(number, now_s)
             self.kept -= nbytes
             self.out += nbytes
@@ -249,6 +334,8 @@ def simulate(
     found.step_s = facts.step_s + step.late_s
     while step.way.writes:
         step.way.end()
+    if step.way.host is not None:
+        found.spilled_bytes = step.way.host.spilled_bytes
     step.note(found.step_s)
     return found
 

@@ -17,17 +17,22 @@ Must be called with the engine's lock held.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
-from io_backends import Buffer, BufferPool, Store
+from io_backends import Buffer, BufferPool, Store, StoreFull
 
 from .._device import streams
 from .._memory.host_pools import HostMemory
 from .._record.record import READING, Record
 
 Wait = Callable[[], None]
+_Leased = TypeVar("_Leased")
+_PERIOD_S = 0.0005  # how often a device is asked for its copies
 
 
 class Buffers:
@@ -53,12 +58,16 @@ class Buffers:
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
             return *streams.lend(alias, begin, nbytes, stream), False
         memory = self._memory.of(record.device, store.alignment)
-        return *streams.out(alias, begin, nbytes, stream, memory, timed=timed), True
+        out = partial(streams.out, alias, begin, nbytes, stream, memory, timed=timed)
+        return *_wait_for_room(memory, out), True
 
     def back(
-        self, record: Record, store: Store, host: Buffer | None
+        self, record: Record, store: Store, host: Buffer | None, *, asked: bool
     ) -> tuple[memoryview | Tensor, Buffer, object, Wait | None]:
         """Find where to read a record to; `host`: where the store has it in memory, if so.
+
+        `asked`: backward waits for it. Where the pool has no room it then waits for the device's copies from there; if
+        that is not enough it gets memory of its own, beyond the pool's budget by this one record.
 
         Returns the bytes, the buffer over them, what `streams.use` takes for them (None: nothing), and what to call
         before they are used. Raises RuntimeError, MemoryError, StoreFull.
@@ -74,7 +83,13 @@ class Buffers:
             if record.stream is None:
                 self._host = memory
         skew = ticket.location.skew if host is None else host.address % memory.alignment
-        leased, buffer = memory.lease(nbytes, skew)
+        try:
+            lease = partial(memory.lease, nbytes, skew)
+            leased, buffer = _wait_for_room(memory, lease) if asked else lease()
+        except StoreFull:
+            if not asked:
+                raise
+            leased, buffer = BufferPool(memory.alignment).lease(nbytes, skew)
         return leased, buffer, None, None
 
     def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
@@ -91,3 +106,19 @@ class Buffers:
             raise
         record.restore(restored if memory is None else restored.data, arrival)  # `.data` resets the version
         return arrival
+
+
+def _wait_for_room(memory: BufferPool, lease: Callable[[], _Leased]) -> _Leased:
+    """Lease of a pool; where it is full, once copies that the device still has to make from there are over.
+
+    A program launches ahead of its device, in backward by as many copies as the pool has room for. The device goes on
+    whoever holds the engine's lock. Raises StoreFull.
+    """
+    while True:
+        retains = memory.retains
+        try:
+            return lease()
+        except StoreFull:
+            if not retains:
+                raise
+        time.sleep(_PERIOD_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -55,10 +56,8 @@ def open_store(config: OffloadConfig, directories: Sequence[Directory], on_devic
     stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
     store = stores[0] if len(stores) == 1 else StripedStore(stores)
     if config.tier == "auto" and on_device:
-        # The rest of the budget is for copies in flight in both directions, which use the same pinned memory.
-        kept_bytes = cpu_budget_bytes(config) * 3 // 4
         host = HostStore(timeout_s=config.io_timeout)
-        return TwoLevelStore(host, store, kept_bytes, timeout_s=config.io_timeout)
+        return TwoLevelStore(host, store, host_shares(config).kept_bytes, timeout_s=config.io_timeout)
     return store
 
 
@@ -81,8 +80,8 @@ def make_mover(
     allowance = Allowance(None if config.tier == "cpu" else config.max_write_bytes_per_day)
     # Memory kept for future transfers also stays within what the settings allow these to take.
     memory = HostMemory(cpu_budget_bytes(config), limits.staging_bytes + limits.window_bytes)
-    # Tier "auto" keeps most of the budget in its store (`open_store`); reads need some too.
-    staged_bytes = cpu_budget_bytes(config) * 3 // 4 if config.tier != "auto" else cpu_budget_bytes(config) // 8
+    shares = host_shares(config)
+    staged_bytes = shares.queued_bytes if config.tier == "auto" else shares.kept_bytes
     return Mover(lock, counters, open_store, limits, memory, allowance, staged_bytes)
 
 
@@ -94,6 +93,24 @@ def io_threads(config: OffloadConfig, *, on_device: bool) -> int:
 
 def cpu_budget_bytes(config: OffloadConfig) -> int:
     return budgets.cpu_budget_bytes(config.cpu_budget, free_memory.total_bytes(), budgets.local_ranks(os.environ))
+
+
+class HostShares(NamedTuple):
+    """Shares of the budget for host memory, of what a device offloads under tier "auto".
+
+    Attributes:
+        kept_bytes: of what stays there.
+        queued_bytes: of what waits to be written to disk. The rest is for copies back, through the same pinned memory.
+    """
+
+    kept_bytes: int
+    queued_bytes: int
+
+
+def host_shares(config: OffloadConfig) -> HostShares:
+    """Divide the budget for host memory."""
+    budget_bytes = cpu_budget_bytes(config)
+    return HostShares(budget_bytes * 3 // 4, budget_bytes // 8)
 
 
 def _open_file(

@@ -66,6 +66,7 @@ class Cost:
         least_cpu_s_per_byte: of the cheapest transfer; that much another byte costs in a transfer that happens anyway.
         waited_s: seconds that forward and backward waited for transfers.
         out, back: the two directions.
+        disk_out, disk_back: those of a disk beneath the host memory that a device's link leads to.
         device: where waits are marked, if the model is on a device.
     """
 
@@ -75,6 +76,8 @@ class Cost:
     waited_s: float = 0.0
     out: Way = field(default_factory=Way)
     back: Way = field(default_factory=Way)
+    disk_out: Way = field(default_factory=Way)
+    disk_back: Way = field(default_factory=Way)
     device: Aside | None = None
 
     def add(self, ticket: Ticket, way: Way | None) -> None:
@@ -94,7 +97,12 @@ class Cost:
     def end_step(self) -> None:
         """Begin anew with the next step."""
         self.nbytes, self.cpu_s, self.least_cpu_s_per_byte, self.waited_s = 0, 0.0, 0.0, 0.0
-        self.out, self.back, self.device = Way(), Way(), None
+        self.out, self.back, self.disk_out, self.disk_back = Way(), Way(), Way(), Way()
+        self.device = None
+
+    def spilled(self, ticket: Ticket) -> None:
+        """Count a write from host memory to the disk beneath it: of bytes that were counted on their way out."""
+        self.disk_out.add(ticket.moved_bytes, clock.current.carried(ticket))
 
     def mark_waits(self, device: Aside | None) -> None:
         """Mark waits on a device from now on, if the model is on one."""

@@ -206,11 +206,14 @@ class Mover:
                 self._write_copied(copy)
         while self._timed and (seconds := self._timed[0][0].seconds()):
             self.cost.back.sample(self._timed.popleft()[1], seconds)
+        spills = None if self.store is None else self.store.spills
+        while spills:
+            self.cost.spilled(spills.popleft())
         while self.ended and not self.torn:
             ticket = self.ended.popleft()
             write = self._writes.end(ticket)
             self.counters.written_bytes += ticket.moved_bytes
-            self.cost.add(ticket, None if write.at_once else self.cost.out)
+            self.cost.add(ticket, None if write.at_once or spills is not None else self.cost.out)
             record = write.record()
             if self.recorder.trace is not None:
                 label = record.name() if record is not None else "dropped"
@@ -248,9 +251,10 @@ class Mover:
             self._sending = False
         record.pass_on(written)
         write = self._writes.begin(written, record)
+        if self.store.spills is not None or written.done():
+            self.cost.out.sample(record.nbytes, copy.departure.seconds())
         if written.done():
             write.at_once = True
-            self.cost.out.sample(record.nbytes, copy.departure.seconds())
         elif copy.frees:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
@@ -290,8 +294,8 @@ class Mover:
 
     # -- back ----------------------------------------------------------------------------------------------------
 
-    def fetch(self, record: Record) -> None:
-        """Queue the read of a stored record. Raises ClosedError."""
+    def fetch(self, record: Record, *, asked: bool) -> None:
+        """Queue the read of a stored record; `asked`: backward waits for it. Raises ClosedError, TransferError."""
         if record.staged is not None:
             self._restore_staged(record, record.staged)
             return
@@ -306,7 +310,7 @@ class Mover:
             return
         tracer = interrupts.tracer()
         try:
-            view, buffer, ready, before = self._buffers.back(record, self.store, there)
+            view, buffer, ready, before = self._buffers.back(record, self.store, there, asked=asked)
             ticket = self.store.read(location, buffer, on_done=self._read_ended, before=before)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:
             interrupts.pass_on(error, tracer)
@@ -393,7 +397,8 @@ class Mover:
             record.read_failed()
             raise self.failures.not_read(record, ticket.error) from ticket.error
         self.counters.read_bytes += ticket.moved_bytes
-        self.cost.add(ticket, self.cost.back)
+        lower = record.stream is not None and self.store is not None and self.store.spills is not None
+        self.cost.add(ticket, self.cost.disk_back if lower else self.cost.back)
         if self.recorder.trace is not None:
             self.recorder.note("read", ticket.started_s, ticket.ended_s, record.nbytes, record.name())
         plain = record.stream is None and record.encoded is None

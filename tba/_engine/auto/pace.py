@@ -10,8 +10,9 @@ import math
 from ..._blocks.watch import Watch
 from ..._config import OffloadConfig
 from ..._plan import clock
-from ..._plan.facts import Link
-from ..._transfer.cost import Cost
+from ..._plan.facts import Link, Spill
+from ..._transfer.build import host_shares
+from ..._transfer.cost import Cost, Way
 
 # Bytes/s of a link that has not carried enough to tell, and that no setting slows down: a disk, and PCIe.
 _UNKNOWN, _UNKNOWN_ON_DEVICE = 1e9, 20e9
@@ -29,26 +30,24 @@ class Pace:
         self.link: Link | None = None
         self._cost = cost
         self._in_flight_bytes = in_flight_bytes
+        self._shares = host_shares(config)
         # A limit's own: what is carried after a rest may pass it for as long as the limit lets up.
-        self._most = tuple(rate or math.inf for rate in (config.max_write_rate, config.max_read_rate))
+        self._most = config.max_write_rate or math.inf, config.max_read_rate or math.inf
 
     def learn(self, *, planned: bool, on_device: bool) -> Link:
         """Learn from the transfers of a step that has ended; `planned`: once there is a plan."""
-        cost = self._cost
-        seen = cost.out.bytes_per_s, cost.back.bytes_per_s
-        new = *map(min, seen, self._most), cost.busy_per_byte_s
-        if self.link is None:
-            prior = _UNKNOWN_ON_DEVICE if on_device else _UNKNOWN
-            unknown = *(min(prior, rate) for rate in self._most), 0.0
-            out, back, taken = (each or guess for each, guess in zip(new, unknown, strict=True))
+        cost, link = self._cost, self.link
+        weight = _LAST if planned else 1.0  # the first step's writes have made the file grow
+        if on_device:
+            rates = _rates((cost.out, cost.back), link, _UNKNOWN_ON_DEVICE, (math.inf, math.inf), weight)
+            disk = cost.disk_out, cost.disk_back
+            below = _rates(disk, None if link is None else link.spill, _UNKNOWN, self._most, weight)
+            spill = Spill(*self._shares, *below)
         else:
-            link = self.link
-            before = link.write_bytes_per_s, link.read_bytes_per_s, link.step_s_per_byte
-            weight = _LAST if planned else 1.0  # the first step's writes have made the file grow
-            out, back, taken = (
-                was + weight * (each - was) if each else was for each, was in zip(new, before, strict=True)
-            )
-        self.link = Link(out, back, taken, self._in_flight_bytes)
+            rates, spill = _rates((cost.out, cost.back), link, _UNKNOWN, self._most, weight), None
+        taken, before = cost.busy_per_byte_s, 0.0 if link is None else link.step_s_per_byte
+        taken = before + (weight if link is not None else 1.0) * (taken - before) if taken else before
+        self.link = Link(*rates, taken, self._in_flight_bytes, spill)
         return self.link
 
     def at(self, seen: Watch) -> float:
@@ -60,3 +59,19 @@ class Pace:
         cost = self._cost
         taken_s = cost.nbytes * self.link.step_s_per_byte / 2 if self.link is not None else 0.0
         return cost.waited_s + seen.aside_s + taken_s
+
+
+def _rates(
+    seen: tuple[Way, Way], known: Link | Spill | None, prior: float, most: tuple[float, float], weight: float
+) -> tuple[float, float]:
+    """Return the rates of writes and reads by what was carried in a step and what was known before, or by a prior."""
+    before = (None, None) if known is None else (known.write_bytes_per_s, known.read_bytes_per_s)
+
+    def rate(way: Way, was: float | None, limit: float) -> float:
+        new = min(way.bytes_per_s, limit)
+        if was is None:
+            return new or min(prior, limit)
+        return was + weight * (new - was) if new else was
+
+    out, back = map(rate, seen, before, most)
+    return out, back
