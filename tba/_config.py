@@ -75,7 +75,7 @@ def _blocks(value: Any) -> Any:
     if value is None:
         return None
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("it names nothing; modules themselves are taken by offload_context(model, blocks=...) alone")
+        raise ValueError("it names nothing; only offload_context(model, blocks=...) takes modules themselves")
     return names
 
 
