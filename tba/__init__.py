@@ -1,4 +1,4 @@
-"""Take the activations of PyTorch training out of the way and bring them back in time, bit for bit.
+"""Offload the activations of PyTorch training and prefetch them for backward, bit for bit.
 
     from tba import offload_context
 
@@ -8,7 +8,7 @@
             optimizer.step(); optimizer.zero_grad()
     print(offload.stats())
 
-`attach(model)` does so with the model's own forward, where a trainer owns the loop.
+`attach(model)` enters the context with the model's own forward, if a trainer owns the loop.
 """
 
 from . import _armed, _config

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
@@ -75,7 +75,7 @@ def _blocks(value: Any) -> Any:
     if value is None:
         return None
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise ValueError("it names nothing; modules themselves are taken by offload_context(model, blocks=...) alone")
+        raise ValueError("it names nothing; only offload_context(model, blocks=...) takes modules themselves")
     return names
 
 
@@ -104,22 +104,22 @@ Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
 Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
-_TIERS, _BACKENDS = ("keep", "cpu", "nvme", "auto"), ("auto", "posix", "kvikio")
-_POLICIES = ("budget", "tba")
-_CHOICES = {"tier": _TIERS, "io_backend": _BACKENDS, "compress": tuple(PRESETS), "policy": _POLICIES}
+Tier = Literal["keep", "cpu", "nvme", "auto"]
+Backend = Literal["auto", "posix", "kvikio"]
+Policy = Literal["budget", "tba"]
+_NAMES = {"tier": get_args(Tier), "io_backend": get_args(Backend), "policy": get_args(Policy)}
+_CHOICES = {**_NAMES, "compress": tuple(PRESETS)}
 _A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
 _A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
 _ACCEPTS = {
-    "tier": f"one of {', '.join(map(repr, _TIERS))}",
+    **{name: f"one of {', '.join(map(repr, choices))}" for name, choices in _NAMES.items()},
     "compress": f"None, a compact.Preset or one of {', '.join(map(repr, PRESETS))}",
     "rank": "a whole number above 0, or a share of the width above 0 and below 1; only with compress='compact'",
     "seed": "a whole number",
     "storage_paths": "a directory, as a str or a Path, or several, joined by ':' or in a list",
-    "policy": f"one of {', '.join(map(repr, _POLICIES))}",
     "blocks": "a class of modules or its name, the path of a module such as 'model.layers', or several, in a list or "
     "joined by ','",
-    "io_backend": f"one of {', '.join(map(repr, _BACKENDS))}",
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
@@ -151,7 +151,7 @@ class OffloadConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    tier: Literal["keep", "cpu", "nvme", "auto"] = "auto"
+    tier: Tier = "auto"
     """Where saved tensors go: "nvme" to a scratch file, "cpu" to pinned host memory, "keep" nowhere, "auto" to the file
     if they do not fit in memory."""
     compress: Annotated[Any, BeforeValidator(_preset)] = None
@@ -164,14 +164,14 @@ class OffloadConfig(BaseModel):
     storage_paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_directories)] = None
     """Directories for scratch files; several are used as one, and are joined by `:` in the variable. None: a per-user
     directory below the system's cache or temp directory."""
-    io_backend: Literal["auto", "posix", "kvikio"] = "auto"
+    io_backend: Backend = "auto"
     """How bytes reach the file: "posix" is O_DIRECT from host memory, "kvikio" GPUDirect Storage (extra `gds`), "auto"
     chooses."""
     min_tensor_bytes: Size = ByteSize(1 << 20)
     """Storages of fewer bytes than this stay in memory."""
     memory_budget: Size | None = None
     """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
-    policy: Literal["budget", "tba"] = "budget"
+    policy: Policy = "budget"
     """How tier "auto" plans: "budget" moves and recomputes just enough for `memory_budget`, in minimum time; "tba" is
     the rule of the TBA/SSDTrain paper, a baseline: the first blocks move, as many as the link can carry."""
     blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_blocks)] = None

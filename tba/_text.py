@@ -80,8 +80,8 @@ def check_page(path: str | os.PathLike[str]) -> None:
 def _check_target(path: str | os.PathLike[str], what: str, endings: Iterable[str]) -> None:
     target = Path(path)
     if target.suffix[1:].lower() not in endings:
-        raise ConfigError(f"a {what} was asked for as {str(target)!r}: let it end in .{', .'.join(sorted(endings))}")
+        raise ConfigError(f"the path of a {what}, {str(target)!r}, must end in .{', .'.join(sorted(endings))}")
     if not target.parent.is_dir():
         raise ConfigError(
-            f"a {what} was asked for as {str(target)!r}, but there is no directory {target.parent}: make it"
+            f"a {what} cannot be written to {str(target)!r}: there is no directory {target.parent}; create it"
         )

@@ -194,7 +194,7 @@ def _check_effect(table: Preset, observer: Observer) -> None:
     lossy = [kind.value for kind, codec in table.table.items() if not codec.properties.exact]
     if lossy and not observer.lossy:
         warn(
-            f"preset {table.name!r} makes nothing smaller at a loss here: the model saves no tensor of the classes "
+            f"preset {table.name!r} has nothing to compress here: the model saves no tensor of the classes "
             f"{', '.join(lossy)}; see `unrecognised` for what it saves"
         )
 

@@ -41,7 +41,7 @@ def scalar(output: Any, loss: Loss | None, who: str) -> Tensor:
         if isinstance(value, Tensor) and not value.requires_grad:
             what += " that requires no gradient"
         raise ConfigError(
-            f"{who} needs a scalar to derive, but {source} is {what}: put labels into the batch, or give "
+            f"{who} needs a scalar loss, but {source} is {what}: put labels into the batch, or give "
             "`loss=`, a function of the model's output"
         )
     return value

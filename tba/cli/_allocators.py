@@ -88,7 +88,7 @@ def allocator_environment(name: str = "auto", environ: Mapping[str, str] = os.en
 def choose(name: str, found: Libraries, environ: Mapping[str, str]) -> Allocator:
     """Decide, from the libraries found and the environment."""
     if name == "none":
-        return Allocator("none", None, {}, "the environment's allocator is left as it is, as asked")
+        return Allocator("none", None, {}, "the environment's allocator stays, as asked")
     allocators = (entry for entry in _preloaded(environ) if re.search(r"malloc|hoard", os.path.basename(entry)))
     present = next(allocators, None)
     if name == "auto" and present is not None:
@@ -110,7 +110,7 @@ def choose(name: str, found: Libraries, environ: Mapping[str, str]) -> Allocator
             "or choose another one"
         )
     if not found.glibc:
-        return Allocator("none", None, {}, f"nothing better is here ({missing})")
+        return Allocator("none", None, {}, f"nothing better is installed ({missing})")
     why = "blocks of 1 MiB and more go back to the kernel when freed"
     why += ", as asked" if name == "glibc" else f"; slower than keeping them, but {missing}"
     return Allocator("glibc", None, _defaults(_GLIBC, environ), why)

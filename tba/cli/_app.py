@@ -1,4 +1,4 @@
-"""Application of typer: its options, and one sub-command from each file."""
+"""Application of typer: its options, and a command from each file."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Take the activations of PyTorch training out of the way and bring them back in time."""
+    """Offload the activations of PyTorch training and prefetch them for backward."""
 
 
-# Options end at the first word that is not ours, so that the program's own need no `--` before them.
+# Our options end at the first other word, so that the program's own options need no `--` before them.
 app.command(context_settings={"allow_interspersed_args": False})(run)
 app.command()(doctor)
 app.command("audit")(audit_command)

@@ -198,9 +198,9 @@ def test_a_picture_is_drawn(make: Callable[[], Audit], ending: str, tmp_path: Pa
 
 def test_a_picture_that_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    with pytest.raises(ConfigError, match=r"audit\.jpeg2': let it end in .*\.png"):
+    with pytest.raises(ConfigError, match=r"audit\.jpeg2', must end in .*\.png"):
         _broken().picture(tmp_path / "audit.jpeg2")
-    with pytest.raises(ConfigError, match=r"no directory .*nowhere: make it"):
+    with pytest.raises(ConfigError, match=r"no directory .*nowhere; create it"):
         _broken().picture(tmp_path / "nowhere" / "audit.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -259,7 +259,7 @@ def test_a_bad_question_is_answered_with_what_to_do(model: Any, batch: Any, sett
 
 def test_a_preset_without_effect_is_said_to_have_none() -> None:
     model = nn.LayerNorm(8)
-    with pytest.warns(OffloadWarning, match="'compact' makes nothing smaller at a loss here: .* classes linear_input;"):
+    with pytest.warns(OffloadWarning, match="'compact' has nothing to compress here: .* classes linear_input;"):
         found = audit(model, torch.randn(4, 8), loss=cube, presets=["compact"])
     assert found.outcomes["compact"].relative_error == 0.0
 

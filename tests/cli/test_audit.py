@@ -116,7 +116,7 @@ def test_the_table_is_printed_without_json(ours: str) -> None:
 def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
     result = run(f"{ours}:norm", "--preset", "compact", "--json")
     assert result.exit_code == 0
-    assert result.stderr.startswith("tba audit: preset 'compact' makes nothing smaller at a loss here")
+    assert result.stderr.startswith("tba audit: preset 'compact' has nothing to compress here")
     assert json.loads(result.stdout)["presets"]["compact"]["relative_error"] == 0
     assert run(f"{ours}:make", "--preset", "compact", "--json").stderr == ""
 
@@ -265,5 +265,5 @@ def test_a_picture_is_drawn_beside_the_answer(ours: str, tmp_path: Path) -> None
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(ours: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert "let it end in" in refusal("nobody:make", "--picture", tmp_path / "audit.xyz")
+    assert "must end in" in refusal("nobody:make", "--picture", tmp_path / "audit.xyz")
     assert "no directory" in refusal("nobody:make", "--picture", tmp_path / "nowhere" / "audit.png")

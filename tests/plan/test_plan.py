@@ -44,7 +44,7 @@ def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
 
 
 def test_a_picture_of_no_kind_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="let it end in"):
+    with pytest.raises(ConfigError, match="must end in"):
         decide(layers(4, 4), 10 * MIB).picture(tmp_path / "plan.txt")
 
 

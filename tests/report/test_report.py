@@ -208,9 +208,9 @@ def test_what_cannot_be_reported_is_told(scratch: Path) -> None:
         with pytest.raises(ConfigError, match="nothing has been saved inside this context yet; run a step in it"):
             offload.report(scratch / "out.html")
         _train(offload, steps=1)
-        with pytest.raises(ConfigError, match=r"'.*out\.pdf': let it end in \.html"):
+        with pytest.raises(ConfigError, match=r"'.*out\.pdf', must end in \.html"):
             offload.report(scratch / "out.pdf")
-        with pytest.raises(ConfigError, match=r"there is no directory .*/none: make it"):
+        with pytest.raises(ConfigError, match=r"there is no directory .*/none; create it"):
             offload.report(scratch / "none" / "out.html")
     assert list(scratch.iterdir()) == []
 
