@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._codecs.codec import Codec, Packed
+from ._codecs.exact import BITS_OF
 from ._codecs.strided import Spec, shares_memory
 from ._errors import CodecError
 from ._measures import bias
@@ -29,7 +30,6 @@ _FLOOR = 2.0**-100  # errors below this never count: see `Properties`
 # With 256 draws an unbiased codec's ratio (`compact.Bias`) is 1 to a few percent; a bias of 5% of one draw's error
 # gives 1.6.
 _RATIO = 1.4
-_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ContractError(AssertionError):
@@ -211,7 +211,7 @@ def _hard_values(dtype: torch.dtype, device: str) -> Iterator[tuple[str, Tensor]
 
 def _check_non_finite(codec: Codec, dtype: torch.dtype, device: str) -> None:
     values = _values((256, 256), dtype, device, 6)
-    bits = values.view(_BITS_OF[dtype.itemsize])
+    bits = values.view(BITS_OF[dtype.itemsize])
     odd = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0], dtype=dtype, device=device)
     for count in (1, 2, 3, 4):
         values.view(-1)[1000 * count] = odd[count - 1]

@@ -29,6 +29,8 @@ from torch import Tensor
 from .._errors import PackedError
 from .strided import Spec
 
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # what lossy codecs take
+
 
 @dataclass(frozen=True, kw_only=True)
 class Properties:

@@ -19,7 +19,7 @@ from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, v
 from .strided import Spec, Target, flat
 
 # Width in bytes -> the integer dtype for bit patterns.
-_BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # On a CPU the first elements rule out most tensors that do not fit, without reading the rest. The few of a glance rule
 # out nearly as many for a tenth of the time, as each operator takes some microseconds.
@@ -99,7 +99,7 @@ class Mask(Verbatim):
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
         """Queue the comparisons. The flag holds the two bit patterns and whether there is no third."""
         spec, values = self._open(tensor)
-        bits = values.view(_BITS_OF[spec.dtype.itemsize])
+        bits = values.view(BITS_OF[spec.dtype.itemsize])
         if not bits.numel():
             return super().begin(tensor)
         low, high = torch.aminmax(bits)
@@ -114,7 +114,7 @@ class Mask(Verbatim):
         return Pending(torch.stack((low.to(torch.int64), high.to(torch.int64), two.to(torch.int64))), decide)
 
     def _takes(self, dtype: torch.dtype) -> bool:
-        return dtype.itemsize in _BITS_OF and not dtype.is_complex
+        return dtype.itemsize in BITS_OF and not dtype.is_complex
 
     def _forms(self, packed: Packed) -> dict[str, int]:
         return {"bits": packed_count(packed.spec.stored_numel, 1)}
@@ -122,7 +122,7 @@ class Mask(Verbatim):
     def _restore(self, packed: Packed, buffer: Tensor, out: Tensor) -> None:
         is_high = unpack(buffer, 1)[: out.numel()].view(torch.bool)
         low, high = packed.numbers
-        out.view(_BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
+        out.view(BITS_OF[out.dtype.itemsize]).fill_(low).masked_fill_(is_high, high)
 
 
 def _pack_bits(mask: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ class Narrow(Verbatim):
                 return Packed(spec, "narrow", (values.new_empty(0, dtype=torch.uint8),), (low, 0))
             # Relative to the middle, so that codes fill a signed integer of that width.
             middle = low + (1 << (8 * width - 1))
-            codes = (values.to(torch.int64) - middle).to(_BITS_OF[width])
+            codes = (values.to(torch.int64) - middle).to(BITS_OF[width])
             return Packed(spec, "narrow", (codes.view(torch.uint8),), (middle, width))
 
         return Pending(torch.stack(torch.aminmax(values)).to(torch.int64), decide)
@@ -175,7 +175,7 @@ class Narrow(Verbatim):
         if width == 0:
             out.fill_(middle)
         else:
-            out.copy_(view_as(buffer, _BITS_OF[width]).to(torch.int64).add_(middle))
+            out.copy_(view_as(buffer, BITS_OF[width]).to(torch.int64).add_(middle))
 
 
 @dataclass(frozen=True)
@@ -239,14 +239,14 @@ class Exact(Verbatim):
 
 def _is_told_by_values(tensor: Tensor) -> bool:
     """Whether to look at a float tensor's values: only on a CPU, as it would stall a device."""
-    return tensor.is_floating_point() and tensor.device.type == "cpu" and tensor.dtype.itemsize in _BITS_OF
+    return tensor.is_floating_point() and tensor.device.type == "cpu" and tensor.dtype.itemsize in BITS_OF
 
 
 def _fits_nothing(tensor: Tensor) -> bool:
     """Whether a glance shows that a float tensor is no mask and does not hold bf16 values."""
     if not _is_told_by_values(tensor):
         return False
-    bits = flat(tensor)[:_GLANCE].view(_BITS_OF[tensor.dtype.itemsize]).tolist()
+    bits = flat(tensor)[:_GLANCE].view(BITS_OF[tensor.dtype.itemsize]).tolist()
     return len(set(bits)) > 2 and (tensor.dtype is not torch.float32 or any(value & 0xFFFF for value in bits))
 
 
@@ -254,7 +254,7 @@ def _looks_like_a_mask(tensor: Tensor) -> bool:
     """Whether the first elements of a float tensor have at most two values."""
     if not _is_told_by_values(tensor):
         return False
-    bits = flat(tensor)[:_LOOK].view(_BITS_OF[tensor.dtype.itemsize])
+    bits = flat(tensor)[:_LOOK].view(BITS_OF[tensor.dtype.itemsize])
     if not bits.numel():
         return False
     low, high = torch.aminmax(bits)

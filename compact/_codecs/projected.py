@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from .._errors import CodecError, UnsupportedTensor
-from .._projection.projection import KINDS, Projection, ProjectionKind, check_rank
+from .._projection.projection import Projection, ProjectionKind, check_kind, check_rank
 from .._seeds import key as derive
-from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
+from .codec import FLOATS, Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .exact import Verbatim
 from .strided import Spec, Target, flat
-
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class Projected(Codec):
                 f"a projection was given rank {self.rank!r}: give a whole number of at least 1, or a share of the "
                 "width above 0 and below 1"
             )
-        if self.kind not in KINDS:
-            raise CodecError(f"projection kind {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
+        check_kind(self.kind)
 
     @property
     def name(self) -> str:
@@ -71,7 +68,7 @@ class Projected(Codec):
 
     def packed_nbytes(self, spec: Spec) -> int:
         """Bytes of z in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
-        if spec.dtype not in _FLOATS or not spec.shape:
+        if spec.dtype not in FLOATS or not spec.shape:
             raise UnsupportedTensor(
                 f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
                 "float32 and float64 of at least one dimension; use Exact"

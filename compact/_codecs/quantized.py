@@ -27,7 +27,7 @@ from .._kernels import grouped
 from .._kernels.grouped import E4M3, E5M2, INT2, INT4, INT8, Levels, Scheme
 from .._kernels.hadamard import is_rotatable
 from .._kernels.noise import Noise
-from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
+from .codec import FLOATS, Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .exact import Verbatim
 from .strided import Spec, Target, flat
 
@@ -38,7 +38,6 @@ Along = Literal["elements", "tokens"]
 _LEVELS: dict[str, Levels] = {"int8": INT8, "int4": INT4, "int2": INT2, "e4m3": E4M3, "e5m2": E5M2}
 # fp8 -> half a unit in the last place, relative; half of the smallest step; half of the step below `top`.
 _FP8_ERROR = {"e4m3": (2.0**-4, 2.0**-10, 16.0), "e5m2": (2.0**-3, 2.0**-17, 4096.0)}
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _SLACK = 1 + 2.0**-20  # for the four fp32 roundings of an encode and a decode
 
 
@@ -160,7 +159,7 @@ class Quantized(Codec):
         return spec.numel if self._by_tokens else spec.stored_numel
 
     def _scheme(self, spec: Spec) -> Scheme:
-        if spec.dtype not in _FLOATS:
+        if spec.dtype not in FLOATS:
             raise UnsupportedTensor(
                 f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
                 "float32 and float64; use Exact"

@@ -37,6 +37,12 @@ _CPU_BLOCK = 1 << 18
 _DEVICE_BLOCK = 1 << 26
 
 
+def check_kind(kind: str) -> None:
+    """Raise CodecError for an unknown kind of projection."""
+    if kind not in KINDS:
+        raise CodecError(f"projection kind {kind!r} is not known: choose one of {', '.join(KINDS)}")
+
+
 def check_rank(rank: int, width: int, what: str) -> None:
     """Raise RankError unless 1 <= rank <= width. `what` names the rank's owner."""
     if not 1 <= rank <= width:
@@ -64,8 +70,7 @@ class Projection:
     key: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise CodecError(f"projection kind {self.kind!r} is not known: choose one of {', '.join(KINDS)}")
+        check_kind(self.kind)
         check_rank(self.rank, self.width, f"a {self.kind} projection")
 
     def matrix(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

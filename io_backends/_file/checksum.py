@@ -6,8 +6,8 @@ several bytes a cycle, far faster than any disk, but takes as long as reading th
 `sampled` is the CRC-32 of 32 of every 4064 bytes and of the last 32: at least one whole line of each page. For about a
 tenth of the time it detects writes that were lost, torn between pages or misplaced, and reads of other data. It misses
 single bits, for which a disk has its own codes. Lines move by 32 bytes from page to page, so they do not all fall into
-one channel, which may be zero. At most one page is hashed whole. It makes few calls, because a call between the kernels
-of a step takes many times what it takes in a loop.
+one channel, which may be zero. Memory of up to a page is hashed whole. It makes few calls, because a call between the
+kernels of a step takes many times what it takes in a loop.
 
 Both release the GIL for pieces of the size that stores move.
 

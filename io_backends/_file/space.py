@@ -27,7 +27,7 @@ from .._extents import Extents, align_up
 from .._ticket import Ticket
 from .syscalls import Syscalls
 
-# Extents are 4 KiB pages of the device mapping, so neighbors never share a block.
+# Extents are multiples of 4 KiB, the page of the device mapping, so neighbors never share a block.
 EXTENT_ALIGNMENT = 4096
 # The file grows by at most an eighth, in pieces of 16 to 64 MiB. A write that crosses into another piece waits for
 # reads in flight (measured with pieces of a sixteenth: 16 MiB took 11 ms instead of 8).

@@ -13,9 +13,9 @@ Guarantees:
 5. A lease outlives the pool and its `close`: a segment is unmapped when its last lease ends.
 6. A device may still copy to or from a lease after its last user has dropped it. `retain` keeps it until the copy is
    over.
-7. Fragmentation costs no memory. A lease that touches new pages frees as many untouched by leases, so no more pages are
-   in memory than leases have covered at one time. In units of huge pages; not if memory is locked, nor in an arena,
-   whose memory is pinned.
+7. Fragmentation costs no memory. A lease that touches new pages gives back as many that no lease covers, so no more
+   pages are in memory than leases have covered at one time. In units of huge pages; not if memory is locked, nor in an
+   arena, whose memory is pinned.
 8. With `idle_bytes`, at most that much stays in memory for future leases, as of the last `lease` or `trim`. A larger
    lease has its own memory, which is unmapped as soon as the lease ends.
 9. An interrupt (Ctrl-C) at any bytecode costs at most one range, which `trim` recovers.

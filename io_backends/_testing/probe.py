@@ -66,9 +66,9 @@ def written_to(store: Store, memory: Memory) -> Ticket:
     return ticket
 
 
-def read_back(store: Store, ticket: Ticket, skew: int = 0, *, padded: bool = False) -> bytes:
+def read_back(store: Store, ticket: Ticket, skew: int = 0) -> bytes:
     memory = Memory(ticket.nbytes, skew, None)
-    read = store.read(ticket.location, memory.buffer(padded=padded))
+    read = store.read(ticket.location, memory.buffer())
     assert read.wait(WAIT_S), f"a read of {ticket.nbytes} bytes did not end within {WAIT_S:g} s"
     return memory.content()
 
