@@ -510,6 +510,8 @@ class Saver(ForkAware):
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         self.came_back = ownership(self.lock)
+        if self.planner is not None:
+            self.planner.go_on_in_child(self.lock)
 
     def let_go(self) -> None:
         """Let go of the lock, which this thread has and no code of ours: an exception has come in its stead."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -110,3 +113,45 @@ def test_what_a_thread_saves_while_another_is_in_a_block_is_none_of_the_blocks(
         hook.remove()
     assert places == [OUTSIDE] * LENGTH
     losses[0].backward()
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_child_forked_in_a_block_ends_its_forward_whoever_held_the_lock(auto: Callable[..., Offloader]) -> None:
+    training, offload, _ = surveyed(auto)
+    taken, forked = threading.Event(), threading.Event()
+
+    def holds_the_lock() -> None:
+        with offload._saver.lock:
+            taken.set()
+            forked.wait(WAIT_S)
+
+    pids = []
+
+    def fork(*_: object) -> None:
+        holder = threading.Thread(target=holds_the_lock)
+        holder.start()
+        assert taken.wait(WAIT_S)
+        pids.append(os.fork())
+        forked.set()
+        if pids[0]:
+            holder.join(WAIT_S)
+
+    with offload:
+        hook = training.model.layers[1].up.register_forward_hook(fork)
+        training.model(torch.ones(ROWS, WIDTH))
+        if not pids[0]:
+            os._exit(7)
+        hook.remove()
+        training.step(number=1)
+    assert ended(pids[0]) == 7
+
+
+def ended(pid: int) -> int | None:
+    """The exit status of a child; None if it hangs, and is killed."""
+    for _ in range(int(WAIT_S / 0.05)):
+        if (found := os.waitpid(pid, os.WNOHANG))[0]:
+            return os.waitstatus_to_exitcode(found[1])
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None

@@ -196,6 +196,10 @@ class Planner:
         self._forwards.remove()
         self._thread.block = OUTSIDE
 
+    def go_on_in_child(self, lock: threading.RLock) -> None:
+        """In a forked child: a forward that is under way goes on, with the engine's new lock."""
+        self._lock = lock
+
     @interrupts.lets_through
     def _survey(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that may be a block; count what it saves."""
@@ -419,15 +423,16 @@ class Planner:
         return write_cap(self._capacity_bytes, self._allowance, local_ranks(), len(facts.saved))
 
     def _seen(self) -> Watch:
-        if self._now is None:
-            with self._lock:
-                if self._now is None:
-                    untried = _LOSSY if self._lossy else "its second run was not seen"
-                    seen = Watch(clock.current.now_s(), untried=untried, timeline=Timeline.of(self._model()))
-                    self._cost.mark_waits(seen.timeline)
-                    self._ledger.watch_peak()
-                    self._now = seen  # last: others look at it without the lock
-        return self._now
+        if (seen := self._now) is not None:
+            return seen
+        with self._lock:
+            if (seen := self._now) is None:
+                untried = _LOSSY if self._lossy else "its second run was not seen"
+                seen = Watch(clock.current.now_s(), untried=untried, timeline=Timeline.of(self._model()))
+                self._cost.mark_waits(seen.timeline)
+                self._ledger.watch_peak()
+                self._now = seen  # last: others look at it without the lock
+            return seen
 
     def _at(self, seen: Watch) -> float:
         """Seconds of computation since the step began, by the host's clock; marked on the device, if there is one."""
