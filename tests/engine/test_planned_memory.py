@@ -69,3 +69,12 @@ def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> No
                 assert plan.measured.peak_bytes == expected.predicted.held_bytes
             stood *= plan.decides_as(expected)
         assert compared
+
+
+def test_a_run_that_fits_moves_nothing_and_is_not_planned() -> None:
+    with planned(Block, 1.1) as (training, offload):
+        assert follow(offload, training, 4) == [None] * 4
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.written_bytes, stats.read_bytes, stats.file_bytes) == (0, 0, 0, 0)
+        assert stats.staging_peak_bytes == 0
+        assert stats.kept_bytes > 0
