@@ -83,3 +83,12 @@ def test_a_plan_made_anew_says_at_which_step_and_why(monkeypatch: pytest.MonkeyP
             said.append(str(offload.plan).splitlines()[-1] if offload.plan is not None else "")
     assert not any(line.startswith("planned anew") for line in said[:5])
     assert said[5:] == ["planned anew at step 6: the link carries 32 times what it did"] * 3
+
+
+def test_a_run_that_fits_moves_nothing_and_is_not_planned() -> None:
+    with planned(Block, 1.1) as (training, offload):
+        assert follow(offload, training, 4) == [None] * 4
+        stats = offload.stats()
+        assert (stats.offloaded_bytes, stats.written_bytes, stats.read_bytes, stats.file_bytes) == (0, 0, 0, 0)
+        assert stats.staging_peak_bytes == 0
+        assert stats.kept_bytes > 0
