@@ -55,8 +55,11 @@ class Pending:
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
-        """Queue a record that an operator of this thread saves, at this sequence number."""
-        self.local.queue.append((sequence_nr, record.ref))
+        """Queue a record that an operator of this thread saves, at this sequence number, behind those that finished."""
+        queue = self.local.queue
+        queue.append((sequence_nr, record.ref))
+        if queue[0][0] < sequence_nr:
+            self.pass_on(sequence_nr)
 
     def pass_on(self, sequence_nr: int | None) -> None:
         """Pass on what this thread's finished operators saved (None: no operator of this thread runs)."""

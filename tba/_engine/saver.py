@@ -44,13 +44,14 @@ from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
 from .._record.restore import restore_apart, restore_in_child
+from .._record.sighting import Sizes
 from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
-from .._torch.weights import is_parameter, mark_weights
+from .._torch.weights import mark_weights
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
 from . import backward
@@ -58,7 +59,7 @@ from .auto.light import Light
 from .auto.passing import Passing
 from .auto.planner import Planner
 from .auto.rest import Rest
-from .packing import Packed, Packing, as_it_is, sizes
+from .packing import Packed, Packing, as_it_is
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
@@ -100,7 +101,7 @@ class Saver(ForkAware):
         self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
         self.rest = Rest.of(config, model, self.write_behind.look_at_room)
         departs = self.planner.depart if self.planner is not None else bool
-        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
+        self.light = Light(self.rest.possible and self.rest.counts, Sizes.of(int(config.min_tensor_bytes)), departs)
         self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
@@ -172,9 +173,8 @@ class Saver(ForkAware):
         if self.dead:
             return as_it_is(tensor)
         with self.lock:
-            on_cpu = tensor.is_cpu
             # Ahead of all that would launch, wait or look around.
-            if not on_cpu and streams.capturing(tensor):
+            if not tensor.is_cpu and streams.capturing(tensor):
                 return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             steps = self.steps
             if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
@@ -182,12 +182,7 @@ class Saver(ForkAware):
                     self.end_step()
                 self.mark_weights()
                 steps.begin()
-            kind = type(tensor)
-            base = tensor._base if kind is Tensor else None
-            if kind is nn.Parameter or (base is not None and is_parameter(base)):
-                packed = self._packing.weight(tensor)
-            else:
-                packed = self._packing.activation(tensor, base, on_cpu)
+            packed = self._packing.pack(tensor)
             if self.light.watches and not steps.backward_seen:
                 self.light.packed(tensor, packed)
         return packed

@@ -27,11 +27,6 @@ MARK: Final = "_tba_mark"
 
 WEIGHT: Final = object()
 
-# Freeing a graph of some 100,000 nodes with Python objects overflows the stack; see `Chains`.
-_LOOKS_PER_STEP: Final = 1024
-_LOOKS_PER_KIND: Final = 64
-_MAX_KINDS: Final = 4096
-
 _MAX_CHAIN = 8  # no chain of views and casts of a weight seen in practice is longer than four
 _VIEWS_AND_CASTS: Final = frozenset(
     f"{name}Backward{number}"
@@ -86,43 +81,6 @@ def is_weight(tensor: Any) -> bool:
 
 def _comes_from_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor))
-
-
-class Chains:
-    """Finds casts of weights among saved tensors by `leads_to_parameter`, and looks at few nodes to do so.
-
-    A node that Python has looked at keeps a Python object until it is freed, and PyTorch frees a chain of such nodes
-    recursively (`nodes`): a graph of some 100,000 of them overflows the stack. To seal them all would take as long as
-    the hooks. So tensors of one dtype and shape are looked at until `_LOOKS_PER_KIND` of them have turned out to be
-    activations and none a weight, and at most `_LOOKS_PER_STEP` activations are looked at in a step. Beyond that a cast
-    of a weight counts as an activation, which costs its transfer and changes no gradient.
-    """
-
-    def __init__(self) -> None:
-        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # -1 once one was a weight
-        self._left = _LOOKS_PER_STEP
-
-    def end_step(self) -> None:
-        """End a training step: the next one has a graph of its own."""
-        self._left = _LOOKS_PER_STEP
-
-    def lead_to_parameter(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is made from an `nn.Parameter` by views and casts alone; False if no more looks are left."""
-        if tensor.is_leaf:
-            return False
-        kind = tensor.dtype, tensor.shape
-        misses = self._misses.get(kind, 0)
-        if misses >= _LOOKS_PER_KIND or not self._left:
-            return False
-        if leads_to_parameter(tensor.grad_fn):
-            self._misses[kind] = -1
-            return True
-        self._left -= 1
-        if misses >= 0:
-            if len(self._misses) >= _MAX_KINDS:
-                self._misses.clear()
-            self._misses[kind] = misses + 1
-        return False
 
 
 def mark_weights(model: nn.Module) -> None:

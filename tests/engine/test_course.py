@@ -16,6 +16,7 @@ from tba import Offloader
 from tba._engine.auto.course import SMALL, Course, Entry
 from tba._engine.auto.light import Light
 from tba._engine.auto.passed import Passed
+from tba._record.sighting import Sizes
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
 LAYER_BYTES = ROWS * WIDTH * 4
@@ -247,7 +248,7 @@ def test_small_tensors_come_and_go() -> None:
 
 
 def test_what_tells_no_memory_is_not_written_down() -> None:
-    light = Light(False, (8, 16), lambda departs: None)
+    light = Light(False, Sizes(8, 16), lambda departs: None)
     assert not light.watches
     light.follow(object(), None)
     assert light.watches

@@ -20,6 +20,7 @@ from support.models import Made
 from support.planned import WAYS, records, step, used
 from tba import Offloader
 from tba._engine.auto.light import Light
+from tba._record.sighting import Sizes
 
 ROWS, WIDTH = 64, 32
 LAYER_BYTES = ROWS * WIDTH * 4
@@ -336,7 +337,7 @@ def _full_step(light: Light, tensors: list[Tensor], *, fitted: bool = True) -> N
 
 
 def test_memory_is_counted_once_and_weights_never() -> None:
-    light = Light(True, (64, 64), lambda departs: None)
+    light = Light(True, Sizes(64, 64), lambda departs: None)
     weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8)
     _full_step(light, [weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)])
     assert light.fitted_bytes == x.nbytes
@@ -350,14 +351,14 @@ class Own(Tensor):
 
 @pytest.mark.parametrize("odd", [torch.eye(8).to_sparse(), torch.ones(8).as_subclass(Own)])
 def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
-    light = Light(True, (0, 0), lambda departs: None)
+    light = Light(True, Sizes(0, 0), lambda departs: None)
     light.packed(odd, (odd, 0))
     light.begin_counting()
     assert not light.on
 
 
 def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
-    light = Light(True, (0, 0), lambda departs: None)
+    light = Light(True, Sizes(0, 0), lambda departs: None)
     kept = [torch.ones(64) for _ in range(4)]
     _full_step(light, kept[:3])
     light.begin_counting()

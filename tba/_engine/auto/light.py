@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._record.sighting import Sizes
 from .course import SMALL, Course, Entry, Notes, UnknownMemoryError, memory_of
 
 
@@ -46,7 +47,7 @@ class Light:
         fitted_bytes: counted in the largest step that has fitted.
     """
 
-    def __init__(self, counts: bool, sizes: tuple[int, int], turned: Callable[[bool], object]) -> None:
+    def __init__(self, counts: bool, sizes: Sizes, turned: Callable[[bool], object]) -> None:
         self.on = False
         self.turned = False
         self.course: Course | None = None
@@ -79,7 +80,7 @@ class Light:
         if entries is None:
             self._notes = Notes(self._sizes)
         else:
-            self.course, self.on = Course(entries, self._sizes[1]), True
+            self.course, self.on = Course(entries, self._sizes.storage_bytes), True
 
     def turn(self, *, departs: bool = True) -> None:
         """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up.
