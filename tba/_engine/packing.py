@@ -1,16 +1,18 @@
 """Packing: what becomes of a tensor that autograd saves: a weight, one that stays, or a record.
 
+Guarantee: what stays is the tensor that autograd saves, or an alias that shares its version counter: an edit in place
+is found as it always is.
+
 Wants the engine's lock held.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from compact import Saved
 
@@ -21,17 +23,20 @@ from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
 from .._record.known import Known
 from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plain
-from .._record.record import Record, Remains
-from .._record.sighting import ODD, WEIGHT, Chains, Sighting, Sizes, recognise
+from .._record.record import Record
+from .._record.sighting import ODD, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
 from .._record.user_code import Detached
 from .._record.view import View, view_and_span
 from .._stats import Counters
 from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
+from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
 from .auto.planner import Planner
 from .pending import Pending
 from .read_ahead import ReadAhead
+from .step import COUNTING, DEPARTS, FOLLOWING, FULL, LIGHT, RECORDING, Step
+from .write_behind import WriteBehind
 
 EMPTIED = "storage emptied before it was saved"
 
@@ -52,31 +57,32 @@ class Within(NamedTuple):
 
 
 class Packing:
-    """Recognises weights, duplicates and tensors that are not worth moving, and makes records of all others.
+    """Lets weights and what is not worth moving stay, finds records of what was saved before, and makes all others.
 
     Attributes:
-        whole: compiled graphs that are worth no moving.
-        remains: where records append themselves when they die.
         numbers: records made so far.
-        step_bytes: saved in this step that is worth moving, without what was saved already.
+        worth_bytes: saved so far that are worth moving, without what was saved already.
     """
 
     def __init__(
         self,
+        *,
         config: OffloadConfig,
+        model: Callable[[], nn.Module | None],
         counters: Counters,
         mover: Mover,
         pending: Pending,
         read_ahead: ReadAhead,
-        settle: Callable[[], None],
+        write_behind: WriteBehind,
         planner: Planner | None,
     ) -> None:
-        self._chains = Chains()
-        self.whole = Whole(config.tier)
-        self.remains: deque[Remains] = deque()
-        self._died = self.remains.append  # one for all records: each has a reference to it
         self.numbers = 0
-        self.step_bytes = 0
+        self.worth_bytes = 0
+        self._chains = Chains()
+        self._whole = Whole(config.tier)
+        self._remains = read_ahead.remains
+        self._died = self._remains.append  # one for all records: each has a reference to it
+        self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self._counters = counters
         self._mover = mover
         self._landing = mover.landing
@@ -86,26 +92,114 @@ class Packing:
         # What a lossy preset makes must not depend on timing.
         self._joins_alike = self._compressor is None or not self._compressor.lossy
         self._derivations = pending.derivations
-        self._settle = settle
+        self._write_behind = write_behind
+        self._model = model
         self._planner = planner
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
         self._sizes = Sizes.of(int(config.min_tensor_bytes))
 
-    def end_step(self, *, moves: bool) -> None:
-        """Forget the step that has ended; `moves`: whether any of what it saved moves."""
-        self.whole.end_step(self.step_bytes, moves=moves)
-        self._chains.end_step()
-        self.step_bytes = 0
+    # -- what a step does ------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: Tensor, within: Within | None = None) -> Packed:
-        """Pack a tensor: recognise it, find the record that has its bytes already, or make one."""
+    def count(self, step: Step) -> None:
+        """Have a step only count from here on."""
+        if step.mode is FOLLOWING:
+            self.turn(step)
+        step.count()
+
+    def follow(self, step: Step, *, may: bool) -> None:
+        """Have a step follow another of the planner's kind, if it `may` and there is one; else write it down for them.
+
+        A further forward of the step goes on with what the first has begun, if that is of its kind.
+        """
+        planner = self._planner
+        assert planner is not None
+        kind = planner.kind
+        if not (planner.repeats and may):
+            self.turn(step, departs=False)
+            return
+        light = step.mode in LIGHT
+        if not (light or kind.course is None or self._write_behind.has_room(sum(e.kept_bytes for e in kind.course))):
+            return
+        if step.kind is None and step.mode is FULL:
+            step.follow(kind, kind.course)
+        elif step.kind is not kind:
+            self.turn(step)
+        if step.mode is FOLLOWING:
+            planner.follow()
+
+    def turn(self, step: Step, *, departs: bool = True) -> None:
+        """Have the full hooks take over for the rest of a step; if it `departs`, it is another than was planned."""
+        before = step.mode
+        step.turn()
+        if before is COUNTING:
+            self.mark_weights()  # the full hooks are to know them
+        elif before is FOLLOWING and self._planner is not None:
+            self._planner.depart(departs)
+
+    def mark_weights(self) -> None:
+        """Learn the model's storages anew, once a step, as they may have been replaced."""
+        if (model := self._model()) is not None:
+            mark_weights(model)
+
+    def pass_on(self, step: Step, number: int | None) -> None:
+        """Count what finished operators have saved (None: none of them runs)."""
+        due = step.due
+        while due and (number is None or due[0][0] < number):
+            _, packed, nbytes = due.popleft()
+            self._write_behind.let_pass(packed, nbytes)
+
+    def end_step(self, worth_bytes: int, *, moved: bool) -> None:
+        """End a step that saved `worth_bytes` worth moving; whether any of them have `moved`."""
+        self._whole.end_step(worth_bytes, moves=moved or self._moves)
+        self._chains.end_step()
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor, step: Step) -> Packed:
+        """Pack a tensor of a step, as its mode says."""
+        if step.mode in LIGHT and (packed := self._light(tensor, step)) is not None:
+            return packed
         seen = recognise(tensor, self._sizes, self._chains)
+        packed = self._full(tensor, seen, None)
+        if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
+            step.note(tensor, seen, packed[0])
+        return packed
+
+    def _light(self, tensor: Tensor, step: Step) -> Packed | None:
+        """Pack a tensor in a step that counts or follows; None if the full hooks are to do it."""
+        if step.task != -1:  # in backward
+            if step.mode is COUNTING:
+                if not graph_is_kept():
+                    return as_it_is(tensor)
+                self.turn(step)  # another graph grows, of which nothing is known
+            return None
+        kept_bytes = step.kept_bytes(tensor, recognise(tensor, self._sizes, self._chains, casts=False))
+        number = sequence_nr() if step.course is not None else 0
+        if step.due:
+            self.pass_on(step, number)
+        if kept_bytes < 0:
+            if kept_bytes == DEPARTS:
+                self.turn(step)
+            return None
+        packed = as_it_is(tensor)
+        if step.course is None:
+            if kept_bytes:
+                self._write_behind.count(packed, kept_bytes)
+            return packed
+        if kept_bytes:
+            step.due.append((number, packed, kept_bytes))
+        if self._pending.local.queue:
+            self._pending.pass_on(number)
+        return packed
+
+    def _full(self, tensor: Tensor, seen: Stays | Sighting, within: Within | None) -> Packed:
+        """Pack a tensor by what it is: find the record that has its bytes already, or make one, if it may have one."""
         if seen is WEIGHT:
             return self._weight(tensor)
         if type(seen) is not Sighting:
             return self._odd(tensor, within) if seen is ODD else self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        if self.remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies.count:
-            self._settle()
+        if self._remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies.count:
+            self._read_ahead.settle()
         if seen.cast:
             return self._weight(tensor)
         packed = self._plain(tensor, seen, within)
@@ -141,8 +235,8 @@ class Packing:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
-        self.step_bytes += nbytes
-        if decision is not SHRINK and self.whole.keeps(sequence_nr(), nbytes):
+        self.worth_bytes += nbytes
+        if decision is not SHRINK and self._whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
         record = self._make(tensor, seen, place, nbytes, decision, within)
         self._enlist(record, kind, reason, apart=within is None)
@@ -155,7 +249,7 @@ class Packing:
             return Saved.UNKNOWN
         kind = compressor.kind(tensor) if within is None else within.kind
         if compressor.lossy and kind is Saved.UNKNOWN:
-            self.whole.tell_exact(compressor.name)
+            self._whole.tell_exact(compressor.name)
         return kind
 
     def _find(
@@ -165,13 +259,13 @@ class Packing:
         known, compressor = seen.mark, self._compressor
         if known is None:
             return None
-        record: Record | None = known.find(_root(tensor, within), begin, end, self.remains)
+        record: Record | None = known.find(_root(tensor, within), begin, end, self._remains)
         if record is not None and (compressor is None or compressor.also(record, kind)):
             return record
         record = joined(reversed(self._pending.local.queue), sequence_nr(), seen.storage, begin, end)
         together = record is not None
         if record is None and self._joins_alike and end - begin == seen.nbytes:
-            record = known.find_alike(begin, end, self.remains, pending=self._planner is not None)
+            record = known.find_alike(begin, end, self._remains, pending=self._planner is not None)
             self.numbers += record is not None  # those that follow do not depend on whether it was found in time
         if record is None or not (compressor is None or compressor.also(record, kind)):
             return None
@@ -205,7 +299,7 @@ class Packing:
             _root(tensor, None),
             seen.storage,
             *place,
-            self.remains,
+            self._remains,
             died=self._died,
             stream=None if tensor.is_cpu else streams.producer_stream(tensor),
             logical_bytes=nbytes,
@@ -251,7 +345,7 @@ class Packing:
         kind = self._compressor.kind(tensor) if self._compressor is not None else Saved.UNKNOWN
         base = tensor._base
         within = outer or Within(tensor if base is None else base, shell.counter, kind)
-        parts = tuple(self.pack(each, within) for each in inner)
+        parts = tuple(self._full(each, recognise(each, self._sizes, self._chains), within) for each in inner)
         moved = [type(part[0]) in (Record, Shell) for part in parts]
         if not any(moved):
             return as_it_is(tensor)

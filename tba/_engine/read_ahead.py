@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 from io_backends import interrupts
 
@@ -33,6 +32,7 @@ from .._record.record import (
     Remains,
 )
 from .._transfer.mover import Mover
+from .pending import Pending
 from .write_behind import WriteBehind
 
 _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
@@ -43,17 +43,17 @@ class ReadAhead:
 
     Attributes:
         records: all live ones, by number, ascending.
+        remains: where records append themselves when they die.
         nbytes: what counts for the budget now.
-        step_number: of the first record of this step.
     """
 
-    def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
+    def __init__(self, mover: Mover, write_behind: WriteBehind, pending: Pending) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
+        self.remains: deque[Remains] = deque()
         self.nbytes = 0
-        self.step_number = 0
         self._mover = mover
         self._write_behind = write_behind
-        self._finish_operator = finish_operator
+        self._pending = pending
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
@@ -77,7 +77,7 @@ class ReadAhead:
         next follows it. Raises ClosedError, TransferError.
         """
         if record.state is PENDING:
-            self._finish_operator(record)
+            self._pending.wanted(record)
         if not self._is_here(record):
             self._make_room(record, record, self._budget_bytes(), evict_unused=True)
             self._bring(record)
@@ -114,13 +114,16 @@ class ReadAhead:
                 interrupts.pass_on(error, tracer)
                 return
 
-    def go_on(self, task: int) -> None:
-        """Go on reading, as backward (graph task `task`) asks for something that has no record."""
+    def go_on(self, task: int, step_number: int) -> None:
+        """Go on reading, as backward (graph task `task`) asks for something that has no record.
+
+        `step_number`: of the step's first record.
+        """
         if task not in self._walks and self.records:
             number, reference = next(reversed(self.records.items()))
             record = reference()
             # Of several graphs that live, nothing tells yet which one backward goes through.
-            if record is None or self._walks or next(iter(self.records)) < self.step_number:
+            if record is None or self._walks or next(iter(self.records)) < step_number:
                 return
             self._walks[task] = self._orders.begin(number, (record.label, record.nbytes))
         self.advance(task, None)
@@ -148,7 +151,19 @@ class ReadAhead:
         record.drop()
         self._leave(record.number)
 
-    def bury(self, remains: Remains) -> None:
+    def settle(self) -> None:
+        """Give back what dead records left, and check whether written ones were edited before the copy was finished."""
+        self._mover.land()
+        while self.remains:
+            remains = self.remains.popleft()
+            self._bury(remains)
+            self._write_behind.bury(remains)
+            if remains.write is not None:
+                self._mover.discard(remains.write)
+        if self._mover.landing.unconfirmed:
+            self._mover.landing.confirm()
+
+    def _bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
         self.records.pop(remains.number, None)
         self._leave(remains.number)
@@ -188,7 +203,7 @@ class ReadAhead:
             if not self._mover.take_back(record):
                 self._out[record.number] = record.nbytes
         elif record.state is PENDING:
-            self._finish_operator(record)
+            self._pending.wanted(record)
         self._members[record.number] = record.nbytes
         self.nbytes += record.nbytes
         self._write_behind.brought_bytes = self.nbytes

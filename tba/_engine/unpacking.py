@@ -18,59 +18,54 @@ Takes the engine's lock, which is reentrant.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
-
 from torch import Tensor
 
 from .._derive.derivations import again
 from .._memory import shortage
-from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
+from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore
 from .._record.user_code import look_for_code
 from .._record.view import View, is_edited
 from .._transfer.mover import Mover
 from . import backward
-from .auto.passing import Passing
 from .auto.planner import Planner
+from .packing import Packing
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
+from .step import Step
 from .steps import Steps
+from .write_behind import WriteBehind
 
 
 class Unpacking:
-    """Answers backward from memory or from the store, and has what is expected next read ahead.
-
-    Args:
-        settle: buries what has died and checks what was written; wanted while `remains` has anything.
-    """
+    """Answers backward from memory or from the store, and has what is expected next read ahead."""
 
     def __init__(
         self,
+        *,
         mover: Mover,
+        write_behind: WriteBehind,
         pending: Pending,
         read_ahead: ReadAhead,
         steps: Steps,
         readings: Readings,
-        settle: Callable[[], None],
-        remains: deque[Remains],
         planner: Planner | None,
-        passing: Passing,
+        packing: Packing,
     ) -> None:
         self._lock = mover.lock
         self._mover = mover
         self._landing = mover.landing
+        self._write_behind = write_behind
         self._pending = pending
         self._compressor = pending.compressor
         self._derivations = pending.derivations
         self._read_ahead = read_ahead
         self._steps = steps
         self._readings = readings
-        self._settle = settle
-        self._remains = remains
+        self._held_bytes = -1  # when reading went on last: where no memory has been freed since, it cannot again
         self._planner = planner
-        self._passing = passing
+        self._packing = packing
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         """Give the tensor that was saved as `view` of a record, to graph task `task` (-1: no backward asks).
@@ -83,23 +78,19 @@ class Unpacking:
             RuntimeError, OutOfMemoryError: PyTorch's own, where there is no memory for it.
             TransferError, ClosedError: its bytes could not be brought back.
         """
-        if task != backward.task:
-            backward.begins(task)
-            self._readings.look_at_caches()
         mover, compressor = self._mover, self._compressor
         with self._lock:
+            self._meet(task)
             if self._derivations is not None and (peeked := self._derivations.peek(record, view)) is not None:
                 return peeked
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
-                self._settle()
+            if self._read_ahead.remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
+                self._read_ahead.settle()
             if compressor is not None and self._pending.waits:
                 self._pending.settle(wait=True)
             if not record.asks:
                 mover.pressure.moved(record.nbytes)
             if self._planner is not None and task != -1:
                 self._planner.asked(record)
-            if task != -1:
-                self._steps.backward_seen = True
             if record.restored is not None and is_edited(record.restored):
                 self._read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
             derived = record.state is DERIVED
@@ -118,16 +109,31 @@ class Unpacking:
 
     def passed(self, task: int) -> None:
         """Note that graph task `task` asks for what was let pass without a record, and read on."""
-        if task != backward.task:
-            backward.begins(task)
-            self._readings.look_at_caches()
         mover = self._mover
         with self._lock:
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
-                self._settle()
-            self._passing.asked(task)
+            step = self._meet(task)
+            if step.course is None or mover.closed:
+                return
+            if self._read_ahead.remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
+                self._read_ahead.settle()
+            self._packing.pass_on(step, None)
+            if self._planner is not None:
+                self._planner.asked(None)
+            held_bytes = self._write_behind.passed.nbytes + self._write_behind.nbytes
+            if held_bytes != self._held_bytes:
+                self._held_bytes = held_bytes
+                self._read_ahead.go_on(task, step.first_number)
         if mover.ended:
             mover.catch_up()
+
+    def _meet(self, task: int) -> Step:
+        """Note that a backward, graph task `task`, asks; -1: none does. Returns the step under way."""
+        step = self._steps.current
+        if task not in (-1, step.task):
+            step.ask(task)
+            backward.begins()
+            self._readings.look_at_caches()
+        return step
 
     def _try(self, record: Record, view: View, task: int, to_code: bool, *, spared: bool) -> tuple[Tensor | None, bool]:
         """Give the tensor as `_give`, and once more where memory was lacking: `spared`, then, and returned too."""

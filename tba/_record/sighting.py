@@ -110,14 +110,15 @@ class Chains:
 
 
 def recognise(
-    tensor: Tensor, sizes: Sizes, chains: Chains | None = None, plain: type[Tensor] = Tensor
+    tensor: Tensor, sizes: Sizes, chains: Chains, *, casts: bool = True, plain: type[Tensor] = Tensor
 ) -> Stays | Sighting:
     """Tell what a tensor that autograd saves is, from the tensor and its storage alone.
 
     Args:
         tensor: of any kind.
         sizes: of what may have a record.
-        chains: finds casts of weights; without it they count as activations.
+        chains: finds casts of weights.
+        casts: whether it is asked about plain tensors too, which costs as much as all the rest.
         plain: the class of tensors that have records.
     """
     kind = type(tensor)
@@ -129,7 +130,7 @@ def recognise(
     if base is not None and is_parameter(base):
         return WEIGHT
     if kind is not plain:
-        return WEIGHT if chains is not None and chains.lead_to_parameter(tensor) else ODD
+        return WEIGHT if chains.lead_to_parameter(tensor) else ODD
     if not (tensor.is_cpu or is_streamed(tensor)):
         return ODD
     try:
@@ -145,6 +146,6 @@ def recognise(
         return SMALL
     if tensor.is_nested:
         return ODD
-    cast = chains is not None and chains.lead_to_parameter(tensor)
+    cast = casts and chains.lead_to_parameter(tensor)
     # Not by Sighting(...), which is a Python function and would be called for every saved tensor.
     return tuple.__new__(Sighting, (storage, storage_bytes, tensor.nbytes, mark, cast))

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..._record.plain import Shell
 from ..._record.record import Record
-from ..._record.sighting import ODD, Sighting, Sizes, recognise
+from ..._record.sighting import Sizes
 
 _MOST_ENTRIES = 1 << 16  # beyond which forwards that have no backward are not written down
 
@@ -41,25 +39,8 @@ class Entry(NamedTuple):
     offset: int
 
 
-class UnknownMemoryError(Exception):
-    """A tensor that does not tell where its memory is: a subclass, sparse, inside a transformation."""
-
-
-def memory_of(tensor: Tensor, sizes: Sizes) -> tuple[int, int] | None:
-    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is small.
-
-    Raises UnknownMemoryError: it does not tell.
-    """
-    seen = recognise(tensor, sizes)
-    if seen is ODD:
-        raise UnknownMemoryError
-    if type(seen) is not Sighting or seen.nbytes < sizes.slice_bytes:
-        return None
-    return min(seen.nbytes, seen.storage_bytes), tensor.data_ptr()
-
-
 class Notes:
-    """A step that is written down; `sizes` as of `memory_of`.
+    """A step that is written down.
 
     Attributes:
         entries: what it has saved so far; None once it has saved what a course cannot tell apart.
