@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compact import Saved
 
+from .._compress.compressor import Compressor
 from .._config import OffloadConfig
 from .._device import streams
 from .._plan import policy
@@ -24,7 +25,7 @@ from .._record.joint import joined
 from .._record.known import Known
 from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plain
 from .._record.record import Record
-from .._record.sighting import ODD, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
+from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
 from .._record.user_code import Detached
 from .._record.view import View, view_and_span
 from .._stats import Counters
@@ -38,6 +39,7 @@ from .read_ahead import ReadAhead
 from .step import COUNTING, DEPARTS, FOLLOWING, FULL, LIGHT, RECORDING, Step
 from .write_behind import WriteBehind
 
+_UNKNOWN = Saved.UNKNOWN  # by a name of its own, as the states of a record
 EMPTIED = "storage emptied before it was saved"
 
 # What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
@@ -160,6 +162,10 @@ class Packing:
         if step.mode in LIGHT and (packed := self._light(tensor, step)) is not None:
             return packed
         seen = recognise(tensor, self._sizes, self._chains)
+        if seen is WEIGHT:  # first, and by no detour: there are as many of them as of all others
+            return self._weight(tensor)
+        if seen is SMALL:
+            return self.keep(tensor, tensor.nbytes, TOO_SMALL)
         packed = self._full(tensor, seen, None)
         if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
             step.note(tensor, seen, packed[0])
@@ -226,12 +232,14 @@ class Packing:
         view, begin, end = view_and_span(tensor)
         if end > seen.storage_bytes:  # whoever emptied it fills it again, with whatever bytes
             return self.keep(tensor, seen.nbytes, EMPTIED)
-        nbytes, kind = min(seen.nbytes, end - begin), self._kind(tensor, within)
-        record = self._find(tensor, seen, begin, end, kind, within)
-        if record is not None:
+        nbytes, kind = min(seen.nbytes, end - begin), _UNKNOWN
+        if self._compressor is not None:
+            kind = self._kind(tensor, within, self._compressor)
+        if seen.mark is not None and (record := self._find(tensor, seen, begin, end, kind, within)) is not None:
             self._join(record, tensor, nbytes)
             return record, view
-        if (place := seen.range_to_move(begin, end, self._sizes)) is None:
+        place = (begin, end) if nbytes >= seen.storage_bytes else seen.range_to_move(begin, end, self._sizes)
+        if place is None:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
@@ -242,13 +250,10 @@ class Packing:
         self._enlist(record, kind, reason, apart=within is None)
         return record, view
 
-    def _kind(self, tensor: Tensor, within: Within | None) -> Saved:
+    def _kind(self, tensor: Tensor, within: Within | None, compressor: Compressor) -> Saved:
         """Return the class that a codec is chosen by."""
-        compressor = self._compressor
-        if compressor is None:
-            return Saved.UNKNOWN
         kind = compressor.kind(tensor) if within is None else within.kind
-        if compressor.lossy and kind is Saved.UNKNOWN:
+        if compressor.lossy and kind is _UNKNOWN:
             self._whole.tell_exact(compressor.name)
         return kind
 
@@ -257,9 +262,8 @@ class Packing:
     ) -> Record | None:
         """Find a record that has the bytes `[begin, end)` of the storage already."""
         known, compressor = seen.mark, self._compressor
-        if known is None:
-            return None
-        record: Record | None = known.find(_root(tensor, within), begin, end, self._remains)
+        root = _root(tensor) if within is None else within.root
+        record: Record | None = known.find(root, begin, end, self._remains)
         if record is not None and (compressor is None or compressor.also(record, kind)):
             return record
         record = joined(reversed(self._pending.local.queue), sequence_nr(), seen.storage, begin, end)
@@ -296,7 +300,7 @@ class Packing:
         record = Record(
             self.numbers,
             tensor,
-            _root(tensor, None),
+            _root(tensor),
             seen.storage,
             *place,
             self._remains,
@@ -342,7 +346,7 @@ class Packing:
         if apart is None:
             return None
         shell, inner = apart
-        kind = self._compressor.kind(tensor) if self._compressor is not None else Saved.UNKNOWN
+        kind = self._compressor.kind(tensor) if self._compressor is not None else _UNKNOWN
         base = tensor._base
         within = outer or Within(tensor if base is None else base, shell.counter, kind)
         parts = tuple(self._full(each, recognise(each, self._sizes, self._chains), within) for each in inner)
@@ -358,10 +362,8 @@ class Packing:
         return as_it_is(tensor)
 
 
-def _root(tensor: Tensor, within: Within | None) -> Tensor:
+def _root(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a saved one shares."""
-    if within is not None:
-        return within.root
     base = tensor._base
     return base if type(base) is Tensor else tensor
 
