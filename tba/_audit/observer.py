@@ -105,7 +105,7 @@ class Observer(Saver):
                 ) from error
             mode = SavedBy(self._projected(linear) if linear is not None else None)
             stack.callback(mode.norms(self._observed))
-            self.mark_weights()
+            self._packing.mark_weights()
             pair = Pair(self.pack, self.unpack)
             pair.enter(push=True)
             stack.callback(pair.pop)

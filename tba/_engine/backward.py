@@ -14,7 +14,6 @@ from io_backends import interrupts
 
 from .._torch.private import current_graph_task_id
 
-task = -1  # the backward (graph task) that was seen last
 _armed = False
 
 
@@ -24,11 +23,10 @@ def expect() -> None:
     _armed = _armed or interrupts.arm()
 
 
-def begins(number: int) -> None:
-    """Note that a backward, the graph task `number`, asks for its first record."""
-    global task, _armed
-    task = number
-    if number == -1 or not interrupts.on_main_thread():
+def begins() -> None:
+    """Note that the backward under way asks an engine for its first tensor."""
+    global _armed
+    if not interrupts.on_main_thread():
         return
     before, _armed = _armed, interrupts.arm()  # the program may have set another handler since
     if before:

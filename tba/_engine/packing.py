@@ -1,42 +1,45 @@
 """Packing: what becomes of a tensor that autograd saves: a weight, one that stays, or a record.
 
+Guarantee: what stays is the tensor that autograd saves, or an alias that shares its version counter: an edit in place
+is found as it always is.
+
 Wants the engine's lock held.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from compact import Saved
-from io_backends import interrupts
 
+from .._compress.compressor import Compressor
 from .._config import OffloadConfig
 from .._device import streams
-from .._device.kinds import is_streamed
 from .._plan import policy
 from .._plan.policy import KEEP, SEND, SHRINK, TOO_SMALL
 from .._record.joint import joined
 from .._record.known import Known
 from .._record.plain import Shell, held_bytes, opened, shown_bytes, why_not_plain
-from .._record.record import Record, Remains
+from .._record.record import Record
+from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stays, recognise
 from .._record.user_code import Detached
-from .._record.view import View, span
+from .._record.view import View, view_and_span
 from .._stats import Counters
 from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
-from .._torch.weights import MARK, WEIGHT, Chains, is_parameter
+from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
 from .auto.planner import Planner
 from .pending import Pending
 from .read_ahead import ReadAhead
+from .step import COUNTING, DEPARTS, FOLLOWING, FULL, LIGHT, RECORDING, Step
+from .write_behind import WriteBehind
 
-# A slice of a storage that is worth moving stays if it is this many times smaller than such a storage has to be.
-_SLICES = 16
+_UNKNOWN = Saved.UNKNOWN  # by a name of its own, as the states of a record
 EMPTIED = "storage emptied before it was saved"
 
 # What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
@@ -56,32 +59,32 @@ class Within(NamedTuple):
 
 
 class Packing:
-    """Recognises weights, duplicates and tensors that are not worth moving, and makes records of all others.
+    """Lets weights and what is not worth moving stay, finds records of what was saved before, and makes all others.
 
     Attributes:
-        chains: what is known of nodes that lead from a weight to a cast or view of it.
-        whole: compiled graphs that are worth no moving.
-        remains: where records append themselves when they die.
         numbers: records made so far.
-        step_bytes: saved in this step that is worth moving, without what was saved already.
+        worth_bytes: saved so far that are worth moving, without what was saved already.
     """
 
     def __init__(
         self,
+        *,
         config: OffloadConfig,
+        model: Callable[[], nn.Module | None],
         counters: Counters,
         mover: Mover,
         pending: Pending,
         read_ahead: ReadAhead,
-        settle: Callable[[], None],
+        write_behind: WriteBehind,
         planner: Planner | None,
     ) -> None:
-        self.chains = Chains()
-        self.whole = Whole(config.tier)
-        self.remains: deque[Remains] = deque()
-        self._died = self.remains.append  # one for all records: each has a reference to it
         self.numbers = 0
-        self.step_bytes = 0
+        self.worth_bytes = 0
+        self._chains = Chains()
+        self._whole = Whole(config.tier)
+        self._remains = read_ahead.remains
+        self._died = self._remains.append  # one for all records: each has a reference to it
+        self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self._counters = counters
         self._mover = mover
         self._landing = mover.landing
@@ -91,160 +94,264 @@ class Packing:
         # What a lossy preset makes must not depend on timing.
         self._joins_alike = self._compressor is None or not self._compressor.lossy
         self._derivations = pending.derivations
-        self._settle = settle
+        self._write_behind = write_behind
+        self._model = model
         self._planner = planner
         self._decisions = policy.decisions(config.tier, compresses=config.compress is not None)
-        self._min_slice_bytes, self._min_tensor_bytes = sizes(config)
+        self._sizes = Sizes.of(int(config.min_tensor_bytes))
 
-    def end_step(self, *, moves: bool) -> None:
-        """Forget the step that has ended; `moves`: whether any of what it saved moves."""
-        self.whole.end_step(self.step_bytes, moves=moves)
-        self.chains.end_step()
-        self.step_bytes = 0
+    # -- what a step does ------------------------------------------------------------------------------------------
 
-    def weight(self, tensor: Tensor) -> Packed:
-        """Pass a weight as it is."""
-        self._counters.weight_bytes += held_bytes(tensor)
-        # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
-        if tensor.is_leaf or self.chains.lead_to_parameter(tensor):
-            return tensor, tensor._version
-        return Detached((tensor.detach(), tensor._version))
+    def count(self, step: Step) -> None:
+        """Have a step only count from here on."""
+        if step.mode is FOLLOWING:
+            self.turn(step)
+        step.count()
 
-    def activation(self, tensor: Tensor, base: Tensor | None, on_cpu: bool, within: Within | None = None) -> Packed:
-        """Pack a tensor that is no parameter, though it may be a cast or view of one; `base` is that of a view."""
-        if type(tensor) is not Tensor or not (on_cpu or is_streamed(tensor)):
-            return self._odd(tensor, within)
-        try:
-            storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError) as error:  # sparse, functorch wrappers, a zero tensor once
-            interrupts.pass_on_from_call(error)
-            return self._odd(tensor, within)  # plain by type
-        if getattr(storage, MARK, None) is WEIGHT:
-            return self.weight(tensor)
-        if storage.nbytes() < self._min_tensor_bytes:
+    def follow(self, step: Step, *, may: bool) -> None:
+        """Have a step follow another of the planner's kind, if it `may` and there is one; else write it down for them.
+
+        A further forward of the step goes on with what the first has begun, if that is of its kind.
+        """
+        planner = self._planner
+        assert planner is not None
+        kind = planner.kind
+        if not (planner.repeats and may):
+            self.turn(step, departs=False)
+            return
+        light = step.mode in LIGHT
+        if not (
+            light or kind.course is None or self._write_behind.ledger.has_room(sum(e.kept_bytes for e in kind.course))
+        ):
+            return
+        if step.kind is None and step.mode is FULL:
+            step.follow(kind, kind.course)
+        elif step.kind is not kind:
+            self.turn(step)
+        if step.mode is FOLLOWING:
+            planner.follow()
+
+    def turn(self, step: Step, *, departs: bool = True) -> None:
+        """Have the full hooks take over for the rest of a step; if it `departs`, it is another than was planned."""
+        before = step.mode
+        step.turn()
+        if before is COUNTING:
+            self.mark_weights()  # the full hooks are to know them
+        elif before is FOLLOWING and self._planner is not None:
+            self._planner.depart(departs)
+
+    def mark_weights(self) -> None:
+        """Learn the model's storages anew, once a step, as they may have been replaced."""
+        if (model := self._model()) is not None:
+            mark_weights(model)
+
+    def pass_on(self, step: Step, number: int | None) -> None:
+        """Count what finished operators have saved (None: none of them runs)."""
+        due = step.due
+        while due and (number is None or due[0][0] < number):
+            _, packed, nbytes = due.popleft()
+            self._write_behind.let_pass(packed, nbytes)
+
+    def end_step(self, worth_bytes: int, *, moved: bool) -> None:
+        """End a step that saved `worth_bytes` worth moving; whether any of them have `moved`."""
+        self._whole.end_step(worth_bytes, moves=moved or self._moves)
+        self._chains.end_step()
+
+    # -- tensors ---------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor, step: Step) -> Packed:
+        """Pack a tensor of a step, as its mode says."""
+        if step.mode in LIGHT and (packed := self._light(tensor, step)) is not None:
+            return packed
+        seen = recognise(tensor, self._sizes, self._chains)
+        if seen is WEIGHT:  # first, and by no detour: there are as many of them as of all others
+            return self._weight(tensor)
+        if seen is SMALL:
             return self.keep(tensor, tensor.nbytes, TOO_SMALL)
-        if tensor.is_nested:
-            return self._odd(tensor, within)
-        if self.remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies.count:
-            self._settle()
-        if self.chains.lead_to_parameter(tensor):
-            return self.weight(tensor)
-        packed = self._stored(tensor, base, on_cpu, storage, within)
-        # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
+        packed = self._full(tensor, seen, None)
+        if step.task == -1 and (step.mode is RECORDING or (step.countable and step.mode is FULL)):
+            step.note(tensor, seen, packed[0])
+        return packed
+
+    def _light(self, tensor: Tensor, step: Step) -> Packed | None:
+        """Pack a tensor in a step that counts or follows; None if the full hooks are to do it."""
+        if step.task != -1:  # in backward
+            if step.mode is COUNTING:
+                if not graph_is_kept():
+                    return as_it_is(tensor)
+                self.turn(step)  # another graph grows, of which nothing is known
+            return None
+        kept_bytes = step.kept_bytes(tensor, recognise(tensor, self._sizes, self._chains, casts=False))
+        number = sequence_nr() if step.course is not None else 0
+        if step.due:
+            self.pass_on(step, number)
+        if kept_bytes < 0:
+            if kept_bytes == DEPARTS:
+                self.turn(step)
+            return None
+        packed = as_it_is(tensor)
+        if step.course is None:
+            if kept_bytes:
+                self._write_behind.count(packed, kept_bytes)
+            return packed
+        if kept_bytes:
+            step.due.append((number, packed, kept_bytes))
         if self._pending.local.queue:
-            self._pending.pass_on(sequence_nr())
+            self._pending.pass_on(number)
+        return packed
+
+    def _full(self, tensor: Tensor, seen: Stays | Sighting, within: Within | None) -> Packed:
+        """Pack a tensor by what it is: find the record that has its bytes already, or make one, if it may have one."""
+        if seen is WEIGHT:
+            return self._weight(tensor)
+        if type(seen) is not Sighting:
+            return self._odd(tensor, within) if seen is ODD else self.keep(tensor, tensor.nbytes, TOO_SMALL)
+        if self._remains or self._landing.unconfirmed or self._mover.ended or self._mover.copies.count:
+            self._read_ahead.settle()
+        if seen.cast:
+            return self._weight(tensor)
+        packed = self._plain(tensor, seen, within)
+        # Last: it wakes a worker, which would take the interpreter from us at the next call of torch.
+        if (queue := self._pending.local.queue) and queue[0][0] < (number := sequence_nr()):
+            self._pending.pass_on(number)
         if self._compressor is not None and self._pending.waits:
             self._pending.settle(wait=False)
         return packed
 
-    def _stored(
-        self, tensor: Tensor, base: Tensor | None, on_cpu: bool, storage: UntypedStorage, within: Within | None
-    ) -> Packed:
-        compressor, nbytes, storage_bytes = self._compressor, tensor.nbytes, storage.nbytes()
-        decision, reason = self._decisions[not on_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
-        if decision is KEEP or not nbytes or self._mover.closed:
-            return self.keep(tensor, nbytes, reason or ("closed" if nbytes else "empty"))
-        view = View.of(tensor)
-        begin, end = span(tensor, view)
-        if end > storage_bytes:  # whoever emptied it fills it again, with whatever bytes
-            return self.keep(tensor, nbytes, EMPTIED)
-        nbytes = min(nbytes, end - begin)
-        root = base if type(base) is Tensor else tensor
-        kind = Saved.UNKNOWN if compressor is None else compressor.kind(tensor) if within is None else within.kind
-        if compressor is not None and compressor.lossy and kind is Saved.UNKNOWN:
-            self.whole.tell_exact(compressor.name)
-        known: Known | None = getattr(storage, MARK, None)
-        if known is not None:
-            record = known.find(root if within is None else within.root, begin, end, self.remains)
-            if record is not None and (compressor is None or compressor.also(record, kind)):
-                return self._known(record, tensor, view, nbytes)
-            record = joined(reversed(self._pending.local.queue), sequence_nr(), storage, begin, end)
-            together = record is not None
-            if record is None and self._joins_alike and end - begin == tensor.nbytes:
-                record = known.find_alike(begin, end, self.remains, pending=self._planner is not None)
-                self.numbers += record is not None  # those that follow do not depend on whether it was found in time
-            if record is not None and (compressor is None or compressor.also(record, kind)):
-                record.join(tensor, together=together)
-                if within is not None:
-                    record.watch(within.counter)
-                return self._known(record, tensor, view, nbytes)
-        if end - begin < self._min_slice_bytes and nbytes < storage_bytes:
+    def _weight(self, tensor: Tensor) -> Packed:
+        """Pass a weight as it is."""
+        self._counters.weight_bytes += held_bytes(tensor)
+        # As it is, but for an operator's own output: one that ran in place on a weight, a buffer or a view of one.
+        if tensor.is_leaf or self._chains.lead_to_parameter(tensor):
+            return tensor, tensor._version
+        return Detached((tensor.detach(), tensor._version))
+
+    def _plain(self, tensor: Tensor, seen: Sighting, within: Within | None) -> Packed:
+        """Pack a tensor that may move, unless this run or its own form keeps it."""
+        decision, reason = self._decisions[not tensor.is_cpu, current_graph_task_id() != -1 and not graph_is_kept()]
+        if decision is KEEP or not seen.nbytes or self._mover.closed:
+            return self.keep(tensor, seen.nbytes, reason or ("closed" if seen.nbytes else "empty"))
+        view, begin, end = view_and_span(tensor)
+        if end > seen.storage_bytes:  # whoever emptied it fills it again, with whatever bytes
+            return self.keep(tensor, seen.nbytes, EMPTIED)
+        nbytes, kind = min(seen.nbytes, end - begin), _UNKNOWN
+        if self._compressor is not None:
+            kind = self._kind(tensor, within, self._compressor)
+        if seen.mark is not None and (record := self._find(tensor, seen, begin, end, kind, within)) is not None:
+            self._join(record, tensor, nbytes)
+            return record, view
+        place = (begin, end) if nbytes >= seen.storage_bytes else seen.range_to_move(begin, end, self._sizes)
+        if place is None:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
-        self.step_bytes += nbytes
-        if decision is not SHRINK and self.whole.keeps(sequence_nr(), nbytes):
+        self.worth_bytes += nbytes
+        if decision is not SHRINK and self._whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
-        if nbytes < storage_bytes:
-            begin, end = policy.range_to_store(begin, end, storage_bytes)
-        record = Record(
-            self.numbers,
-            tensor,
-            root,
-            storage,
-            begin,
-            end,
-            self.remains,
-            died=self._died,
-            stream=streams.producer_stream(tensor),
-            logical_bytes=nbytes,
-            offloaded=decision is SEND,
-            stays=decision is SHRINK,
-        )
-        self.numbers += 1
-        if self._mover.recorder.trace is not None:
-            now_s = time.perf_counter()
-            self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
-        self._read_ahead.records[record.number] = record.ref
-        if known is None:
-            known = Known()
-            setattr(storage, MARK, known)
-        if within is not None:
-            record.belong(within.root, within.counter)
-        known.add(record)
-        if self._planner is not None and self._planner.saved(record):
-            record.go()
-        if compressor is not None:
-            compressor.choose(record, kind)
-        if self._derivations is not None and within is None:
-            self._derivations.look_for(record)
-        if record.offloaded:
-            self._counters.offloaded_bytes += nbytes
-        else:
-            self._counters.kept_by_reason[reason] += nbytes
-        self._pending.add(sequence_nr(), record)
+        record = self._make(tensor, seen, place, nbytes, decision, within)
+        self._enlist(record, kind, reason, apart=within is None)
         return record, view
 
-    def _known(self, record: Record, tensor: Tensor, view: View, nbytes: int) -> Packed:
+    def _kind(self, tensor: Tensor, within: Within | None, compressor: Compressor) -> Saved:
+        """Return the class that a codec is chosen by."""
+        kind = compressor.kind(tensor) if within is None else within.kind
+        if compressor.lossy and kind is _UNKNOWN:
+            self._whole.tell_exact(compressor.name)
+        return kind
+
+    def _find(
+        self, tensor: Tensor, seen: Sighting, begin: int, end: int, kind: Saved, within: Within | None
+    ) -> Record | None:
+        """Find a record that has the bytes `[begin, end)` of the storage already."""
+        known, compressor = seen.mark, self._compressor
+        root = _root(tensor) if within is None else within.root
+        record: Record | None = known.find(root, begin, end, self._remains)
+        if record is not None and (compressor is None or compressor.also(record, kind)):
+            return record
+        record = joined(reversed(self._pending.local.queue), sequence_nr(), seen.storage, begin, end)
+        together = record is not None
+        if record is None and self._joins_alike and end - begin == seen.nbytes:
+            record = known.find_alike(begin, end, self._remains, pending=self._planner is not None)
+            self.numbers += record is not None  # those that follow do not depend on whether it was found in time
+        if record is None or not (compressor is None or compressor.also(record, kind)):
+            return None
+        record.join(tensor, together=together)
+        if within is not None:
+            record.watch(within.counter)
+        return record
+
+    def _join(self, record: Record, tensor: Tensor, nbytes: int) -> None:
+        """Count one more tensor that looks at a record."""
         self._counters.duplicate_bytes += nbytes
         record.add_saver()
         if self._planner is not None:
             self._planner.joined(record)
         if record.stream is not None:
             streams.also_used(tensor, record.stream)
-        return record, view
+
+    def _make(
+        self,
+        tensor: Tensor,
+        seen: Sighting,
+        place: tuple[int, int],
+        nbytes: int,
+        decision: policy.Decision,
+        within: Within | None,
+    ) -> Record:
+        """Make a record of a range of the storage, by which others find it."""
+        record = Record(
+            self.numbers,
+            tensor,
+            _root(tensor),
+            seen.storage,
+            *place,
+            self._remains,
+            died=self._died,
+            stream=None if tensor.is_cpu else streams.producer_stream(tensor),
+            logical_bytes=nbytes,
+            offloaded=decision is SEND,
+            stays=decision is SHRINK,
+        )
+        self.numbers += 1
+        self._read_ahead.records[record.number] = record.ref
+        if within is not None:
+            record.belong(within.root, within.counter)
+        Known.add_to(seen.storage, seen.mark, record)
+        return record
+
+    def _enlist(self, record: Record, kind: Saved, reason: str, *, apart: bool) -> None:
+        """Have a new record planned, made smaller and counted, and queue it; `apart`: it is within no wrapper."""
+        if self._mover.recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
+        if self._planner is not None and self._planner.saved(record):
+            record.go()
+        if self._compressor is not None:
+            self._compressor.choose(record, kind)
+        if self._derivations is not None and apart:
+            self._derivations.look_for(record)
+        if record.offloaded:
+            self._counters.offloaded_bytes += record.logical_bytes
+        else:
+            self._counters.kept_by_reason[reason] += record.logical_bytes
+        self._pending.add(sequence_nr(), record)
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""
-        if isinstance(tensor, nn.Parameter) and type(tensor.data) is Tensor:
-            return self.weight(tensor)
         if type(tensor) is not Tensor and (packed := self._wrapper(tensor, within)) is not None:
             return packed
         return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
 
     def _wrapper(self, tensor: Tensor, outer: Within | None) -> Packed | None:
         """Pack a wrapper subclass, perhaps within an `outer` one. None for a subclass that cannot be taken apart."""
-        base = tensor._base
-        if is_parameter(tensor) or (base is not None and is_parameter(base)) or self.chains.lead_to_parameter(tensor):
-            return self.weight(tensor)
         apart = opened(tensor)
         if apart is None:
             return None
         shell, inner = apart
-        compressor = self._compressor
-        kind = compressor.kind(tensor) if compressor is not None else Saved.UNKNOWN
+        kind = self._compressor.kind(tensor) if self._compressor is not None else _UNKNOWN
+        base = tensor._base
         within = outer or Within(tensor if base is None else base, shell.counter, kind)
-        parts = tuple(self.activation(each, each._base, each.is_cpu, within) for each in inner)
+        parts = tuple(self._full(each, recognise(each, self._sizes, self._chains), within) for each in inner)
         moved = [type(part[0]) in (Record, Shell) for part in parts]
         if not any(moved):
             return as_it_is(tensor)
@@ -257,9 +364,10 @@ class Packing:
         return as_it_is(tensor)
 
 
-def sizes(config: OffloadConfig) -> tuple[int, int]:
-    """Return the bytes of the smallest slice that may have a record, and of the smallest storage."""
-    return int(config.min_tensor_bytes) // _SLICES, int(config.min_tensor_bytes)
+def _root(tensor: Tensor) -> Tensor:
+    """Return the tensor whose version counter a saved one shares."""
+    base = tensor._base
+    return base if type(base) is Tensor else tensor
 
 
 def as_it_is(tensor: Tensor) -> Packed:

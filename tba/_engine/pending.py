@@ -16,7 +16,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 
 from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
@@ -25,6 +24,7 @@ from .._plan.policy import DERIVED
 from .._record.record import PENDING, Record
 from .._stats import Counters
 from .._transfer.cost import Cost
+from .auto.planner import Planner
 from .write_behind import WriteBehind
 
 
@@ -44,19 +44,22 @@ class Pending:
         counters: Counters,
         compressor: Compressor | None,
         derivations: Derivations | None,
-        packed: Callable[[Record], None] | None = None,
+        planner: Planner | None,
     ) -> None:
         self._write_behind = write_behind
         self._counters = counters
         self.derivations = derivations
         self.compressor = compressor
         self._late: deque[weakref.ref[Record]] = deque()  # finished, but a source is not settled yet (`awaits`)
-        self._packed = packed  # gets each record once it is known what a codec leaves of it
+        self._planner = planner  # hears of each record once it is known what a codec leaves of it
         self.local = _Local()
 
     def add(self, sequence_nr: int, record: Record) -> None:
-        """Queue a record that an operator of this thread saves, at this sequence number."""
-        self.local.queue.append((sequence_nr, record.ref))
+        """Queue a record that an operator of this thread saves, at this sequence number, behind those that finished."""
+        queue = self.local.queue
+        queue.append((sequence_nr, record.ref))
+        if queue[0][0] < sequence_nr:
+            self.pass_on(sequence_nr)
 
     def pass_on(self, sequence_nr: int | None) -> None:
         """Pass on what this thread's finished operators saved (None: no operator of this thread runs)."""
@@ -75,8 +78,8 @@ class Pending:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
         if self.compressor is not None and not self.compressor.encode(record):
             self.settle(wait=True, but=record)
-        if self._packed is not None:
-            self._packed(record)
+        if self._planner is not None:
+            self._planner.packed(record)
         record.examine(False)
         record.hold()
 
@@ -138,14 +141,14 @@ class Pending:
             self._go(record)
 
     def _let_go(self, record: Record) -> None:
-        if self._packed is not None:
-            self._packed(record)
+        if self._planner is not None:
+            self._planner.packed(record)
         self._counters.derived_bytes += record.nbytes
         self._counters.kept_to_offloaded(record.set_offloaded(False), DERIVED)
 
     def _go(self, record: Record) -> None:
-        if self._packed is not None:
-            self._packed(record)
+        if self._planner is not None:
+            self._planner.packed(record)
         if record.stays:
             record.hold()
         else:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable
 
 from io_backends import interrupts
 
@@ -33,6 +32,8 @@ from .._record.record import (
     Remains,
 )
 from .._transfer.mover import Mover
+from .auto.planner import Planner
+from .pending import Pending
 from .write_behind import WriteBehind
 
 _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
@@ -43,22 +44,24 @@ class ReadAhead:
 
     Attributes:
         records: all live ones, by number, ascending.
-        step_number: of the first record of this step.
+        remains: where records append themselves when they die.
+        arriving: reads for a device, whose second leg is still to start.
     """
 
-    def __init__(self, mover: Mover, write_behind: WriteBehind, finish_operator: Callable[[Record], None]) -> None:
+    def __init__(self, *, mover: Mover, write_behind: WriteBehind, pending: Pending, planner: Planner | None) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
-        self.step_number = 0
+        self.remains: deque[Remains] = deque()
         self._mover = mover
         self._write_behind = write_behind
         self._ledger = write_behind.ledger
-        self._finish_operator = finish_operator
+        self._pending = pending
+        self._planner = planner
         self._orders = Orders()
         self._walks: dict[int, Walk] = {}  # by graph task
         self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
         self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
         self._out: dict[int, int] = {}  # those of them that were on their way out when they were brought
-        self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
+        self.arriving: deque[weakref.ref[Record]] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -77,11 +80,11 @@ class ReadAhead:
     def bring(self, record: Record, task: int) -> bool:
         """Bring a record that backward asks for into memory, or on its way there; True if it is there.
 
-        Others are evicted first; it is brought even where that frees too little. If it is on its way, what is expected
-        next follows it. Raises ClosedError, TransferError.
+        Others are evicted first; it is brought even where that frees too little. If it is on its way now, what is
+        expected next follows it. Raises ClosedError, TransferError.
         """
         if record.state is PENDING:
-            self._finish_operator(record)
+            self._pending.wanted(record)
         if not self._is_here(record):
             self._make_room(record, record, self._ledger.read_bytes, evict_unused=True)
             self._bring(record, asked=True)
@@ -92,7 +95,7 @@ class ReadAhead:
 
     def advance(self, task: int, current: Record | None) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
-        if self._arriving:
+        if self.arriving:
             self._start_second_legs()
         walk = self._walks.get(task)
         if walk is None or not self.records:
@@ -118,13 +121,16 @@ class ReadAhead:
                 interrupts.pass_on(error, tracer)
                 return
 
-    def go_on(self, task: int) -> None:
-        """Go on reading, as backward (graph task `task`) asks for something that has no record."""
+    def go_on(self, task: int, step_number: int) -> None:
+        """Go on reading, as backward (graph task `task`) asks for something that has no record.
+
+        `step_number`: of the step's first record.
+        """
         if task not in self._walks and self.records:
             number, reference = next(reversed(self.records.items()))
             record = reference()
             # Of several graphs that live, nothing tells yet which one backward goes through.
-            if record is None or self._walks or next(iter(self.records)) < self.step_number:
+            if record is None or self._walks or next(iter(self.records)) < step_number:
                 return
             self._walks[task] = self._orders.begin(number, (record.label, record.nbytes))
         self.advance(task, None)
@@ -152,7 +158,21 @@ class ReadAhead:
         record.drop()
         self._leave(record.number)
 
-    def bury(self, remains: Remains) -> None:
+    def settle(self) -> None:
+        """Give back what dead records left, and check whether written ones were edited before the copy was finished."""
+        self._mover.land()
+        while self.remains:
+            remains = self.remains.popleft()
+            self._bury(remains)
+            self._write_behind.bury(remains)
+            if self._planner is not None:
+                self._planner.freed(remains.number)
+            if remains.write is not None:
+                self._mover.discard(remains.write)
+        if self._mover.landing.unconfirmed:
+            self._mover.landing.confirm()
+
+    def _bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
         self.records.pop(remains.number, None)
         self._leave(remains.number)
@@ -187,12 +207,12 @@ class ReadAhead:
         elif record.state is STORED:
             self._mover.fetch(record, asked=asked)
             if record.stream is not None and record.read is not None:
-                self._arriving.append(record.ref)
+                self.arriving.append(record.ref)
         elif record.state is WRITING:
             if not self._mover.take_back(record):
                 self._out[record.number] = record.nbytes
         elif record.state is PENDING:
-            self._finish_operator(record)
+            self._pending.wanted(record)
         self._members[record.number] = record.nbytes
         self._ledger.count_read_back(record.nbytes)
         if self._ledger.may_peak():
@@ -253,8 +273,8 @@ class ReadAhead:
         self._out.pop(number, None)
 
     def _start_second_legs(self) -> None:
-        while self._arriving:
-            record = self._arriving[0]()
+        while self.arriving:
+            record = self.arriving[0]()
             if record is not None and record.read is not None:
                 if not record.read.done():
                     return
@@ -265,4 +285,4 @@ class ReadAhead:
                     except shortage.ENDS as error:  # no memory on the device now: that unpack reads it again
                         interrupts.pass_on(error, tracer)
                         self.hand_over(record)
-            self._arriving.popleft()
+            self.arriving.popleft()

@@ -45,24 +45,22 @@ from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
 from .._record.restore import restore_apart, restore_in_child
+from .._record.sighting import Sizes
 from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, graph_is_kept
-from .._torch.weights import is_parameter, mark_weights
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
-from . import backward
-from .auto.light import Light
-from .auto.passing import Passing
 from .auto.planner import Planner
 from .auto.rest import Rest
-from .packing import Packed, Packing, as_it_is, sizes
+from .packing import Packed, Packing, as_it_is
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
+from .step import COUNTING, LIGHT, OFF, Step
 from .steps import Steps
 from .unpacking import Unpacking
 from .write_behind import WriteBehind
@@ -84,48 +82,66 @@ class Saver(ForkAware):
         self.dead = False
         self.torn = False
         self._saved_aside: deque[int] = deque()  # bytes of each tensor
-        self.steps = Steps(config.tier, self.counters, model)
-        self._moves = config.tier in ("nvme", "cpu")  # whether memory fits or not
         self.model = model  # gives it, or None
-        self._marked = False  # the model's weights, in this step
-        self.mover = make_mover(config, model(), self.lock, self.counters, open_store)
-        self.recorder = self.mover.recorder
-        limits, pressure, in_flight = self.mover.limits, self.mover.pressure, self.mover.staging
-        self.ledger = Ledger(config, limits, pressure, in_flight, self.counters, self.recorder, model)
-        self.write_behind = WriteBehind(config, self.mover, self.ledger, self.counters)
+        self.mover = mover = make_mover(config, model(), self.lock, self.counters, open_store)
+        self.recorder = mover.recorder
+        limits, pressure, in_flight = mover.limits, mover.pressure, mover.staging
+        self.ledger = ledger = Ledger(config, limits, pressure, in_flight, self.counters, self.recorder, model)
+        self.write_behind = write_behind = WriteBehind(config, mover, ledger, self.counters)
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
-        self.planner = None
+        planner = None
         if config.tier == "auto":
-            self.planner = Planner(
+            planner = Planner(
                 config,
                 model,
                 lock=self.lock,
-                ledger=self.ledger,
-                cost=self.mover.cost,
-                allowance=self.mover.allowance,
-                in_flight_bytes=self.mover.limits.staging_bytes,
+                ledger=ledger,
+                cost=mover.cost,
+                allowance=mover.allowance,
+                in_flight_bytes=limits.staging_bytes,
                 lossy=lossy,
                 keep=self.pack,
                 give=self.unpack,
             )
-        told = self.planner.packed if self.planner is not None else None
-        self.pending = Pending(self.write_behind, self.counters, self.compressor, self.derivations, told)
-        self.rest = Rest.of(config, model, self.ledger.look_at_room)
-        departs = self.planner.depart if self.planner is not None else bool
-        self.light = Light(self.rest.possible and self.rest.counts, sizes(config), departs)
-        self.read_ahead = ReadAhead(self.mover, self.write_behind, self.pending.wanted)
-        self._caches = Caches(config.tier)
-        self._readings = Readings(self.counters, self.mover, self.steps, self.read_ahead, self._caches)
-        self._packing = Packing(
-            config, self.counters, self.mover, self.pending, self.read_ahead, self.settle, self.planner
+        self.planner = planner
+        self.pending = pending = Pending(
+            write_behind=write_behind,
+            counters=self.counters,
+            compressor=self.compressor,
+            derivations=self.derivations,
+            planner=planner,
         )
-        self._remains = self._packing.remains
-        self._passing = Passing(self.light, self.write_behind, self.pending, self.read_ahead, self.planner)
-        given = self.settle, self._remains, self.planner, self._passing
-        self._unpacking = Unpacking(self.mover, self.pending, self.read_ahead, self.steps, self._readings, *given)
+        self.rest = Rest.of(config, model)
+        self.read_ahead = read_ahead = ReadAhead(
+            mover=mover, write_behind=write_behind, pending=pending, planner=planner
+        )
+        self._sizes = Sizes.of(int(config.min_tensor_bytes))
+        self.steps = Steps(config.tier, self.counters, model, Step(0, 0, self._sizes, self.rest.fitted_bytes))
+        self._caches = Caches(config.tier)
+        self._readings = Readings(self.counters, mover, self.steps, read_ahead, self._caches)
+        self._packing = Packing(
+            config=config,
+            model=model,
+            counters=self.counters,
+            mover=mover,
+            write_behind=write_behind,
+            pending=pending,
+            read_ahead=read_ahead,
+            planner=planner,
+        )
+        self._unpacking = Unpacking(
+            mover=mover,
+            write_behind=write_behind,
+            pending=pending,
+            read_ahead=read_ahead,
+            steps=self.steps,
+            readings=self._readings,
+            planner=planner,
+            packing=self._packing,
+        )
         self._tensor: Callable[..., Tensor] = self._unpacking.tensor
 
     # -- pack ----------------------------------------------------------------------------------------------------
@@ -139,13 +155,11 @@ class Saver(ForkAware):
             if frame is not None and frame.f_code.co_filename in SAVES_INPUTS and self._caches.look(frame):
                 with unclassed():  # others are computed from it
                     return self.pack(tensor)
-            packed = self._pass(tensor) if self.light.on else None
-            if packed is None:
-                if dispatch_mode_count() or function_mode_count():  # here, as a context that does nothing costs as well
-                    with quiet():
-                        packed = self._pack(tensor)
-                else:
+            if dispatch_mode_count() or function_mode_count():  # here, as a context that does nothing costs as well
+                with quiet():
                     packed = self._pack(tensor)
+            else:
+                packed = self._pack(tensor)
             if self.mover.ended:
                 self._catch_up()
             if interrupts.kept:
@@ -157,55 +171,18 @@ class Saver(ForkAware):
             _ = [*interrupts.again]
         return packed
 
-    def _pass(self, tensor: Tensor) -> Packed | None:
-        """Pack a tensor in a step of which it is known what stays; None if it takes the full hooks."""
-        steps, light = self.steps, self.light
-        with self.lock, quiet():
-            if steps.backward_seen:
-                if current_graph_task_id() != -1:
-                    if light.course is not None:
-                        return None
-                    if not graph_is_kept():
-                        return as_it_is(tensor)
-                    light.turn()  # another graph grows, of which nothing is known
-                    return None
-                self.end_step()  # something is saved ahead of the model's next forward
-            if streams.capturing(tensor):
-                light.turn(departs=False)  # what is captured may not wait for room
-            if not light.on:
-                return None
-            if not steps.open:
-                if light.course is not None:
-                    self.mark_weights()
-                steps.begin()
-            packed = self._passing.tensor(tensor)
-            if packed is None:
-                self.mark_weights()  # the full hooks are to know them
-        return packed
-
     def _pack(self, tensor: Tensor) -> Packed:
         if self.dead:
             return as_it_is(tensor)
         with self.lock:
-            on_cpu = tensor.is_cpu
+            step = self.steps.current
             # Ahead of all that would launch, wait or look around.
-            if not on_cpu and streams.capturing(tensor):
+            if not tensor.is_cpu and streams.capturing(tensor):
+                self._packing.turn(step, departs=False)  # what is captured may not wait for room
                 return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
-            steps = self.steps
-            if (steps.backward_seen or not steps.open) and current_graph_task_id() == -1:
-                if steps.backward_seen:
-                    self.end_step()
-                self.mark_weights()
-                steps.begin()
-            kind = type(tensor)
-            base = tensor._base if kind is Tensor else None
-            if kind is nn.Parameter or (base is not None and is_parameter(base)):
-                packed = self._packing.weight(tensor)
-            else:
-                packed = self._packing.activation(tensor, base, on_cpu)
-            if self.light.watches and not steps.backward_seen:
-                self.light.packed(tensor, packed)
-        return packed
+            if (step.task != -1 or step.begun_s is None) and current_graph_task_id() == -1:
+                step = self._begin_step(step)
+            return self._packing.pack(tensor, step)
 
     def _keep_aside(self, tensor: Tensor) -> Packed:
         """Let a tensor stay that is saved in the midst of a change. It is counted by the next look at what has died."""
@@ -229,12 +206,8 @@ class Saver(ForkAware):
         if type(first) is not Record:
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
-            if not self.steps.backward_seen and (task := current_graph_task_id()) != -1:
-                self.steps.backward_seen = True
-                if task != backward.task:
-                    backward.begins(task)
-                    self._readings.look_at_caches()
-            if self.light.course is not None and not self.came_back():
+            step = self.steps.current
+            if (step.task == -1 or step.course is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
@@ -265,7 +238,7 @@ class Saver(ForkAware):
             return restore_apart(record, view, self.mover.read_apart)
 
     def _ask_passed(self, task: int) -> None:
-        if task != -1 and not self.closed:
+        if task != -1 and not self.came_back():
             try:
                 with quiet():
                     self._unpacking.passed(task)
@@ -294,9 +267,10 @@ class Saver(ForkAware):
     @property
     def expects(self) -> bool:
         """Whether something has been saved whose backward is still to come. One that has run may be a handler's own."""
-        if self.torn or not self.steps.open:
+        step = self.steps.current
+        if self.torn or step.begun_s is None:
             return False
-        return not self.steps.backward_seen or len(self.read_ahead.records) > len(self._remains)
+        return step.task == -1 or len(self.read_ahead.records) > len(self.read_ahead.remains)
 
     @property
     def nothing_came(self) -> bool:
@@ -313,8 +287,7 @@ class Saver(ForkAware):
         return self.compressor.mode(self.model()) if self.compressor is not None else None
 
     def enter(self) -> bool:
-        """Enter the context; whether the hooks are to be pushed. Between steps, weights may have been replaced."""
-        self._marked = self._marked and self.steps.open
+        """Enter the context; whether the hooks are to be pushed."""
         self.steps.unentered = False
         return not self.rest.enter()
 
@@ -327,21 +300,35 @@ class Saver(ForkAware):
         if self.dead or self.came_back() or streams.capturing_here():
             return False
         with self.locked(), quiet():
-            if self.steps.backward_seen:
+            if self.steps.current.task != -1:
                 self.end_step()
-            elif self.steps.open:
+            elif self.steps.current.begun_s is not None:
                 self.settle()
-                self._passing.begin_anew()
-            key = self.rest.key(args, kwargs) if self.watches else None
-            rests = self.rest.begins(key, watched=self.rest.counts and self.recorder.asked)
-            light, has_room = self.light, self.ledger.has_room
-            if rests and self.rest.counts and (light.on or has_room(light.fitted_bytes)):
-                light.begin_counting()
-            if self.planner is not None and not (rests and (light.on or not self.rest.counts)):
+                self._begin_anew()
+            step, rest, asked = self.steps.current, self.rest, self.rest.counts and self.recorder.asked
+            step.wake()
+            key = rest.key(args, kwargs) if self.watches else None
+            room_bytes = self.ledger.look_at_room() if rest.looks(key) else 0
+            rests = rest.begins(key, room_bytes=room_bytes, watched=asked)
+            if rests and not rest.counts:
+                step.rest()
+            elif rests and (step.mode in LIGHT or self.ledger.has_room(rest.fitted_bytes or 0)):
+                self._packing.count(step)
+            if self.planner is not None and not (rests and step.mode in (OFF, *LIGHT)):
                 self.planner.begin_forward(key, self.mover.capacity_bytes)
                 # Where free memory decides, what stays has records: when there is less of it, the oldest goes.
-                self._passing.begin(self.planner, follows=self.rest.counts and not self.recorder.asked)
-        return rests and not self.rest.counts
+                self._packing.follow(step, may=rest.counts and not asked)
+        return step.mode is OFF
+
+    def _begin_anew(self) -> None:
+        """Forget what the step under way was, if all that it saved has died: nobody wanted that forward's gradients."""
+        step = self.steps.current
+        self._packing.pass_on(step, None)
+        newest = next(reversed(self.read_ahead.records), -1)
+        if newest < step.first_number and not self.ledger.graphs_live:
+            self.steps.replace(step.anew())
+            if self.planner is not None:
+                self.planner.forget()
 
     def leave(self, *, failed: bool, packed: bool, inside: bool) -> None:
         """Leave the context: by an exception if `failed`, with hooks on if `packed`, on a thread still `inside` it."""
@@ -356,7 +343,7 @@ class Saver(ForkAware):
         if not (self.dead or self.came_back() or streams.capturing_here()):
             with self.locked(), quiet():
                 self.pending.pass_on(None)
-                self._passing.pass_on(None)
+                self._packing.pass_on(self.steps.current, None)
                 if step_over and self.steps.over:
                     self.end_step()
 
@@ -369,7 +356,7 @@ class Saver(ForkAware):
         """Say once if the tier has had nothing to do."""
         if not (self.steps.told or self.dead):
             stats = self.stats(inside=False)
-            self.steps.tell_if_idle(stats, forward_seen=self.steps.open)
+            self.steps.tell_if_idle(stats, forward_seen=self.steps.current.begun_s is not None)
 
     @interrupts.whole
     def flush(self, where: str) -> None:
@@ -439,74 +426,73 @@ class Saver(ForkAware):
     # -- with the lock -------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Give back what dead records left, and check whether written ones were edited before the copy was finished."""
-        self.mover.land()
-        while self._remains:
-            remains = self._remains.popleft()
-            self.read_ahead.bury(remains)
-            self.write_behind.bury(remains)
-            if self.planner is not None:
-                self.planner.freed(remains.number)
-            if remains.write is not None:
-                self.mover.discard(remains.write)
+        """Settle what has died or ended meanwhile, and count what was saved in the midst of a change."""
+        self.read_ahead.settle()
         while self._saved_aside:
             self.counters.kept_by_reason[ASIDE] += self._saved_aside.popleft()
-        if self.mover.landing.unconfirmed:
-            self.mover.landing.confirm()
+
+    def _begin_step(self, step: Step) -> Step:
+        """Begin a micro-batch, as something is saved outside of backward; the one before, `step`, may have to end."""
+        if step.task != -1:
+            self.end_step()
+        step = self.steps.current
+        if step.begun_s is None:
+            self.steps.begin()
+            if step.mode is not COUNTING:
+                self._packing.mark_weights()
+        return step
 
     def end_step(self) -> None:
-        """End a micro-batch."""
-        if not self.steps.open:  # backward went on after its context had been left
-            self.steps.backward_seen = False
+        """End a micro-batch: learn from it, and have another take its place."""
+        step, packing = self.steps.current, self._packing
+        if step.begun_s is None:  # backward went on after its context had been left
+            step.ask(-1)
             self.read_ahead.end_walks()
             return
         self.settle()
         self.read_ahead.end_walks()
+        self._packing.pass_on(step, None)
+        if self.steps.current is not step:  # waiting for room lets go of the lock: another thread has ended it
+            return
+        self._learn(step)
+        self.write_behind.end_step()
+        self.ledger.end_step()
+        self.mover.end_step()
+        self._readings.take()
+        following = Step(packing.numbers, packing.worth_bytes, self._sizes, self.rest.fitted_bytes)
+        self.steps.end(following, self.mover.file_bytes())
+
+    def _learn(self, step: Step) -> None:
+        """Tell what decides about later steps of one that ends."""
         mover, moved_bytes = self.mover, self.mover.sent_bytes
+        worth_bytes = self._packing.worth_bytes - step.before_bytes + step.passed_bytes
         self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
-        light = self.light
-        self._passing.pass_on(None)
-        self.read_ahead.step_number = self._packing.numbers
-        self._packing.step_bytes += light.passed_bytes
-        self.counters.kept_by_reason[FITS] += light.passed_bytes
-        counted = light.on and light.course is None
+        self.counters.kept_by_reason[FITS] += step.passed_bytes
         planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
-            entries = light.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
+            entries = step.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
             self.planner.end_step(
-                whole=not counted and (light.course is not None or not light.turned),
+                whole=step.is_whole,
                 course=entries,
                 sent_bytes=moved_bytes,
                 on_device=mover.copies.used,
                 capacity_bytes=mover.capacity_bytes,
             )
-        if not counted:
+        room_bytes = self.ledger.room_bytes
+        if step.mode is not COUNTING:
             self.rest.end_step(
                 planned=planned,
-                kept_bytes=max(0, self._packing.step_bytes - moved_bytes),
+                kept_bytes=max(0, worth_bytes - moved_bytes),
                 moved_bytes=moved_bytes,
                 failures=mover.failures.in_step,
-                room_bytes=self.ledger.room_bytes,
+                room_bytes=room_bytes,
             )
-        light.end_step(self.ledger.room_bytes if self.rest.resting else None)
-        self._packing.end_step(moves=self._moves or moved_bytes > 0)
-        self.write_behind.end_step()
-        self.ledger.end_step()
-        self._marked = False
-        mover.end_step()
-        self._readings.take()
-        self.steps.end(mover.file_bytes())
-
-    def mark_weights(self) -> None:
-        """Learn the model's storages anew, once a step, as they may have been replaced."""
-        if not self._marked and (model := self.model()) is not None:
-            mark_weights(model)
-        self._marked = True
+        self.rest.learn(step.counted_bytes, room_bytes, countable=step.countable)
+        self._packing.end_step(worth_bytes, moved=moved_bytes > 0)
 
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
-        self.light.on, self.light.course = False, None
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         self.came_back = ownership(self.lock)
@@ -522,6 +508,5 @@ class Saver(ForkAware):
     def tear(self) -> None:
         """Move and change nothing any more: the state is not to be relied on. Wants no lock."""
         self.torn = self.dead = True
-        self.light.on, self.light.course = False, None
         self._tensor = self._give_apart
         self.mover.tear()

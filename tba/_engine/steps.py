@@ -31,6 +31,7 @@ from .._text import size
 from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
+from .step import Step
 
 # So often must optimizers have stepped trained parameters of an attached model whose forward nothing has called: before
 # the first such step a forward may have run, and attach come after it.
@@ -41,12 +42,12 @@ class Steps:
     """Boundaries of steps, the last one's statistics, and a word to a user whose tier had nothing to do.
 
     Attributes:
+        current: micro-batch, perhaps still to begin.
         unentered: attached to the model, whose forward has not been seen since.
     """
 
-    def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None]) -> None:
-        self.backward_seen = False
-        self.open = False  # a micro-batch is under way
+    def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None], first: Step) -> None:
+        self.current = first
         self.unentered = False
         self.last: OffloadStats | None = None
         self._bypasses = 0  # steps of the model's parameters while that was so
@@ -57,7 +58,6 @@ class Steps:
         self._of_step = 0  # those of them that ended since the last step did
         self._at_start = counters.snapshot()
         self._file_bytes = 0
-        self._begun_s = 0.0
         self._written_bytes = 0  # before the open micro-batch
         self._by_optimizer = False  # whether one has been seen to step
         self._stepped = False  # whether one has since the last step ended
@@ -68,18 +68,22 @@ class Steps:
     @property
     def over(self) -> bool:
         """Whether the open micro-batch's backward has run, or begun."""
-        return self.open and self.backward_seen
+        return self.current.begun_s is not None and self.current.task != -1
 
     def begin(self) -> None:
         """Begin a micro-batch."""
         self.close()
-        self.open = True
-        self._begun_s = time.perf_counter()
+        self.current.begin()
 
-    def end(self, file_bytes: int) -> None:
-        """End the open micro-batch."""
-        self.open = self.backward_seen = False
-        self._counters.step_s += time.perf_counter() - self._begun_s
+    def replace(self, step: Step) -> None:
+        """Have another step take the place of the current one, of which nothing is to be counted."""
+        self.current = step
+
+    def end(self, following: Step, file_bytes: int) -> None:
+        """End the open micro-batch; another one takes its place."""
+        begun_s, self.current = self.current.begun_s, following
+        assert begun_s is not None
+        self._counters.step_s += time.perf_counter() - begun_s
         self._of_step += 1
         self._micro_batches += 1
         self._counters.micro_batches = self._micro_batches
@@ -91,7 +95,7 @@ class Steps:
     def close(self) -> None:
         """End the step, if no micro-batch is under way and nothing more can belong to it."""
         by_backward = not self._by_optimizer and self._of_step
-        if self.open or not (self._stepped or by_backward):
+        if self.current.begun_s is not None or not (self._stepped or by_backward):
             return
         if self._stepped and not self._by_optimizer:
             self._by_optimizer = True

@@ -18,59 +18,60 @@ Takes the engine's lock, which is reentrant.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 from torch import Tensor
 
 from .._derive.derivations import again
 from .._memory import shortage
-from .._record.record import DERIVED, IN_MEMORY, READING, Record, Remains
+from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore
 from .._record.user_code import look_for_code
 from .._record.view import View, is_edited
 from .._transfer.mover import Mover
 from . import backward
-from .auto.passing import Passing
 from .auto.planner import Planner
+from .packing import Packing
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .readings import Readings
+from .step import Step
 from .steps import Steps
+from .write_behind import WriteBehind
+
+T = TypeVar("T")
 
 
 class Unpacking:
-    """Answers backward from memory or from the store, and has what is expected next read ahead.
-
-    Args:
-        settle: buries what has died and checks what was written; wanted while `remains` has anything.
-    """
+    """Answers backward from memory or from the store, and has what is expected next read ahead."""
 
     def __init__(
         self,
+        *,
         mover: Mover,
+        write_behind: WriteBehind,
         pending: Pending,
         read_ahead: ReadAhead,
         steps: Steps,
         readings: Readings,
-        settle: Callable[[], None],
-        remains: deque[Remains],
         planner: Planner | None,
-        passing: Passing,
+        packing: Packing,
     ) -> None:
         self._lock = mover.lock
         self._mover = mover
         self._landing = mover.landing
+        self._write_behind = write_behind
         self._pending = pending
         self._compressor = pending.compressor
         self._derivations = pending.derivations
         self._read_ahead = read_ahead
         self._steps = steps
         self._readings = readings
-        self._settle = settle
-        self._remains = remains
+        self._held_bytes = -1  # when reading went on last: where no memory has been freed since, it cannot again
         self._planner = planner
-        self._passing = passing
+        self._packing = packing
 
     def tensor(self, record: Record, view: View, task: int, to_code: bool) -> Tensor:
         """Give the tensor that was saved as `view` of a record, to graph task `task` (-1: no backward asks).
@@ -83,23 +84,16 @@ class Unpacking:
             RuntimeError, OutOfMemoryError: PyTorch's own, where there is no memory for it.
             TransferError, ClosedError: its bytes could not be brought back.
         """
-        if task != backward.task:
-            backward.begins(task)
-            self._readings.look_at_caches()
-        mover, compressor = self._mover, self._compressor
         with self._lock:
             if self._derivations is not None and (peeked := self._derivations.peek(record, view)) is not None:
                 return peeked
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
-                self._settle()
-            if compressor is not None and self._pending.waits:
+            self._meet(task)
+            if self._compressor is not None and self._pending.waits:
                 self._pending.settle(wait=True)
             if not record.asks:
-                mover.pressure.moved(record.nbytes)
+                self._mover.pressure.moved(record.nbytes)
             if self._planner is not None and task != -1:
                 self._planner.asked(record)
-            if task != -1:
-                self._steps.backward_seen = True
             if record.restored is not None and is_edited(record.restored):
                 self._read_ahead.hand_over(record)  # a hook of its node did, or a recomputation: it is read again
             derived = record.state is DERIVED
@@ -107,34 +101,49 @@ class Unpacking:
             if again_asked and not to_code and record.shows():
                 self._read_ahead.answered(record)
                 return restore(record, view)
-            tensor, spared = (None, False) if derived else self._try(record, view, task, to_code, spared=False)
+            give = partial(self._give, record, view, task, to_code)
+            tensor, spared = (None, False) if derived else self._sparing(record, partial(give, record.asks, False))
         if derived:
-            return self._again(record, view, to_code)
+            return self._sparing(record, partial(again, record, view, alone=to_code))[0]
         while tensor is None:
-            mover.await_read(record)
+            self._mover.await_read(record)
             with self._lock:
-                tensor, spared = self._try(record, view, task, to_code, spared=spared)
+                tensor, spared = self._sparing(record, partial(give, record.asks, True), spared=spared)
         return tensor
 
     def passed(self, task: int) -> None:
-        """Note that graph task `task` asks for what was let pass without a record, and read on."""
-        if task != backward.task:
-            backward.begins(task)
-            self._readings.look_at_caches()
+        """Note that graph task `task` asks for what stayed without a record, and read on."""
         mover = self._mover
         with self._lock:
-            if self._remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
-                self._settle()
-            self._passing.asked(task)
+            step = self._meet(task)
+            if step.course is None or mover.closed:
+                return
+            self._packing.pass_on(step, None)
+            if self._planner is not None:
+                self._planner.asked(None)
+            held_bytes = self._write_behind.ledger.passed_bytes + self._write_behind.ledger.held_bytes
+            if held_bytes != self._held_bytes:
+                self._held_bytes = held_bytes
+                self._read_ahead.go_on(task, step.first_number)
         if mover.ended:
             mover.catch_up()
 
-    def _try(self, record: Record, view: View, task: int, to_code: bool, *, spared: bool) -> tuple[Tensor | None, bool]:
-        """Give the tensor as `_give`, and once more where memory was lacking: `spared`, then, and returned too."""
-        asks = record.asks
+    def _meet(self, task: int) -> Step:
+        """Note that graph task `task` asks (-1: no backward does), and settle. Returns the step under way."""
+        step, mover = self._steps.current, self._mover
+        if task not in (-1, step.task):
+            step.ask(task)
+            backward.begins()
+            self._readings.look_at_caches()
+        if self._read_ahead.remains or self._landing.unconfirmed or mover.ended or mover.copies.count:
+            self._read_ahead.settle()
+        return step
+
+    def _sparing(self, record: Record, make: Callable[[], T], *, spared: bool = False) -> tuple[T, bool]:
+        """Make a tensor, and once more where memory was lacking, if not `spared` before; returned too."""
         while True:
             try:
-                return self._give(record, view, task, to_code, counted=record.asks != asks), spared
+                return make(), spared
             except shortage.ENDS as error:
                 if not shortage.lacks_memory(error):
                     raise
@@ -144,47 +153,21 @@ class Unpacking:
                     raise failure
             finally:
                 del failure
-            self._read_ahead.let_go(record)
-            spared = True
-
-    def _again(self, record: Record, view: View, to_code: bool) -> Tensor:
-        """Make a derived record again, and once more where memory was lacking."""
-        spared = False
-        while True:
-            try:
-                return again(record, view, alone=to_code)
-            except shortage.ENDS as error:
-                if not shortage.lacks_memory(error):
-                    raise
-                failure = _lack(record, error)
-            try:
-                if spared:
-                    raise failure
-            finally:
-                del failure
             with self._lock:
                 self._read_ahead.let_go(record)
             spared = True
 
-    def _give(self, record: Record, view: View, task: int, to_code: bool, *, counted: bool) -> Tensor | None:
+    def _give(self, record: Record, view: View, task: int, to_code: bool, asks: int, waited: bool) -> Tensor | None:
         """Return the tensor if the record is in memory; else its read is under way, and None is returned.
 
-        `counted`: a first try has counted that it was asked for.
+        Args:
+            asks: how often it had been asked for; where it is more now, a first try has counted this one.
+            waited: its read has been waited for, and what is expected next was asked for before.
         """
         read_ahead = self._read_ahead
-        if record.state is READING:
-            try:
-                self._mover.arrive(record)
-            except shortage.ENDS:  # TransferError, or no memory on the device
-                read_ahead.hand_over(record)
-                raise
-        else:
-            record.check()
-            if record.offloaded and not record.asks and record.state in IN_MEMORY:
-                self._mover.forward(record)
-        if not read_ahead.bring(record, task):
+        if not self._bring(record, task):
             return None
-        if not counted:
+        if record.asks == asks:
             read_ahead.answered(record)
         if to_code:
             tensor, gone = look_for_code(record, view, task)
@@ -192,8 +175,26 @@ class Unpacking:
                 read_ahead.hand_over(record)
         else:
             tensor = restore(record, view)
-        read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
+        if not waited or read_ahead.arriving:
+            read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
+
+    def _bring(self, record: Record, task: int) -> bool:
+        """Bring a record into memory; False if it is on its way."""
+        if record.state is not READING:
+            record.check()
+            if record.offloaded and not record.asks and record.state in IN_MEMORY:
+                self._mover.forward(record)
+            return self._read_ahead.bring(record, task)
+        if record.read is not None and not record.read.done():
+            self._read_ahead.advance(task, record)
+            return False
+        try:
+            self._mover.arrive(record)
+        except shortage.ENDS:  # TransferError, or no memory on the device
+            self._read_ahead.hand_over(record)
+            raise
+        return True
 
 
 def _lack(record: Record, error: BaseException) -> RuntimeError:

@@ -23,17 +23,17 @@ from .._audit.calls import call, scalar
 from .._blocks import find
 from .._blocks.watch import Given
 from .._errors import ConfigError
-from .._plan import policy
 from .._plan.facts import OUTSIDE, Block, Place, Saved
-from .._record.view import View, span
+from .._record.sighting import Chains, Sighting, Sizes, recognise
+from .._record.view import view_and_span
 from .._torch.hook_stack import steps_aside
-from .._torch.weights import Chains
+from .._torch.weights import MARK
+from .._torch.weights import WEIGHT as WEIGHT_MARK
 from .as_cuda import AsCuda
 from .causal import leave_masks_out
 from .clock import GRADIENT, SAVED, WEIGHT, Clock
 from .hardware import Device
 
-_SLICES = 16  # as in packing
 # Attribute of a storage, which lives as long as its memory: (version, begin, end, entry) of what is saved of it.
 _KNOWN = "_tba_forecast"
 Subject = Callable[[], tuple[nn.Module, Any]]
@@ -92,11 +92,10 @@ class _Entry:
 
 @dataclass
 class _Watch:
-    """The hooks of one step; they count as the engine's `Packing` does."""
+    """The hooks of one step."""
 
     clock: Clock
-    weights: set[int]
-    min_tensor_bytes: int
+    sizes: Sizes
     visits: list[_Visit] = field(default_factory=list)
     given: dict[type, Given] = field(default_factory=lambda: defaultdict(Given))
     open: list[int] = field(default_factory=list)
@@ -116,28 +115,21 @@ class _Watch:
         return tensor
 
     def _entry(self, tensor: Tensor) -> int | None:
-        if tensor.layout is not torch.strided or tensor.is_nested or isinstance(tensor, nn.Parameter):
+        seen = recognise(tensor, self.sizes, self._chains, plain=type(tensor))
+        if type(seen) is not Sighting or seen.cast or not seen.nbytes:
             return None
-        storage = tensor.untyped_storage()
-        if id(storage) in self.weights or storage.nbytes() < self.min_tensor_bytes or not tensor.nbytes:
-            return None
-        if self._chains.lead_to_parameter(tensor):
-            return None
-        begin, end = span(tensor, View.of(tensor))
-        nbytes, storage_bytes = min(tensor.nbytes, end - begin), storage.nbytes()
+        _, begin, end = view_and_span(tensor)
         root = tensor if tensor._base is None else tensor._base
-        known: list[tuple[int, int, int, int]] = vars(storage).setdefault(_KNOWN, [])
+        known: list[tuple[int, int, int, int]] = vars(seen.storage).setdefault(_KNOWN, [])
         for version, first, last, index in known:
             if version == root._version and first <= begin and end <= last:
                 self.entries[index].again_within.add(tuple(self.open))
                 return index
-        if end - begin < self.min_tensor_bytes // _SLICES and nbytes < storage_bytes:
+        if (place := seen.range_to_move(begin, end, self.sizes)) is None:
             return None
-        if nbytes < storage_bytes:
-            begin, end = policy.range_to_store(begin, end, storage_bytes)
-        known.append((root._version, begin, end, len(self.entries)))
-        self.clock.call(storage, SAVED)
-        self.entries.append(_Entry(end - begin, self.clock.now_s, tuple(self.open)))
+        known.append((root._version, *place, len(self.entries)))
+        self.clock.call(seen.storage, SAVED)
+        self.entries.append(_Entry(place[1] - place[0], self.clock.now_s, tuple(self.open)))
         return len(self.entries) - 1
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -188,11 +180,12 @@ def _observe(
     clock = Clock(device.seconds)
     weights = {id(storage): storage for storage in map(Tensor.untyped_storage, [*model.parameters(), *model.buffers()])}
     for storage in weights.values():
+        setattr(storage, MARK, WEIGHT_MARK)
         clock.call(storage, WEIGHT)
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigError("the model has no parameter that requires a gradient: nothing would train")
-    watch = _Watch(clock, set(weights), min_tensor_bytes)
+    watch = _Watch(clock, Sizes.of(min_tensor_bytes))
     for parameter in trained:
         parameter.register_post_accumulate_grad_hook(lambda p: _note_gradient(clock, p))
     with AsCuda() if device.like_cuda else nullcontext(), clock:

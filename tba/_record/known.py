@@ -13,10 +13,11 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from itertools import islice
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from io_backends import interrupts
 
+from .._torch.weights import MARK
 from .record import PENDING, Record, Remains
 
 # (id of the tensor, its version, id of the engine's deque of remains)
@@ -80,6 +81,14 @@ class Known:
                 if record.is_where_it_was():
                     return record
         return None
+
+    @classmethod
+    def add_to(cls, storage: UntypedStorage, known: Known | None, record: Record) -> None:
+        """Add a new record to those that are `known` of a storage; None: there are none yet."""
+        if known is None:
+            known = cls()
+            setattr(storage, MARK, known)
+        known.add(record)
 
     def add(self, record: Record) -> None:
         """Add a new record. It replaces records within its range and records that could not be joined."""

@@ -105,6 +105,12 @@ def span(tensor: Tensor, view: View) -> tuple[int, int]:
     return begin, begin + (last + 1) * itemsize
 
 
+def view_and_span(tensor: Tensor) -> tuple[View, int, int]:
+    """Return the layout of a non-empty strided tensor, and the range of bytes that it spans in its storage."""
+    view = View.of(tensor)
+    return view, *span(tensor, view)
+
+
 def is_over(base: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether a tensor over `storage` still shares memory with its base, a strided tensor.
 

@@ -25,11 +25,6 @@ from .private import innermost, is_operator, is_wrapper
 MARK: Final = "_tba_mark"
 WEIGHT: Final = object()
 
-# Freeing a graph of some 100,000 nodes with Python objects overflows the stack; see `Chains`.
-_LOOKS_PER_STEP: Final = 1024
-_LOOKS_PER_KIND: Final = 64
-_MAX_KINDS: Final = 4096
-
 _MAX_CHAIN = 8  # no chain of views and casts of a weight that we have seen is longer than four
 _VIEWS_AND_CASTS: Final = frozenset(
     f"{name}Backward{number}"
@@ -84,42 +79,6 @@ def is_weight(tensor: Any) -> bool:
 
 def _comes_from_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor._base, nn.Parameter) or leads_to_parameter(maker(tensor))
-
-
-class Chains:
-    """Finds casts of weights among saved tensors by `leads_to_parameter`, inspecting few nodes.
-
-    An inspected node keeps a Python object until it is freed, and a graph of some 100,000 of those overflows the stack
-    (`nodes`). Sealing them all would take as long as the hooks. So tensors of one dtype and shape are inspected until
-    `_LOOKS_PER_KIND` of them were activations and none a weight, and at most `_LOOKS_PER_STEP` activations are
-    inspected per step. Beyond that, a cast of a weight counts as an activation, which costs its transfer and changes no
-    gradient.
-    """
-
-    def __init__(self) -> None:
-        self._misses: dict[tuple[torch.dtype, tuple[int, ...]], int] = {}  # -1 once one was a weight
-        self._left = _LOOKS_PER_STEP
-
-    def end_step(self) -> None:
-        self._left = _LOOKS_PER_STEP
-
-    def lead_to_parameter(self, tensor: Tensor) -> bool:
-        """Whether views and casts alone make `tensor` from an `nn.Parameter`; False if no inspections are left."""
-        if tensor.is_leaf:
-            return False
-        kind = tensor.dtype, tensor.shape
-        misses = self._misses.get(kind, 0)
-        if misses >= _LOOKS_PER_KIND or not self._left:
-            return False
-        if leads_to_parameter(tensor.grad_fn):
-            self._misses[kind] = -1
-            return True
-        self._left -= 1
-        if misses >= 0:
-            if len(self._misses) >= _MAX_KINDS:
-                self._misses.clear()
-            self._misses[kind] = misses + 1
-        return False
 
 
 def mark_weights(model: nn.Module) -> None:

@@ -14,7 +14,6 @@ from support.exactness import assert_bit_equal
 from support.planned import gradients, records
 from tba import Offloader
 from tba._engine.auto.course import SMALL, Course, Entry
-from tba._engine.auto.light import Light
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
 LAYER_BYTES = ROWS * WIDTH * 4
@@ -243,16 +242,3 @@ def test_small_tensors_come_and_go() -> None:
     assert course.next(64, 1024) == SMALL
     assert course.next(64, 4096 + 128) == entries[1]  # a slice
     assert course.next(64, 1024) == SMALL
-
-
-def test_what_tells_no_memory_is_not_written_down() -> None:
-    light = Light(False, (8, 16), lambda departs: None)
-    assert not light.watches
-    light.follow(object(), None)
-    assert light.watches
-    x, odd = torch.ones(4), torch.eye(3).to_sparse()
-    light.packed(x, (x, 0))
-    light.packed(torch.ones(2), (x, 0))  # small
-    assert light.written_down == [Entry(16, False, 0, 0, 0)]
-    light.packed(odd, (odd, 0))
-    assert light.written_down is None

@@ -19,7 +19,6 @@ from support.exactness import assert_bit_equal
 from support.models import Made
 from support.planned import WAYS, records, step, used
 from tba import Offloader
-from tba._engine.auto.light import Light
 
 ROWS, WIDTH = 64, 32
 LAYER_BYTES = ROWS * WIDTH * 4
@@ -82,7 +81,7 @@ def test_a_step_that_saves_more_unseen_stays_within_the_budget(how: str, scratch
         for _ in range(3):
             _step(how, offload, model)
         made = records(offload)
-        assert offload._saver.light.fitted_bytes > 10 * LAYER_BYTES
+        assert offload._saver.rest.fitted_bytes > 10 * LAYER_BYTES
         model.passes = 16
         grown = _step(how, offload, model)
         offload.stats()
@@ -316,7 +315,7 @@ def test_a_buffer_gives_no_room_to_activations(scratch: Path) -> None:
     with _used("around the step", model, scratch, memory_budget=budget) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
-        assert offload._saver.light.fitted_bytes < 10 * LAYER_BYTES
+        assert offload._saver.rest.fitted_bytes < 10 * LAYER_BYTES
         model.passes = 30
         gradients = _step("around the step", offload, model)
         model.zero_grad()
@@ -324,47 +323,3 @@ def test_a_buffer_gives_no_room_to_activations(scratch: Path) -> None:
         model(torch.randn(ROWS, WIDTH)).backward()
         assert_bit_equal(gradients, [each.grad for each in model.parameters() if each.grad is not None])
         assert 5 * LAYER_BYTES < offload.stats().peak_bytes <= budget
-
-
-# -- by itself -----------------------------------------------------------------------------------------------------
-
-
-def _full_step(light: Light, tensors: list[Tensor], *, fitted: bool = True) -> None:
-    for tensor in tensors:
-        light.packed(tensor, (tensor, 0))
-    light.end_step(1 << 20 if fitted else None)
-
-
-def test_memory_is_counted_once_and_weights_never() -> None:
-    light = Light(True, (64, 64), lambda departs: None)
-    weight, x = nn.Parameter(torch.ones(8, 8)), torch.ones(8, 8)
-    _full_step(light, [weight, weight.t(), x, x.t(), x.view(64), torch.ones(4)])
-    assert light.fitted_bytes == x.nbytes
-    _full_step(light, [x, x[4:]])  # other memory, by its address
-    assert light.fitted_bytes == x.nbytes + x[4:].nbytes
-
-
-class Own(Tensor):
-    """A subclass."""
-
-
-@pytest.mark.parametrize("odd", [torch.eye(8).to_sparse(), torch.ones(8).as_subclass(Own)])
-def test_what_has_no_memory_of_its_own_ends_it(odd: Tensor) -> None:
-    light = Light(True, (0, 0), lambda departs: None)
-    light.packed(odd, (odd, 0))
-    light.begin_counting()
-    assert not light.on
-
-
-def test_the_tensor_that_is_too_many_is_not_let_pass() -> None:
-    light = Light(True, (0, 0), lambda departs: None)
-    kept = [torch.ones(64) for _ in range(4)]
-    _full_step(light, kept[:3])
-    light.begin_counting()
-    assert [light.passes(tensor) is not None for tensor in kept] == [True, True, True, False]
-    assert light.passed_bytes == 3 * 256
-    light.begin_counting()
-    assert not light.on  # for the rest of the step
-    light.end_step(None)
-    light.begin_counting()
-    assert light.passes(kept[0]) is None  # nothing is known to fit any more

@@ -189,25 +189,20 @@ def test_shapes_that_fit_are_those_seen_and_smaller_ones(new: Any, fits: bool) -
 
 
 def test_the_more_room_the_fewer_looks() -> None:
-    looks: list[int] = []
     model = nn.Linear(2, 2)
-
-    def room() -> int:
-        looks.append(1)
-        return 6000
-
     for kept_bytes, most in ((2000, 100), (100, 10), (10, 2), (0, 0)):
-        rest = Rest(True, lambda: model, room)
-        assert not rest.begins(rest.key((torch.ones(3),), {}))
+        rest, looks = Rest(True, lambda: model), 0
+        key = rest.key((torch.ones(3),), {})
+        assert not rest.begins(key)
         rest.end_step(kept_bytes=kept_bytes, moved_bytes=0, failures=0, room_bytes=6000)
-        looks.clear()
         for _ in range(100):
-            assert rest.begins(rest.key((torch.ones(3),), {}))
-        assert len(looks) == most
+            looks += rest.looks(key)
+            assert rest.begins(key, room_bytes=6000)
+        assert looks == most
 
 
 def test_a_step_runs_with_hooks_every_so_often() -> None:
-    rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
+    rest, model = Rest(True, lambda: model), nn.Linear(2, 2)
     rest.begins(rest.key((torch.ones(3),), {}))
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     rested = 0
@@ -226,21 +221,21 @@ def test_a_step_runs_with_hooks_every_so_often() -> None:
     ],
 )
 def test_an_argument_that_tells_no_size_is_never_rested_with(argument: Any) -> None:
-    rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
+    rest, model = Rest(True, lambda: model), nn.Linear(2, 2)
     assert not rest.begins(rest.key((argument,), {}))
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)
     assert not rest.resting
 
 
 def test_a_step_that_fits_because_of_its_plan_is_no_step_that_fits() -> None:
-    rest, model = Rest(True, lambda: model, lambda: 9), nn.Linear(2, 2)
+    rest, model = Rest(True, lambda: model), nn.Linear(2, 2)
     rest.begins(rest.key((torch.ones(3),), {}))
     rest.end_step(kept_bytes=1, moved_bytes=0, failures=0, room_bytes=9, planned=True)
     assert not rest.resting
 
 
 def test_a_forward_that_failed_says_nothing() -> None:
-    rest, model = Rest(True, lambda: model, lambda: 0), nn.Linear(2, 2)
+    rest, model = Rest(True, lambda: model), nn.Linear(2, 2)
     rest.begins(rest.key((torch.ones(3),), {}))
     rest.leave(failed=True)
     rest.end_step(kept_bytes=0, moved_bytes=0, failures=0, room_bytes=0)

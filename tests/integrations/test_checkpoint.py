@@ -372,3 +372,23 @@ def test_torchs_own_keeps_results_where_no_hook_sees_them_and_statistics_say_so(
     _gradients(model, _selective(ADDMM), offload)
     assert offload.stats().unseen_bytes == stats.unseen_bytes
     offload.close()
+
+
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
+@pytest.mark.filterwarnings("ignore:torch's selective checkpointing keeps:tba.OffloadWarning")
+def test_each_of_two_engines_in_one_backward_counts_the_caches_of_its_own(scratch: Path) -> None:
+    theirs = partial(
+        torch.utils.checkpoint.create_selective_checkpoint_contexts, [ADDMM], allow_cache_entry_mutation=HAS_SWITCH
+    )
+    models = [_model(), _model()]
+    engines = [_engine(model, scratch) for model in models]
+    for steps in (1, 2):
+        loss = torch.zeros(())
+        for model, offload in zip(models, engines, strict=True):
+            with offload:
+                loss = loss + _forward(model, torch.randn(BATCH, WIDTH, requires_grad=True) * 1, theirs).square().mean()
+        loss.backward()
+        unseen_bytes = [offload.stats().unseen_bytes for offload in engines]
+        assert unseen_bytes == [steps * BLOCKS * (HIDDEN_BYTES + OUT_BYTES)] * 2
+    for offload in engines:
+        offload.close()

@@ -14,13 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
-
-from io_backends import interrupts
-
 from ..._record.plain import Shell
 from ..._record.record import Record
-from ..._torch.weights import MARK, WEIGHT, is_parameter
+from ..._record.sighting import Sizes
 
 _MOST_ENTRIES = 1 << 16  # beyond which forwards that have no backward are not written down
 
@@ -43,50 +39,14 @@ class Entry(NamedTuple):
     offset: int
 
 
-class UnknownMemoryError(Exception):
-    """A tensor that does not tell where its memory is: a subclass, sparse, inside a transformation."""
-
-
-def memory_of(tensor: Tensor, sizes: tuple[int, int]) -> tuple[int, int] | None:
-    """Return the bytes of a tensor that is saved and their address; None for a weight, and for what is small.
-
-    Args:
-        tensor: of any kind.
-        sizes: the bytes of the smallest slice that may have a record, and of the smallest storage.
-
-    Raises:
-        UnknownMemoryError: it does not tell.
-    """
-    kind = type(tensor)
-    if kind is nn.Parameter:
-        return None
-    if kind is not Tensor:
-        raise UnknownMemoryError
-    base = tensor._base
-    if base is not None and is_parameter(base):
-        return None
-    try:
-        nbytes = tensor.nbytes
-        if nbytes < sizes[0]:
-            return None
-        storage = tensor.untyped_storage()
-        storage_bytes = storage.nbytes()
-        if storage_bytes < sizes[1] or getattr(storage, MARK, None) is WEIGHT:
-            return None
-        return min(nbytes, storage_bytes), tensor.data_ptr()
-    except RuntimeError as error:
-        interrupts.pass_on_from_call(error)
-        raise UnknownMemoryError from None
-
-
 class Notes:
-    """A step that is written down; `sizes` as of `memory_of`.
+    """A step that is written down.
 
     Attributes:
         entries: what it has saved so far; None once it has saved what a course cannot tell apart.
     """
 
-    def __init__(self, sizes: tuple[int, int]) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         self.entries: list[Entry] | None = []
         self._sizes = sizes
         self._addresses: list[int] = []
@@ -107,7 +67,7 @@ class Notes:
         assert self.entries is not None
         number = len(self.entries)
         if type(record) is not Record:
-            if nbytes >= self._sizes[1]:
+            if nbytes >= self._sizes.storage_bytes:
                 self._addresses.append(address)
                 self.entries.append(Entry(nbytes, False, 0, number, 0))
             return

@@ -48,17 +48,17 @@ class Rest:
         possible: whether they ever may.
         counts: whether they stay on then, and count.
         model: gives the model, or None once it has died.
-        room: gives the bytes that saved tensors may take now.
+
+    Attributes:
+        fitted_bytes: counted in the largest step that has fitted; None where steps are not counted, or cannot be.
     """
 
-    def __init__(
-        self, possible: bool, model: Callable[[], nn.Module | None], room: Callable[[], int], *, counts: bool = False
-    ) -> None:
+    def __init__(self, possible: bool, model: Callable[[], nn.Module | None], *, counts: bool = False) -> None:
         self.possible = possible
         self.counts = counts
         self.resting = False
+        self.fitted_bytes = 0 if possible and counts else None
         self._model = model
-        self._room = room
         self._times = 1 if counts else _TIMES
         self._kept_bytes = 0
         self._fitted: list[Key] = []
@@ -71,10 +71,10 @@ class Rest:
         self._notices = Notices()
 
     @classmethod
-    def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None], room: Callable[[], int]) -> Rest:
+    def of(cls, config: OffloadConfig, model: Callable[[], nn.Module | None]) -> Rest:
         """Make what the settings allow: no rest where a codec or rule has to see tensors, or without a model."""
         possible = config.tier == "auto" and config.compress is None and config.policy == "budget"
-        rest = cls(possible and model() is not None, model, room, counts=config.memory_budget is not None)
+        rest = cls(possible and model() is not None, model, counts=config.memory_budget is not None)
         rest._tells = config.tier == "auto"
         return rest
 
@@ -95,6 +95,15 @@ class Rest:
             self._trained = self._count_trained()
             self._forwards_left, self._learn_in = 0, _LEARN_EVERY
 
+    def learn(self, counted_bytes: int, room_bytes: int, *, countable: bool) -> None:
+        """Learn how many bytes were counted in a step; `countable`: each of its tensors told where its memory is."""
+        if self.fitted_bytes is None or not countable:
+            self.fitted_bytes = None
+        elif not self.resting:
+            self.fitted_bytes = 0
+        elif counted_bytes <= room_bytes:
+            self.fitted_bytes = max(self.fitted_bytes, counted_bytes)
+
     def enter(self) -> bool:
         """Enter the context; whether the hooks stay off."""
         self._asked = False
@@ -107,10 +116,18 @@ class Rest:
         if not self._asked:
             self.resting = False
 
-    def begins(self, key: Key | None, *, watched: bool = False) -> bool:
+    def looks(self, key: Key | None) -> bool:
+        """Whether the next forward, called as `key` describes, is to be told how much room memory has."""
+        due = self._forwards_left <= 0 or self._learn_in <= 1
+        return due and self._kept_bytes > 0 and self.resting and self._has_fitted(key)
+
+    def begins(self, key: Key | None, *, room_bytes: int = 0, watched: bool = False) -> bool:
         """Begin a forward of the model that is called as `key` describes; whether the hooks are to rest.
 
-        Not if it is `watched`, as somebody wants to know what it saves.
+        Args:
+            key: None if the arguments do not tell.
+            room_bytes: that saved tensors may take now, where it `looks`.
+            watched: somebody wants to know what it saves, so they are not.
         """
         self._asked = True
         if not self.possible:
@@ -118,7 +135,7 @@ class Rest:
         if key is None:
             self.resting = self.possible = False
             return False
-        if not watched and self.resting and any(covers(known, key) for known in self._fitted) and self._fits_still():
+        if not watched and self.resting and self._has_fitted(key) and self._fits_still(room_bytes):
             return True
         self.resting = False
         if key not in self._met:
@@ -126,12 +143,14 @@ class Rest:
             del self._met[:-_MOST_KEYS]
         return False
 
-    def _fits_still(self) -> bool:
+    def _has_fitted(self, key: Key | None) -> bool:
+        return key is not None and any(covers(known, key) for known in self._fitted)
+
+    def _fits_still(self, room_bytes: int) -> bool:
         self._learn_in -= 1
         self._forwards_left -= 1
         if self._forwards_left >= 0 and self._learn_in:
             return True
-        room_bytes = self._room() if self._kept_bytes else 0
         if room_bytes < self._kept_bytes * self._times or self._count_trained() != self._trained:
             self._fitted.clear()
             self._kept_bytes = 0
