@@ -21,12 +21,12 @@ class WriteUnderWay:
 
     Attributes:
         record: a weak reference to what is written.
-        staged: it is written from host memory, and the device's own is free.
+        on_host: it is written from host memory, and the device's own is free.
         at_once: the store had nothing to move.
     """
 
     record: weakref.ref[Record]
-    staged: bool = False
+    on_host: bool = False
     at_once: bool = False
 
 
@@ -45,13 +45,13 @@ class Writes:
 
     def stage(self, write: WriteUnderWay, nbytes: int) -> None:
         """Note that the device's memory is free."""
-        write.staged = True
+        write.on_host = True
         self._staging.stage(nbytes)
 
     def end(self, ticket: Ticket) -> WriteUnderWay:
         """Count a write that has ended as no longer in flight."""
         write = self._under_way.pop(ticket)
-        self._staging.land(ticket.nbytes, staged=write.staged)
+        self._staging.land(ticket.nbytes, staged=write.on_host)
         return write
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -59,6 +59,6 @@ class Writes:
         if not ticket.cancel():
             return False
         write = self._under_way.pop(ticket, None)
-        self._staging.land(ticket.nbytes, staged=write is not None and write.staged)
+        self._staging.land(ticket.nbytes, staged=write is not None and write.on_host)
         self._allowance.give_back(ticket.nbytes)
         return True
