@@ -198,7 +198,7 @@ class Places:
 
     def find(self, seen: Watch, block: int, at_hand: AtHand, root: Tensor | None, nbytes: int) -> Place | None:
         """Find the place of what `block` saves now; None if nothing of as many bytes is to be saved there."""
-        first = self.shared.first(at_hand.where(seen.stretch(block), root))
+        first = self.shared.first(at_hand.where(seen.stretch(block), root)) if self.shared.outside else None
         if first is not None and self._is_missing(seen, first, nbytes):
             return self._meet(seen, first)
         inside = seen.place(block)

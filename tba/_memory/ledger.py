@@ -154,8 +154,9 @@ class Ledger:
         self._passed_shared = Passed()
 
     def _meet(self, nbytes: int) -> None:
-        self._step_largest_bytes = max(self._step_largest_bytes, nbytes)
-        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if nbytes > self._step_largest_bytes:
+            self._step_largest_bytes = nbytes
+            self._largest_bytes = max(self._largest_bytes, nbytes)
 
     # -- what is left ------------------------------------------------------------------------------------------------
 
@@ -194,7 +195,9 @@ class Ledger:
     @property
     def over_bytes(self) -> int:
         """Bytes by which held records exceed that; under a budget that was set, with those in flight."""
-        return self.held_bytes + (self._in_flight.bytes if self.limited else 0) - self.hold_bytes
+        if not self.limited:
+            return self.held_bytes - self.limit_bytes
+        return self.held_bytes + self._in_flight.bytes - self.hold_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -230,9 +233,9 @@ class Ledger:
     def note(self, twice_bytes: int = 0) -> None:
         """Note the bytes in memory, for peaks and timelines; `twice_bytes` of the sum are counted twice."""
         nbytes = self.in_memory_bytes - twice_bytes
-        self.watched_peak_bytes = max(self.watched_peak_bytes, nbytes)
-        if nbytes > self._counters.peak_bytes:
-            self._counters.peak_bytes = nbytes
+        if nbytes > self.watched_peak_bytes:  # of a step, so it may be no more than the peak of all
+            self.watched_peak_bytes = nbytes
+            self._counters.peak_bytes = max(self._counters.peak_bytes, nbytes)
         if self._recorder.trace is not None:
             now_s = time.perf_counter()
             self._recorder.note("held", now_s, now_s, nbytes, "")

@@ -246,7 +246,8 @@ class Planner:
         seen, kind, thread = self._seen(), self.kind, self._thread
         if thread.aside:
             self.put_aside.add(record.number)
-        if thread.aside or seen.turned:
+            return False
+        if seen.turned:
             return False
         if self.follows:
             return True  # it has a record because it is to go
