@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,26 +11,18 @@ import torch
 from torch import Tensor, nn
 
 from support.exactness import Run, assert_bit_equal, assert_through_file, raw_bytes, run_training
-from support.gpt import GPT, GPTConfig
 from support.gpu import DEVICE, gpu_only, offloader, plainly, take_what_is_free
 from support.models import Looks
+from support.zoo import FAMILIES, Family
 from tba import Offloader, OffloadStats, offload_context
 
 pytestmark = [*gpu_only, pytest.mark.usefixtures("device")]
 
-BATCH, SEQUENCE, VOCAB = 4, 32, 61
 STEPS = 3
+GPT = FAMILIES[0]
 
 
-def gpt() -> nn.Module:
-    return GPT(GPTConfig(layers=2, width=64, heads=2, sequence=SEQUENCE, vocab=VOCAB, dropout=0.1))
-
-
-def text() -> tuple[Tensor, Tensor]:
-    return torch.randint(0, VOCAB, (BATCH, SEQUENCE)), torch.randint(0, VOCAB, (BATCH, SEQUENCE))
-
-
-def through(tier: str, scratch: Path, plain: Run, dtype: torch.dtype = torch.float32, **settings: int) -> OffloadStats:
+def through(tier: str, scratch: Path, train: Callable[..., Run], plain: Run, **settings: int) -> OffloadStats:
     """The statistics of a training through the tier, which is `plain` to the bit."""
     made: list[Offloader] = []
 
@@ -36,9 +30,7 @@ def through(tier: str, scratch: Path, plain: Run, dtype: torch.dtype = torch.flo
         made.append(offload_context(model, tier, min_tensor_bytes=0, storage_paths=scratch, **settings))
         return made[-1]
 
-    moved = run_training(
-        lambda: gpt().to(dtype), text, context=context, between=lambda: made[0].flush(), steps=STEPS, device=DEVICE
-    )
+    moved = train(context=context, between=lambda: made[0].flush())
     stats = made[0].stats()
     made[0].close()
     moved.assert_equals(plain)
@@ -47,17 +39,20 @@ def through(tier: str, scratch: Path, plain: Run, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_training_in_half_precision_is_exact(dtype: torch.dtype, scratch: Path) -> None:
-    plain = plainly(lambda: run_training(lambda: gpt().to(dtype), text, steps=STEPS, device=DEVICE), DEVICE)
-    assert_through_file(through("nvme", scratch, plain, dtype))
+    train = partial(run_training, lambda: GPT.make_model().to(dtype), GPT.make_batch, device=DEVICE)
+    assert_through_file(through("nvme", scratch, train, plainly(train, DEVICE)))
 
 
-def test_auto_moves_what_does_not_fit_and_nothing_else(scratch: Path) -> None:
-    plain = plainly(lambda: run_training(gpt, text, steps=STEPS, device=DEVICE), DEVICE)
-    fits = through("auto", scratch, plain)
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_auto_moves_what_does_not_fit_and_nothing_else(family: Family, autocast: bool, scratch: Path) -> None:
+    train = partial(run_training, family.make_model, family.make_batch, steps=STEPS, autocast=autocast, device=DEVICE)
+    plain = plainly(train, DEVICE)
+    fits = through("auto", scratch, train, plain)
     assert fits.saved_bytes > 0
     assert fits.offloaded_bytes == fits.written_bytes == fits.file_bytes == 0
-    kept_bytes = through("keep", scratch, plain).kept_bytes
-    stats = through("auto", scratch, plain, memory_budget=kept_bytes * 85 // (100 * STEPS))
+    held_bytes = through("auto", scratch, train, plain, memory_budget=1 << 30).held_bytes
+    stats = through("auto", scratch, train, plain, memory_budget=held_bytes * 7 // 10)
     assert stats.offloaded_bytes > 0
     assert stats.errors == 0
 

@@ -190,23 +190,6 @@ def test_a_graph_dropped_while_its_copies_are_under_way_gives_everything_back(ti
         assert settled_bytes() == before
 
 
-@both_tiers
-def test_restored_memory_goes_with_the_graph_too(tier: str, scratch: Path) -> None:
-    before = settled_bytes()
-    with offloader(tier, scratch, prefetch_bytes=1 << 30) as offload:
-        leaf = leaf_of(elements=ELEMENTS)
-        with offload:
-            y = leaf * 1
-            for _ in range(8):
-                y = y.sin()  # an operator of PyTorch's: what code of a program asks for is its own
-        offload.flush()
-        (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-        assert offload.stats().resident_bytes == 8 * N
-        del y, leaf, gradient
-        assert offload.stats().resident_bytes == 0
-        assert settled_bytes() == before
-
-
 def test_a_thousand_small_steps_leave_the_device_as_it_was(scratch: Path) -> None:
     with offloader("nvme", scratch, prefetch_bytes=1 << 16) as offload:
         weight = torch.randn(64, device=DEVICE, requires_grad=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from support.gpu import (
     DEVICE,
     NBYTES,
     Delays,
-    LateCosine,
     card,
     crossing_net,
     gpu_only,
@@ -25,7 +23,6 @@ from support.gpu import (
     no_sleep,
     offloader,
     open_device,
-    scribble,
 )
 from tba import Offloader
 
@@ -96,51 +93,6 @@ def test_forward_and_backward_each_on_a_stream_of_its_own(
         assert offload.stats().read_bytes >= 3 * 2 * LAYERS * NBYTES
 
 
-class Elsewhere(LateCosine):
-    """Reads what it saved on a stream that is not the one its backward runs on."""
-
-    stream: card.Stream
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        here, there = card.current_stream(), Elsewhere.stream
-        there.wait_stream(here)
-        with card.stream(there):
-            x, inner = ctx.saved_tensors
-            ctx.sleep()
-            result = gradients[0] * inner.cos() * -x.sin()
-        gradients[0].record_stream(there)
-        here.wait_stream(there)
-        result.record_stream(here)
-        return result, None
-
-
-@both_tiers
-@pytest.mark.parametrize("cap", CAPS)
-def test_saved_tensors_may_be_used_on_another_stream_than_backwards(
-    cap: str, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def net(x: Tensor, sleep: Callable[[], None] = no_sleep) -> Tensor:
-        for _ in range(LAYERS):
-            result = Elsewhere.apply(x * 1.01, sleep)
-            assert isinstance(result, Tensor)
-            x = result
-            scribble(x)
-        return x
-
-    Elsewhere.stream = card.Stream()
-    expected = plain_gradient(net)
-    delays = Delays(2, monkeypatch)
-    with offloader(tier, scratch, prefetch_bytes=CAPS[cap]) as offload:
-        for _ in range(3):
-            leaf = leaf_of()
-            with offload:
-                y = net(leaf * 1, delays.sleep)
-            offload.flush()
-            y.sum().backward()
-            assert_bit_equal(leaf.grad, expected)
-
-
 @both_tiers
 def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = card.Stream()
@@ -155,27 +107,6 @@ def test_one_tensor_saved_on_two_streams_serves_both(tier: str, scratch: Path, m
             y.sum().backward()
             assert_bit_equal(leaf.grad, expected)
         assert offload.stats().duplicate_bytes == 2 * LAYERS * NBYTES
-
-
-@both_tiers
-@pytest.mark.parametrize("flushed", [True, False], ids=["flushed", "at once"])
-def test_a_graph_kept_under_a_small_cap_gives_the_same_again(
-    flushed: bool, tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = plain_gradient(lambda x: late_net(x, LAYERS))
-    delays = Delays(5, monkeypatch)
-    cap = 3 * NBYTES
-    with offloader(tier, scratch, prefetch_bytes=cap, staging_bytes=cap) as offload:
-        leaf = leaf_of()
-        with offload:
-            y = late_net(leaf * 1, LAYERS, delays.sleep)
-        if flushed:
-            offload.flush()
-        for _ in range(3):
-            (gradient,) = torch.autograd.grad(y.sum(), leaf, retain_graph=True)
-            assert_bit_equal(gradient, expected)
-            assert offload.stats().resident_bytes <= cap
-            scribble(gradient)
 
 
 def test_backwards_of_several_threads_do_not_disturb_one_another(
