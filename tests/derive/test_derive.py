@@ -1,4 +1,4 @@
-"""Recipes: each operator again bit for bit, what is refused, and how far a chain goes."""
+"""Derived tensors: each operator again bit for bit, what is refused, and how far a chain goes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from support.derive import Harness, check, derive, operands, threads
+from support.derive import derived_bytes, derived_of, exact, operands, threads
 from support.engine import save
 from support.models import Looks
-from tba._derive.operators import OPERATORS, RESULTS
-from tba._derive.search import MAX_OPERATORS, recipe
+from tba._derive.operators import OPERATORS, RESULTS, same_bits
+from tba._derive.search import MAX_OPERATORS, recipe, remember
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -43,7 +43,6 @@ INDIRECT: dict[str, Function] = {
     "neg": lambda x, y: -x,
     "mul by a number": lambda x, y: x * 0.1,
     "div by a number": lambda x, y: x / 3,
-    "dropout": lambda x, y: functional.dropout(x, 0.5),
     "to float16": lambda x, y: (-x).to(torch.float16),
     "to float64": lambda x, y: x.to(torch.float64),
     "clone": lambda x, y: x.clone(),
@@ -65,36 +64,32 @@ INDIRECT: dict[str, Function] = {
 }
 
 
+LAYOUTS = pytest.mark.parametrize("layout", ["odd", "transposed", "broadcast", "strided", "large"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 THREADS = ((1,), (1, 2))  # kernels use a second thread for large tensors only
 
 
 @pytest.mark.sampled(100)
-@pytest.mark.parametrize("layout", ["odd", "transposed", "broadcast", "strided", "large"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@LAYOUTS
+@DTYPES
 @pytest.mark.parametrize("name", DIRECT)
-def test_an_operator_that_saves_its_operands(name: str, dtype: torch.dtype, layout: str) -> None:
+def test_an_operator_that_saves_its_operands_is_run_again(name: str, dtype: torch.dtype, layout: str) -> None:
     for count in THREADS[layout == "large"]:
-        harness = Harness(siblings=False)
-        with threads(count), harness.hooks():
-            made = check(harness, DIRECT[name](*operands(dtype, layout=layout)))
-        assert made.depth == 1
+        with threads(count):
+            made, nbytes = derived_of(DIRECT[name], dtype=dtype, layout=layout)
+        assert made == nbytes
 
 
 @pytest.mark.sampled(100)
-@pytest.mark.parametrize("layout", ["odd", "transposed", "broadcast", "strided", "large"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@LAYOUTS
+@DTYPES
 @pytest.mark.parametrize("name", INDIRECT)
-def test_an_operator_whose_operands_others_saved(name: str, dtype: torch.dtype, layout: str) -> None:
+def test_an_operator_whose_operands_others_saved_is_run_again(name: str, dtype: torch.dtype, layout: str) -> None:
     for count in THREADS[layout == "large"]:
-        harness = Harness()
-        with threads(count), harness.hooks():
-            x, y = operands(dtype, layout=layout)
-            unknown = INDIRECT[name](x, y)
-            consumers = save(x), save(y)
-            tensor = INDIRECT[name](x, y)
-            check(harness, tensor)
-        del consumers
-        assert derive(Harness(siblings=False), unknown) is None
+        with threads(count):
+            made, nbytes = derived_of(INDIRECT[name], beside=True, dtype=dtype, layout=layout)
+            assert made == nbytes
+            assert derived_of(INDIRECT[name], dtype=dtype, layout=layout)[0] == 0
 
 
 def test_every_operator_of_the_table_is_met() -> None:
@@ -113,27 +108,21 @@ def test_every_operator_of_the_table_is_met() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "source_count"),
+    ("function", "derives"),
     [
-        (lambda x, y: x * y, 2),
-        (lambda x, y: x * x, 2),
-        (lambda x, y: x / y, 2),
-        (lambda x, y: x * y.detach(), None),  # only y is saved: x is not needed for anybody's gradient
-        (lambda x, y: x.detach() * y, None),
-        (lambda x, y: x / y.detach(), None),
-        (lambda x, y: x.detach() / y, 2),  # the divisor's gradient needs both
-        (lambda x, y: 1 + x, None),
-        (lambda x, y: 3.0 / x, 1),  # 3 * (the reciprocal, which its node saves)
+        (lambda x, y: x * y, True),
+        (lambda x, y: x / y, True),
+        (lambda x, y: x * y.detach(), False),  # only y is saved: x is not needed for anybody's gradient
+        (lambda x, y: x.detach() * y, False),
+        (lambda x, y: x / y.detach(), False),
+        (lambda x, y: x.detach() / y, False),  # both are saved, but the one has no node that tells of an edit
+        (lambda x, y: 1 + x, False),
+        (lambda x, y: 3.0 / x, True),  # 3 * (the reciprocal, which its node saves)
     ],
 )
-def test_which_operands_a_node_saves(function: Function, source_count: int | None) -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        tensor = function(*operands())
-        if source_count is None:
-            assert derive(harness, tensor) is None
-        else:
-            assert len(check(harness, tensor).sources) == source_count
+def test_what_a_node_saves_decides_whether_its_result_is_made_again(function: Function, derives: bool) -> None:
+    made, nbytes = derived_of(function)
+    assert made == (nbytes if derives else 0)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +135,30 @@ def test_which_operands_a_node_saves(function: Function, source_count: int | Non
         lambda x: functional.scaled_dot_product_attention(*[x[None, None]] * 3),
     ],
 )
-def test_a_result_its_own_node_saves_is_a_source_and_never_derived(function: Callable[[Tensor], Tensor]) -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        result = function(operands()[0].abs())
-        assert result.grad_fn.name() in RESULTS
-        assert derive(harness, result) is None
-        check(harness, result * 2)
-    assert harness.derived_bytes.keys() <= {"AbsBackward0"}  # of which some are saved as inputs
+def test_a_result_its_own_node_saves_is_stored_and_others_follow_from_it(function: Callable[[Tensor], Tensor]) -> None:
+    def result(x: Tensor, y: Tensor) -> Tensor:
+        made = function(x.abs().detach().requires_grad_())
+        assert made.grad_fn is not None
+        assert made.grad_fn.name() in RESULTS
+        return made
+
+    assert derived_of(result)[0] == 0
+    made, nbytes = derived_of(lambda x, y: result(x, y) * 2)
+    assert made == nbytes
+
+
+def test_neither_a_result_of_its_own_node_nor_an_edited_tensor_has_a_recipe() -> None:
+    def unpack(packed: Tensor) -> Tensor:
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        x = operands()[0]
+        assert recipe(x.exp(), unpack) is None
+        remember(x, unpack, lambda: x.detach())
+        assert recipe(-x, unpack) is not None
+        edited = (x * 1).add_(1)
+        remember(edited, unpack, lambda: edited.detach())
+        assert recipe(-edited, unpack) is None
 
 
 class Subclass(Tensor):
@@ -163,114 +168,100 @@ class Subclass(Tensor):
 @pytest.mark.parametrize(
     "function",
     [
-        lambda x, y: torch.randn(3, requires_grad=True),
-        lambda x, y: x.detach() * 2,
-        lambda x, y: Looks.apply(x, print),
+        lambda x, y: torch.ones(3, requires_grad=True),
+        lambda x, y: (x.detach() * 2).requires_grad_(),
+        lambda x, y: Looks.apply(x, lambda *_: None),
         lambda x, y: x @ y.t(),
         lambda x, y: (x * y).add_(1),
-        lambda x, y: (x * y)[0].add_(1)._base,
         lambda x, y: functional.silu(x * 1, inplace=True),
         lambda x, y: (x * y).as_subclass(Subclass),
-        lambda x, y: x.to(torch.complex64) * y,
+        lambda x, y: (x.to(torch.complex64) * y).real,
         lambda x, y: (x @ y.t()) * 2,
     ],
 )
-def test_what_cannot_be_derived_is_refused(function: Function) -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        assert derive(harness, function(*operands())) is None
+def test_what_cannot_be_made_again_is_stored(function: Function) -> None:
+    assert derived_of(function)[0] == 0
 
 
-def test_only_this_hooks_packed_objects_are_used() -> None:
-    ours, theirs = Harness(), Harness()
-    with theirs.hooks():
+def test_what_another_engine_has_packed_is_not_used() -> None:
+    ours, theirs = exact(), exact()
+    with theirs:
         product = torch.mul(*operands())
     plain = torch.mul(*operands())
-    assert derive(ours, product) is None
-    assert derive(ours, plain) is None
-    check(theirs, product)
-
-
-def test_nothing_is_unpacked_before_compute() -> None:
-    asked: list[Tensor] = []
-
-    def unpack(tensor: Tensor) -> Tensor:
-        asked.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
-        x, y = operands()
-        made = recipe(functional.layer_norm(functional.gelu(x, approximate="tanh") * y, (13,)), unpack)
-        assert made is not None
-    assert not asked
-    settled, _ = made.settled(lambda packed, operand: (packed, operand))
-    assert {id(tensor) for tensor in asked} == {id(source) for source in made.sources}
-    asked.clear()
-    settled.compute()
-    assert [id(tensor) for tensor in asked] == [id(source) for source in settled.sources]
+    for tensor, derives in ((product, False), (plain, False)):
+        with ours:
+            kept = save(tensor)
+        assert (ours.stats().derived_bytes > 0) is derives
+        del kept
+    with theirs:
+        kept = save(product)
+    assert theirs.stats().derived_bytes == product.nbytes
+    del kept
+    for offload in (ours, theirs):
+        offload.close()
 
 
 def test_a_torch_that_has_renamed_something_derives_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        x = operands()[0]
-        cubed, norm = x.pow(3), functional.layer_norm(x, (13,))
-    check(harness, cubed)
-    for name, changes in {
-        "PowBackward0": [{"scalars": ("gone",)}, {"operands": ("gone",)}],
-        "NativeLayerNormBackward0": [
-            {"operands": ("input", "gone", "bias"), "optional": ("gone", "bias")},
-            {"extras": ("result1", "gone")},
-        ],
-    }.items():
-        for change in changes:
-            with monkeypatch.context() as patch:
-                patch.setitem(OPERATORS, name, OPERATORS[name]._replace(**change))
-                assert derive(harness, cubed if name == "PowBackward0" else norm) is None
+    functions: dict[str, Function] = {
+        "PowBackward0": lambda x, y: x.pow(3),
+        "NativeLayerNormBackward0": lambda x, y: functional.layer_norm(x, (13,)),
+    }
+    changes = [
+        ("PowBackward0", {"scalars": ("gone",)}),
+        ("NativeLayerNormBackward0", {"operands": ("input", "gone", "bias"), "optional": ("gone", "bias")}),
+        ("NativeLayerNormBackward0", {"extras": ("result1", "gone")}),
+    ]
+    for name, change in changes:
+        assert derived_of(functions[name])[0] > 0
+        with monkeypatch.context() as patch:
+            patch.setitem(OPERATORS, name, OPERATORS[name]._replace(**change))
+            assert derived_of(functions[name])[0] == 0
 
 
 def test_results_of_foreign_nodes_are_operands_too() -> None:
-    harness = Harness()
-    with harness.hooks():
-        x, y = Looks.apply(operands()[0], print), operands()[1]
-        product = x * y
-        check(harness, product)
-        check(harness, -x)  # the product saved it
+    made, nbytes = derived_of(lambda x, y: Looks.apply(x, lambda *_: None) * y)
+    assert made == nbytes
 
 
-# -- links, depth, termination ---------------------------------------------------------------------------------------
+def test_same_bits_sees_payloads_signs_and_types() -> None:
+    nan = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(nan, nan.flip(0))
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not same_bits(torch.zeros(2), torch.zeros(1))
+    assert same_bits(torch.zeros(2, 3).t(), torch.zeros(3, 2))
 
 
-def test_operands_nobody_saved_are_derived_in_their_turn() -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        x, y = operands(torch.bfloat16)
-        made = check(harness, (x.float() * torch.rsqrt(y.float().abs())).to(torch.bfloat16))
-    assert made.depth == 2
+# -- chains ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_of_too_many_operators_is_refused() -> None:
-    harness = Harness(siblings=False)
-    with harness.hooks():
-        tensor = torch.mul(*operands())
-        for _ in range(MAX_OPERATORS - 1):
+def test_operands_nobody_saved_are_made_again_in_their_turn() -> None:
+    made, nbytes = derived_of(
+        lambda x, y: (x.float() * torch.rsqrt(y.float().abs())).to(torch.bfloat16), dtype=torch.bfloat16
+    )
+    assert made >= nbytes
+
+
+@pytest.mark.parametrize(("operators", "derives"), [(MAX_OPERATORS, True), (MAX_OPERATORS + 1, False)])
+def test_a_chain_of_too_many_operators_is_stored(operators: int, derives: bool) -> None:
+    def chain(x: Tensor, y: Tensor) -> Tensor:
+        tensor = x * y
+        for _ in range(operators - 1):
             tensor = -tensor
-        assert check(harness, tensor).depth == MAX_OPERATORS
-        assert derive(harness, -tensor) is None
+        return tensor
+
+    assert bool(derived_of(chain)[0]) is derives
 
 
-def test_recipes_upon_recipes_end_after_a_bounded_number_of_operators() -> None:
-    harness = Harness(siblings=False)
+def test_of_a_chain_of_which_each_is_saved_each_fifth_is_stored() -> None:
     length = 23
-    with harness.hooks():
-        x = operands()[0]
-        result = x
+
+    def program() -> tuple[Tensor, list[Tensor]]:
+        x = result = operands()[0]
         for _ in range(length):
             result = functional.silu(result)
-    made = [reference() for reference in harness.recipes]
-    assert [one.depth for one in made] == [1, 2, 3, 4] * 4 + [
-        1,
-        2,
-    ]  # each fifth is kept; the first is x, the last unsaved
-    result.sum().backward()
-    assert harness.computed <= length * MAX_OPERATORS
+        return result.sum(), [x]
+
+    saved = length - 1  # the first is x; the last nobody saves
+    assert derived_bytes(program) == (saved - saved // (MAX_OPERATORS + 1)) * operands()[0].nbytes

@@ -14,9 +14,10 @@ from torch.nn import functional
 
 from compact import PRESETS, Saved
 from support import models
-from support.derive import mkldnn
+from support.derive import exact, mkldnn
 from support.engine import ALL_INT8, activation, engine, save
-from support.exactness import equal
+from support.exactness import Run, assert_bit_equal, equal, run_training
+from support.zoo import FAMILIES, Family
 from tba import OffloadConfig, Offloader, OffloadStats
 
 WIDTH, TOKENS = 128, 64
@@ -100,6 +101,40 @@ def test_what_derived_tensors_start_from_goes_with_the_graph(scratch: Path) -> N
         gc.enable()
 
 
+def test_a_second_branch_is_made_again_after_the_first_has_freed_the_rest() -> None:
+    def both(context: Any) -> list[Any]:
+        leaf = torch.linspace(-1, 1, 12).requires_grad_()
+        with context:
+            middle = functional.silu(leaf * 1)
+            one, two = save(middle), save(middle)
+        one.sum().backward()  # frees the nodes of `middle`
+        return [leaf.grad, *torch.autograd.grad(two.sum(), [middle])]
+
+    with exact() as offload:
+        pass
+    assert_bit_equal(both(offload), both(nullcontext()))
+    assert offload.stats().derived_bytes == 48
+    offload.close()
+
+
+def test_second_derivatives_of_what_is_made_again_are_plain_ones() -> None:
+    def twice(context: Any) -> list[Any]:
+        leaf, weight = torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_(), torch.ones(8, requires_grad=True)
+        with context:
+            x = functional.gelu(leaf * weight) * functional.silu(leaf * 2)
+            x = functional.linear(x * x, weight[None])
+            (first,) = torch.autograd.grad(x.square().sum(), [leaf], create_graph=True, retain_graph=True)
+            total = x.sum() + first.sum()
+        total.backward()
+        return [first.detach(), leaf.grad, weight.grad]
+
+    with exact() as offload:
+        pass
+    assert_bit_equal(twice(offload), twice(nullcontext()))
+    assert offload.stats().derived_bytes > 0
+    offload.close()
+
+
 def test_a_recipe_that_comes_out_wrong_is_not_used(scratch: Path) -> None:
     """An edit that autograd does not see, between an operator and the next: the product is not what its node says."""
     with engine(scratch, compress="exact") as offload:
@@ -116,18 +151,6 @@ def test_a_recipe_that_comes_out_wrong_is_not_used(scratch: Path) -> None:
             assert offload.stats().derived_bytes == 0
             with offload, torch.no_grad():
                 assert torch.equal(result.detach(), expected**2)
-
-
-def test_an_edited_tensor_is_no_derived_one(scratch: Path) -> None:
-    with engine(scratch, compress="exact") as offload:
-        leaf, x = activation(TOKENS, WIDTH)
-        with offload:
-            y = functional.silu(x * 1.5)
-            y.mul_(3.0)
-            result = save(y)
-        result.sum().backward()
-        assert leaf.grad is not None
-        assert offload.stats().derived_bytes == 0
 
 
 def test_lossy_tensors_are_derived_from_lossy_ones_and_exact_ones_are_not(scratch: Path) -> None:
@@ -148,6 +171,26 @@ def test_lossy_tensors_are_derived_from_lossy_ones_and_exact_ones_are_not(scratc
         # silu(gate), a factor, is derived from gate in 8 bits; the product, which must be exact, is not.
         assert offload.stats().derived_bytes == TOKENS * 2 * WIDTH * 4
         assert not equal(gradients(modules), plain())
+
+
+# The part of the unique bytes that is made again, measured: float32, and under autocast to bfloat16. Tiny models save
+# much besides their blocks (dropout masks, attention without a fused kernel): these are no measure of real ones.
+SHARES = {"gpt": (0.27, 0.12), "gpt2": (0.29, 0.17), "bert": (0.23, 0.07), "t5": (0.18, 0.21), "llama": (0.45, 0.47)}
+
+
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in SHARES], ids=str)
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_families_make_much_again_and_their_gradients_are_plain_ones(family: Family, autocast: bool) -> None:
+    def train(**context: Any) -> Run:
+        return run_training(family.make_model, family.make_batch, autocast=autocast, **context)
+
+    with exact() as offload:
+        pass
+    train(context=lambda _: offload).assert_equals(train())
+    stats = offload.stats()
+    offload.close()
+    unique = stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
+    assert stats.derived_bytes >= SHARES[family.name][autocast] * unique
 
 
 # Stored share of its unique bytes that are no weights, and the cosine of each gradient, for random data.

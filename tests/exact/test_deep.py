@@ -20,7 +20,7 @@ _STACK_BYTES = 256 << 10
 def _run_deep(scratch: Path, body: str) -> None:
     """Run `body` on a thread with a small stack, in a process of its own: a stack overflow ends the process."""
     program = f"""
-import os, threading, torch
+import gc, os, threading, torch
 from tba import offload_context
 
 def main():
@@ -61,21 +61,24 @@ def test_deep_recurrence_that_moves_nothing_is_freed(scratch: Path) -> None:
     )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("compress", [None, "exact", "safe8"])
 @pytest.mark.parametrize("tier", ["keep", "nvme"])
-def test_deep_chain_of_saved_tensors_is_freed(scratch: Path, tier: str) -> None:
+def test_deep_chain_of_saved_tensors_is_freed(scratch: Path, tier: str, compress: str | None) -> None:
     _run_deep(
         scratch,
         f"""
-        model = torch.nn.Linear(4, 4)
-        h = torch.randn(8, 4, requires_grad=True)
-        with offload_context(model, {tier!r}, min_tensor_bytes=0) as offload:
-            for step in range(3):
-                for _ in range(2500):
-                    h = torch.sin(h) * h
-                h.sum().backward(retain_graph=True)
-                offload.flush()
-        offload.close()
+        leaf = torch.full((8,), 0.5, requires_grad=True)
+        h = leaf * 1
+        with offload_context(tier={tier!r}, compress={compress!r}, min_tensor_bytes=0) as offload:
+            for _ in range(3000):
+                h = -(torch.sin(h) * h)
+            h.sum().backward(retain_graph=True)
+            offload.flush()
         del h
+        gc.collect()
+        assert offload.stats().live_records == 0
+        assert offload.stats().derived_bytes >= (3000 * 8 * 4 if {compress!r} else 0)
+        offload.close()
         """,
     )

@@ -1,126 +1,60 @@
-"""A saver that keeps everything in memory and makes again what can be made: the harness of the tests of recipes."""
+"""What the tests of derived tensors share: operands of every layout, threads and kernels, and a count of bytes."""
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from support.engine import save
 from support.exactness import assert_bit_equal
-from tba._derive.operators import same_bits
-from tba._derive.search import Recipe, recipe, remember
-from tba._torch.weights import leads_to_parameter
-
-_MARK = "_derive_test_mark"
+from tba import OffloadConfig, Offloader
 
 
-class Kept:
-    """One storage's tensor: itself, or how to make it again. Graphs hold it, nothing else does."""
-
-    def __init__(self, tensor: Tensor, made: Recipe | None) -> None:
-        self.tensor = None if made is not None else tensor.detach()
-        self.recipe = made
-        self.version = tensor._version
-        self.offset = tensor.storage_offset()
+def exact(tier: str = "keep") -> Offloader:
+    """An engine that keeps everything in memory, and makes again what can be made."""
+    return Offloader(None, OffloadConfig(tier=tier, compress="exact", min_tensor_bytes=0))
 
 
-Packed = tuple[Kept, tuple[Any, ...]]
+def derived_bytes(program: Callable[[], tuple[Tensor, list[Tensor]]]) -> int:
+    """How many bytes of what a program saves are made again. It returns a loss, and what to differentiate it by.
 
-
-class Harness:
-    """Pack and unpack hooks. Everything derivable is dropped at once if its recipe gives its bits.
-
-    Attributes:
-        kept_bytes, derived_bytes: of distinct storages that are no weights, by the name of the node that made them.
-        weight_bytes: saved of weights.
-        refused: recipes that did not give the bits, by the name of the node.
-        computed: how often a recipe was run in unpack.
-        recipes, all_kept: every recipe and every storage's `Kept`, for as long as a graph holds them.
+    The gradients are those of plain PyTorch, to the last bit.
     """
-
-    def __init__(self, siblings: bool = True) -> None:
-        self.kept_bytes: Counter[str] = Counter()
-        self.derived_bytes: Counter[str] = Counter()
-        self.weight_bytes = 0
-        self.refused: Counter[str] = Counter()
-        self.computed = 0
-        self.recipes: list[weakref.ref[Recipe]] = []
-        self.all_kept: list[weakref.ref[Kept]] = []
-        self._siblings = siblings
-
-    def pack(self, tensor: Tensor) -> Packed:
-        base = tensor._base
-        root = base if type(base) is Tensor else tensor
-        view = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        node = tensor.grad_fn
-        if (
-            isinstance(tensor, nn.Parameter)
-            or isinstance(base, nn.Parameter)
-            or (node is not None and leads_to_parameter(node))
-        ):
-            self.weight_bytes += tensor.nbytes
-            return Kept(tensor, None), view
-        storage = root.untyped_storage()
-        reference, version = getattr(storage, _MARK, (lambda: None, -1))
-        kept = reference()
-        if kept is None or version != root._version:
-            kept = self._keep(root)
-            self.all_kept.append(weakref.ref(kept))
-            setattr(storage, _MARK, (weakref.ref(kept), root._version))
-        if self._siblings:
-            remember(tensor, self.unpack, _Weak(kept, view))
-        return kept, view
-
-    def _keep(self, root: Tensor) -> Kept:
-        name = "leaf" if root.grad_fn is None else root.grad_fn.name()
-        made = recipe(root, self.unpack, about)
-        if made is not None:
-            made = settle(made, root)
-            if made is None:
-                self.refused[name] += 1
-        if made is None:
-            self.kept_bytes[name] += root.untyped_storage().nbytes()
-        else:
-            self.derived_bytes[name] += root.untyped_storage().nbytes()
-            self.recipes.append(weakref.ref(made))
-        return Kept(root, made)
-
-    def unpack(self, packed: Packed) -> Tensor:
-        kept, (size, stride, offset) = packed
-        if kept.recipe is not None:
-            self.computed += 1
-            made = kept.recipe.compute()
-            return made.as_strided(size, stride, offset - kept.offset + made.storage_offset())
-        assert kept.tensor is not None
-        if kept.tensor._version != kept.version:
-            raise RuntimeError("edited in place")
-        return kept.tensor.as_strided(size, stride, offset)
-
-    def share(self) -> float:
-        """Of the unique bytes that are no weights: the part that has to be kept."""
-        kept = self.kept_bytes.total()
-        return kept / (kept + self.derived_bytes.total())
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            yield
+    gradients: list[Any] = []
+    with exact() as offload:
+        pass
+    for context in (nullcontext(), offload):
+        torch.manual_seed(0)
+        with context:
+            loss, inputs = program()
+        gradients.append(torch.autograd.grad(loss, inputs, allow_unused=True))
+        del loss, inputs
+    stats = offload.stats()
+    offload.close()
+    assert_bit_equal(gradients[1], gradients[0])
+    assert stats.live_records == 0
+    return stats.derived_bytes
 
 
-class _Weak:
-    """The packed object of a saved tensor while somebody else holds it."""
+def derived_of(function: Callable[[Tensor, Tensor], Tensor], *, beside: bool = False, **how: Any) -> tuple[int, int]:
+    """The bytes that are made again where somebody saves the result of a function, and the bytes of that result.
 
-    def __init__(self, kept: Kept, view: tuple[Any, ...]) -> None:
-        self._kept, self._view = weakref.ref(kept), view
+    `beside`: somebody saves its two operands as well. The others say which operands (`operands`).
+    """
+    sizes = []
 
-    def __call__(self) -> Packed | None:
-        kept = self._kept()
-        return None if kept is None else (kept, self._view)
+    def program() -> tuple[Tensor, list[Tensor]]:
+        x, y = operands(**how)
+        saved = [save(x), save(y)] if beside else []
+        result = function(x, y)
+        sizes.append(result.untyped_storage().nbytes())
+        return torch.stack([each.double().sum() for each in (*saved, save(result))]).sum(), [x, y]
+
+    return derived_bytes(program), sizes[0]
 
 
 @contextmanager
@@ -144,11 +78,6 @@ def mkldnn(enabled: bool) -> Iterator[None]:
         torch.backends.mkldnn.set_flags(_enabled=before)
 
 
-def about(packed: Packed, upstream: bool) -> int:
-    made = packed[0].recipe
-    return 0 if made is None else made.depth
-
-
 def operands(dtype: torch.dtype = torch.float32, *, layout: str = "odd", seed: int = 0) -> tuple[Tensor, Tensor]:
     """Two tensors [rows, columns], the results of nodes that save nothing of them."""
     generator = torch.Generator().manual_seed(seed)
@@ -164,45 +93,3 @@ def operands(dtype: torch.dtype = torch.float32, *, layout: str = "odd", seed: i
         x = x.repeat_interleave(2, dim=1)
     x, y = x.to(dtype).requires_grad_() * 1, y.to(dtype).requires_grad_() * 1
     return (x[:, ::2] if layout == "strided" else x), y
-
-
-def settle(made: Recipe, tensor: Tensor) -> Recipe | None:
-    """The recipe to keep if it gives `tensor` bit for bit with the same strides; None if not, or if it cannot run."""
-    try:
-        settled, result = made.settled(lambda packed, operand: (packed, operand))
-    except RuntimeError:
-        return None
-    return settled if result.stride() == tensor.stride() and same_bits(result, tensor) else None
-
-
-def derive(harness: Harness, tensor: Tensor) -> Recipe | None:
-    """The recipe of `tensor` from what `harness` packed."""
-    return recipe(tensor, harness.unpack, about)
-
-
-def check(harness: Harness, tensor: Tensor) -> Recipe:
-    """The recipe of `tensor`, which gives it; and another tensor is told from it."""
-    made = derive(harness, tensor)
-    assert made is not None
-    settled = settle(made, tensor)
-    assert settled is not None
-    assert_bit_equal(settled.compute(), tensor.detach())
-    other = tensor.detach().clone()
-    other[(-1,) * other.dim()] = 77.0
-    assert settle(made, other) is None
-    return settled
-
-
-def gradients(
-    model: nn.Module, batch: Any, loss_of: Callable[[nn.Module, Any], Tensor], harness: Harness | None
-) -> Any:
-    """The loss and the gradient of each parameter that has one, of one step."""
-    model.zero_grad(set_to_none=True)
-    torch.manual_seed(1)
-    if harness is None:
-        loss = loss_of(model, batch)
-    else:
-        with harness.hooks():
-            loss = loss_of(model, batch)
-    loss.backward()
-    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
