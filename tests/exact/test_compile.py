@@ -206,23 +206,6 @@ def _engine(model: nn.Module, scratch: Path, compress: str | None) -> Offloader:
 
 
 @pytest.mark.parametrize("compress", [None, "exact"])
-def test_a_whole_model_in_one_graph_moves_in_the_first_step_alone(compress: str | None, scratch: Path) -> None:
-    model = _stack()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    plain, _ = _steps(compiled, None)
-    offload = _engine(model, scratch, compress)
-    with pytest.warns(OffloadWarning, match="compiled as one graph, which gets them all back at once") as told:
-        found, each = _steps(compiled, offload)
-    assert len(told) == 1
-    assert_bit_equal(found, plain)
-    first, *later = each
-    for step in later:
-        assert step.kept_by_reason["compiled as one graph"] > 0.8 * first.offloaded_bytes
-        assert step.offloaded_bytes < 0.2 * first.offloaded_bytes
-    offload.close()
-
-
-@pytest.mark.parametrize("compress", [None, "exact"])
 def test_block_by_block_moves_in_every_step(compress: str | None, scratch: Path) -> None:
     model = _stack()
     compiled = nn.Sequential(*[torch.compile(block, backend="aot_eager", fullgraph=True) for block in model])

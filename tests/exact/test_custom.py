@@ -168,29 +168,6 @@ def test_an_edit_of_what_was_unpacked_shows_to_nobody_else(arm: str, scratch: Pa
 
 
 @pytest.mark.parametrize("arm", ARMS)
-def test_an_edit_between_operators_that_saved_the_same_shows_to_none(arm: str, scratch: Path) -> None:
-    def edits(flush: Callable[[], None]) -> Any:
-        w = leaf(0)
-        x = w * 1.5
-        # Backward asks in the reverse order: operators for equal views and for another, a program's code in between.
-        loss = (x.sin() + x.t().sin() + Edit.apply(x) + x.exp2() + x.cos()).sum()
-        del x
-        flush()
-        found = []
-        for number in range(3):
-            w.grad = None
-            loss.backward(retain_graph=number < 2)
-            found.append(w.grad)
-        return found
-
-    w = leaf(0)
-    x = w * 1.5
-    (x.sin() + x.t().sin() + 2 * x * x + x.exp2() + x.cos()).sum().backward()
-    for gradient in run(edits, arm, scratch):
-        torch.testing.assert_close(gradient, w.grad)
-
-
-@pytest.mark.parametrize("arm", ARMS)
 def test_an_edit_of_what_a_node_shows_does_not_reach_backward(arm: str, scratch: Path) -> None:
     def looks(flush: Callable[[], None]) -> Any:
         w = leaf(0)
@@ -223,23 +200,6 @@ def test_what_nobody_else_has_is_given_away_without_a_copy(scratch: Path, monkey
     for arm in ARMS:
         run(chain, arm, scratch)
         assert not copied, arm
-
-
-def test_of_a_graph_that_is_kept_only_the_last_backward_gets_the_memory(
-    scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copied: list[int] = []
-    monkeypatch.setattr("tba._record.user_code.apart", lambda tensor: copied.append(tensor.nbytes) or tensor.clone())
-
-    def several(flush: Callable[[], None]) -> Any:
-        w = leaf(0)
-        loss = Loss.apply(w, leaf(1).detach() * 2)
-        for number in range(3):
-            loss.backward(retain_graph=number < 2)
-        return w.grad
-
-    assert_bit_equal(run(several, "held", scratch), several(lambda: None))
-    assert copied == [4 * N * N] * 2
 
 
 class Token:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -131,34 +130,3 @@ def test_a_saved_weight_that_is_returned_as_gradient_stays_the_weights(
         del y
         gc.collect()
         assert offload.stats().live_records == 0
-
-
-def _sparse(x: Tensor) -> Tensor:
-    index = torch.arange(N).unsqueeze(0)
-    return torch.sparse_coo_tensor(index, x, (N,), is_coalesced=True).values()
-
-
-def _nested(x: Tensor) -> Tensor:
-    return torch.nested.as_nested_tensor([x[:10], x[10:]]).unbind()[1]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize("part", [_sparse, _nested])
-@pytest.mark.parametrize("settings", [{}, {"compress": "exact"}, {"tier": "keep", "compress": "exact"}])
-def test_a_view_of_a_tensor_that_is_not_strided(
-    settings: dict[str, Any], part: Callable[[Tensor], Tensor], scratch: Path
-) -> None:
-    gradients = []
-    leaf = torch.randn(N).requires_grad_()
-    with engine(scratch, **settings) as offload:
-        for ours in (False, True):
-            with offload if ours else nullcontext():
-                values = part(leaf)
-                loss = (values * values).exp().sum()
-            offload.flush()
-            gradients += torch.autograd.grad(loss, leaf)
-            del values, loss
-        gc.collect()
-        assert offload.stats().live_records == 0
-    assert_bit_equal(gradients[1], gradients[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import random
 import threading
 import warnings
 from collections.abc import Iterator
@@ -126,6 +127,24 @@ def test_a_read_passes_writes_that_wait_for_the_device(card: Card, scratch: Path
         del waits
 
 
+@pytest.mark.parametrize("kind", ["posix", "host"])
+def test_copies_that_end_whenever_they_like_are_exact(card: Card, kind: str, scratch: Path) -> None:
+    chance = random.Random(0)
+    card.is_over = lambda: chance.random() < 0.3
+    with engine(scratch, store_kind=kind, prefetch_bytes=2 * NBYTES, staging_bytes=2 * NBYTES) as offload:
+        for step in range(4):
+            leaf, x = activation(N, seed=step)
+            with offload:
+                y = chain(x, LENGTH)
+            if step % 2:
+                offload.flush()
+            backward(leaf, y)
+            del y
+        stats = offload.stats()
+        assert stats.read_bytes > 0
+        assert (stats.errors, stats.live_records) == (0, 0)
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["asked for", "dropped"])
 def test_a_copy_that_nobody_wants_any_more_is_not_written(card: Card, kept: bool, scratch: Path) -> None:
     with engine(scratch, prefetch_bytes=0, staging_bytes="1GiB") as offload:
@@ -165,6 +184,25 @@ def test_what_is_in_host_memory_is_given_after_close_too(card: Card, scratch: Pa
             leaf, y = stored_chain(offload, N, length=LENGTH)
         offload.close()
         backward(leaf, y)
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("injected"), MemoryError("injected")], ids=["torch", "python"]
+)
+def test_where_no_host_memory_is_left_a_tensor_stays_where_it_is(
+    error: Exception, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tba._device.streams.out", out)
+    with engine(scratch, prefetch_bytes=0) as offload:
+        with pytest.warns(OffloadWarning, match="could not be queued .*injected.*stay in memory"):
+            leaf, y = stored_chain(offload, N, length=LENGTH)
+        backward(leaf, y)
+        stats = offload.stats()
+        assert stats.offloaded_bytes == stats.written_bytes == 0
+        assert stats.kept_by_reason == {"write failed": stats.saved_bytes}
 
 
 class Full(PosixStore):
