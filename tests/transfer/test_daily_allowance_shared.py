@@ -31,17 +31,6 @@ def clock() -> Iterator[Clock]:
         yield clock
 
 
-def test_two_in_one_process_count_together(tmp_path: Path) -> None:
-    one, two = allowance(tmp_path, 100), allowance(tmp_path, 100)
-    assert one.take(40)
-    one.close()
-    assert two.take(50)  # its first look at the file
-    with pytest.warns(OffloadWarning, match="90 of the 100"):
-        assert not two.take(20)
-    two.close()
-    assert counts(tmp_path) == {"2026-03-29": 90}
-
-
 def test_many_threads_pass_no_limit(tmp_path: Path) -> None:
     taken = allowance(tmp_path, 1000)
     granted = Counter[bool]()

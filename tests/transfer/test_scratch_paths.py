@@ -91,29 +91,11 @@ def test_refusals_say_what_was_found_and_what_to_do(facts: PathFacts, said: str)
     assert ";" in str(refusal(facts))
 
 
-def test_a_disk_with_room_is_not_refused() -> None:
-    assert refusal(PathFacts(path="/x", mount=ON_DISK, free_bytes=1 << 30)) is None
-    assert refusal(PathFacts(path="/x", mount=ON_DISK, free_bytes=None)) is None
-
-
-def test_the_given_directory_is_used_as_it_is(scratch: Path) -> None:
-    mode = scratch.stat().st_mode
-    assert storage_directories(OffloadConfig(storage_paths=scratch))[0].path == scratch
-    assert (scratch.stat().st_mode, os.listdir(scratch)) == (mode, [])
-
-
 def test_a_rank_without_the_directory_says_which_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(StorageError, match=r"no such directory(.|\n)*rank 3 of 8.*set TBA_STORAGE_PATHS"):
         storage_directories(OffloadConfig(storage_paths=tmp_path / "not"))
-
-
-def test_a_missing_directory_is_not_made(tmp_path: Path) -> None:
-    missing = tmp_path / "not" / "there"
-    with pytest.raises(StorageError, match=rf"storage path '{missing}': there is no such directory"):
-        storage_directories(OffloadConfig(storage_paths=missing))[0]
-    assert not missing.parent.exists()
 
 
 def test_several_directories_are_used_in_the_order_given(scratch: Path) -> None:

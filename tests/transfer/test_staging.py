@@ -61,18 +61,6 @@ def staging_of(condition: Any, timeout_s: float = TIMEOUT_S) -> Staging:
     return Staging(cast(threading.Condition, condition), timeout_s)
 
 
-def test_sums_and_peak(scripted: Scripted) -> None:
-    staging = staging_of(scripted)
-    for nbytes in (100, 50):
-        staging.depart(nbytes)
-    staging.land(100)
-    staging.depart(20)
-    assert (staging.bytes, staging.count, staging.peak_bytes) == (70, 2, 150)
-    staging.land(50)
-    staging.land(20)
-    assert (staging.bytes, staging.count, staging.peak_bytes) == (0, 0, 150)
-
-
 def test_no_wait_where_there_is_room(scripted: Scripted) -> None:
     staging = staging_of(scripted)
     assert staging.wait_until_idle()
@@ -95,15 +83,6 @@ def test_room_is_waited_for(scripted: Scripted) -> None:
     assert (staging.bytes, len(scripted.waits)) == (60, 2)
     assert staging.wait_for_room(101, cap_bytes=100)
     assert (staging.count, len(scripted.waits)) == (0, 3)
-
-
-def test_idle_is_waited_for(scripted: Scripted) -> None:
-    staging = staging_of(scripted)
-    for nbytes in (60, 0):  # transfers are counted, not their bytes
-        staging.depart(nbytes)
-    scripted.script = [(1.0, lambda: staging.land(60)), (1.0, lambda: staging.land(0))]
-    assert staging.wait_until_idle()
-    assert scripted.script == []
 
 
 def test_a_wait_lands_for_itself_what_a_worker_could_not(scripted: Scripted, monkeypatch: pytest.MonkeyPatch) -> None:
