@@ -35,14 +35,6 @@ def test_candidates_repeat_and_have_modules_of_their_own() -> None:
     assert len(found) == 4 + 5
 
 
-def test_what_is_compiled_or_changed_is_no_candidate() -> None:
-    model = Model()
-    first, second = model.stages[0]
-    first.compile(backend="eager")
-    second.forward = second.forward
-    assert len([module for module in find.candidates(model) if isinstance(module, Outer)]) == 2
-
-
 @pytest.mark.parametrize("how", ["compile", "module", "forward", "class", "whole"])
 def test_nothing_inside_what_is_compiled_is_a_candidate(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()

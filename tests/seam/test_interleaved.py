@@ -167,21 +167,6 @@ def _left_late(program: list[Step]) -> bool:
     return False
 
 
-def test_a_pair_left_inside_ours_is_gone_at_once_and_ours_acts_on(scratch: Path) -> None:
-    leaf = torch.ones(16, requires_grad=True)
-    with engine(scratch) as offload:
-        theirs = Theirs()
-        theirs.__enter__()
-        offload.__enter__()
-        theirs.__exit__()
-        result = save(leaf * 1)
-        assert (theirs.seen, offload.stats().saved_bytes) == ([], 64)
-        offload.__exit__(None, None, None)
-        save(leaf * 1)
-        assert theirs.seen == []
-        result.sum().backward()
-
-
 def test_somebody_who_takes_off_whatever_is_there_finds_an_empty_stack(scratch: Path) -> None:
     offload: Offloader
     with offload_context(tier="keep") as offload, offload:

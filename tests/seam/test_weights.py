@@ -95,11 +95,6 @@ def test_a_view_of_a_frozen_parameter_is_known_by_its_base(name: str, scratch: P
         assert is_weight(look, scratch)
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_the_parameter_itself(requires_grad: bool, scratch: Path) -> None:
-    assert is_weight(parameter(requires_grad), scratch)
-
-
 class OfTheirOwn(nn.Parameter):
     """A subclass, as libraries for quantization have them."""
 
@@ -108,17 +103,6 @@ def test_a_subclass_of_parameter(scratch: Path) -> None:
     weight = OfTheirOwn(torch.randn(8, 8))
     assert leads_to_parameter(weight.t().grad_fn)
     assert is_weight(weight.t(), scratch)
-
-
-def test_what_autocast_makes_of_a_weight(scratch: Path) -> None:
-    """Its cast copy of the weight, and that one transposed, are saved for the gradient of the input."""
-    layer = nn.Linear(32, 32)
-    x = torch.randn(4, 32, requires_grad=True) * 1
-    with engine(scratch) as offload, offload, torch.autocast("cpu", dtype=torch.bfloat16):
-        layer(x)
-    stats = offload.stats()
-    assert stats.weight_bytes == 32 * 32 * 2
-    assert stats.offloaded_bytes == 4 * 32 * 2
 
 
 # -- what is none --------------------------------------------------------------------------------------------------
@@ -151,11 +135,6 @@ def test_a_leaf_is_no_weight_for_being_one(look: Callable[[Tensor], Tensor], scr
     leaf = torch.randn(8, 8, requires_grad=True)
     assert not leads_to_parameter(look(leaf).grad_fn)
     assert not is_weight(look(leaf), scratch)
-
-
-def test_a_tensor_without_a_graph_is_none(scratch: Path) -> None:
-    assert not leads_to_parameter(None)
-    assert not is_weight(torch.randn(8, 8), scratch)
 
 
 def test_a_cast_that_autograd_does_not_link_is_an_activation(scratch: Path) -> None:
@@ -245,13 +224,3 @@ def test_a_model_that_changes_its_storages_is_marked_anew(scratch: Path) -> None
                 y = (x * 1) * table
             y.sum().backward()
             assert offload.stats().weight_bytes == (step + 1) * table.nbytes
-
-
-def test_marking_is_repeatable_and_leaves_the_model_as_it_was() -> None:
-    model = _model()
-    expected = {name: tensor.clone() for name, tensor in model.state_dict().items() if name in ("weight", "table")}
-    for _ in range(2):
-        mark_weights(model)
-    for name, tensor in expected.items():
-        assert torch.equal(model.state_dict()[name], tensor)
-    assert model.weight._version == 0
