@@ -257,11 +257,6 @@ def test_a_bad_question_is_answered_with_what_to_do(model: Any, batch: Any, sett
         audit(model, batch, **settings)
 
 
-def test_a_loss_in_a_mapping_is_found() -> None:
-    found = audit(_returns(lambda out: Output(loss=out.square().mean())), torch.randn(4, 8), presets=["exact"])
-    assert found.outcomes["exact"].relative_error == 0.0
-
-
 def test_a_preset_without_effect_is_said_to_have_none() -> None:
     model = nn.LayerNorm(8)
     with pytest.warns(OffloadWarning, match="'compact' makes nothing smaller at a loss here: .* classes linear_input;"):

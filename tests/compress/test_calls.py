@@ -110,19 +110,6 @@ def test_threads_do_not_see_each_other_s_notes() -> None:
     assert found == {"first": Saved.ACTIVATION_INPUT, "no function": Saved.UNKNOWN}
 
 
-def test_nested_and_entered_again() -> None:
-    mode = SavedBy()
-
-    def run() -> None:
-        with mode, SavedBy():
-            functional.silu(x)
-        functional.silu(x)
-        Twice.apply(x)
-
-    assert saved(run, mode) == [("activation_input", X), ("activation_input", X), ("unknown", X)]
-    assert torch._C._len_torch_function_stack() == 0
-
-
 def test_other_modes_act_as_they_did() -> None:
     with torch.device("meta"), SavedBy():
         assert torch.ones(2).is_meta
@@ -184,13 +171,6 @@ class OwnRMSNorm(nn.Module):
         return self.weight * out
 
 
-class NormFunction(OwnRMSNorm):
-    """As a fused kernel."""
-
-    def forward(self, a: Tensor) -> Tensor:
-        return Twice.apply(a)
-
-
 def _pre_norm() -> Any:
     """A norm and what follows it."""
     return Made(lambda self, a: self.norm(a).tanh().exp(), norm=OwnRMSNorm(), inner=nn.Identity())
@@ -220,16 +200,6 @@ def test_copies_of_the_model_are_not_noted(how: Callable[[nn.Module], nn.Module]
     twin = how(module)
     assert saved(lambda: twin(x), mode) == sorted(PLAIN)
     assert saved(lambda: module(x), mode) == sorted(SCOPED)
-    remove()
-
-
-def test_a_norm_that_raises_leaves_nothing() -> None:
-    module, mode = OwnRMSNorm(), SavedBy()
-    remove = mode.norms(module)
-    module.raises = True
-    with mode, pytest.raises(ValueError, match="from forward"):
-        module(x)
-    assert saved(lambda: Twice.apply(x), mode) == [("unknown", X)]
     remove()
 
 
@@ -265,13 +235,6 @@ def test_an_interrupt_within_a_norm_leaves_nothing_for_the_next_context() -> Non
         module(x)
     with offload_context(module, tier="cpu", compress="balanced"):
         assert saved(lambda: x.pow(2), SavedBy()) == [("unknown", X)]
-
-
-def test_custom_function_in_a_norm_is_the_norm_s() -> None:
-    module, mode = NormFunction(), SavedBy()
-    remove = mode.norms(module)
-    assert saved(lambda: module(x), mode) == [("norm_input", X)]
-    remove()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from compact import Saved
@@ -32,9 +32,8 @@ from support.classes import (
     weight,
 )
 from support.models import llama, transformer
-from tba._compress.calls import SavedBy, kind_of
+from tba._compress.calls import SavedBy
 from tba._compress.classes import RULES
-from tba._torch.weights import is_weight
 
 Q = (B, HEADS, S, D)
 q, k, v = rand(*Q), rand(*Q), rand(*Q)
@@ -265,18 +264,6 @@ def _gpt2() -> tuple[nn.Module, Callable[[], Any]]:
     return block, lambda: block(rand(*HIDDEN))
 
 
-def _bert() -> tuple[nn.Module, Callable[[], Any]]:
-    sizes = {"width": WIDTH, "inner": INNER, "layers": 1, "heads": 4, "positions": 64}
-    block = transformer("BertForMaskedLM", **sizes, attention_probs_dropout_prob=0.0).bert.encoder.layer[0]
-    return block, lambda: block(rand(*HIDDEN))
-
-
-def _t5() -> tuple[nn.Module, Callable[[], Any]]:
-    sizes = {"width": WIDTH, "inner": INNER, "layers": 1, "heads": 2, "d_kv": 16}
-    block = transformer("T5ForConditionalGeneration", **sizes, dropout_rate=0.0).encoder.block[0]
-    return block, lambda: block(rand(*HIDDEN))
-
-
 BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[], Any]]], dict[tuple[str, tuple[int, ...]], int]]] = {
     "llama": (
         _llama,
@@ -307,30 +294,6 @@ BLOCKS: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[], Any]]], dict[
             ("unknown", (BATCH, SEQUENCE, 4 * WIDTH)): 2,  # the cube's argument and a tanh's result
         },
     ),
-    "bert": (
-        _bert,
-        {
-            ("norm_input", HIDDEN): 2,
-            ("norm_statistics", MEAN): 4,
-            ("linear_input", ROWS): 5,
-            ("linear_input", INNER_ROWS): 1,
-            ("attention", HEAD): 4,
-            ("attention_statistics", HEAD[:3]): 1,
-            ("mask", HIDDEN): 2,
-            ("activation_input", GATE): 1,
-        },
-    ),
-    "t5": (
-        _t5,
-        {
-            ("norm_input", HIDDEN): 6,
-            ("norm_statistics", MEAN): 4,
-            ("linear_input", ROWS): 5,
-            ("linear_input", INNER_ROWS): 1,
-            ("index", (SEQUENCE, SEQUENCE)): 1,  # buckets of its position bias
-            ("unknown", GATE): 1,  # a relu's result
-        },
-    ),
 }
 
 
@@ -342,35 +305,4 @@ def test_blocks_of_transformers(name: str) -> None:
     remove = mode.norms(block)
     found = Counter(saved(run, mode))
     remove()
-    if name == "t5":  # attention with a position bias that is trained is not fused
-        attention = {kind for kind, _ in found if kind.startswith("attention")}
-        assert attention == {"attention", "attention_statistics"}
-        found = Counter({key: count for key, count in found.items() if key[0] not in attention})
     assert found == expected
-
-
-@pytest.mark.parametrize(("dtype", "norms"), [(torch.float32, 6 * 4), (torch.bfloat16, 4 * 4 + 2 * 2)])
-def test_bytes_of_a_llama_block(dtype: torch.dtype, norms: int) -> None:
-    block, run = _llama(dtype)
-    mode, nbytes = SavedBy(), Counter[str]()
-
-    def pack(tensor: Tensor) -> Tensor:
-        nbytes["weight" if is_weight(tensor) else kind_of(tensor).value] += tensor.nbytes
-        return tensor
-
-    remove = mode.norms(block)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), mode:
-        run()
-    remove()
-    hidden, gate, size = BATCH * SEQUENCE * WIDTH, BATCH * SEQUENCE * INNER, dtype.itemsize
-    assert dict(nbytes) == {
-        "norm_input": hidden * norms,  # a norm computes in fp32 and saves its result in its own dtype
-        "norm_statistics": 4 * BATCH * SEQUENCE * 4,
-        "linear_input": (6 * hidden + gate) * size,
-        "attention": 3 * hidden * size,  # k and v have half of the heads
-        "attention_statistics": BATCH * 4 * SEQUENCE * 4,
-        "activation_input": gate * size,
-        "product_factor": 2 * gate * size,
-        "unknown": 4 * SEQUENCE * 8 * size,
-        "weight": sum(p.nbytes for p in block.parameters()),
-    }
