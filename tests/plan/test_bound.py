@@ -21,26 +21,6 @@ def test_what_fits_takes_the_step() -> None:
     assert lower_bound_s(facts, facts.saved_bytes) == facts.step_s
 
 
-def test_a_fast_link_costs_what_its_transfers_cost() -> None:
-    facts = layers(12, 8)
-    gone = facts.saved_bytes // 2
-    bound = lower_bound_s(facts, facts.saved_bytes - gone)
-    assert bound == pytest.approx(facts.step_s + gone * facts.link.step_s_per_byte, rel=1e-6)
-
-
-def test_without_a_link_the_cheapest_blocks_recompute() -> None:
-    facts = layers(10, 8, rate=1.0, input_bytes=0)
-    bound = lower_bound_s(facts, facts.saved_bytes * 7 // 10)
-    assert bound == pytest.approx(facts.step_s + 0.3 * facts.forward_s, rel=1e-3)
-
-
-def test_without_recomputation_the_link_has_to_carry_it() -> None:
-    facts = layers(10, 8, rate=32 * MIB, replay_s=None)
-    bound = lower_bound_s(facts, facts.saved_bytes * 2 // 5)
-    gone_s = 96 / 32
-    assert bound == pytest.approx(2 * gone_s, rel=0.05)
-
-
 @settings(max_examples=examples(25), deadline=None)
 @given(st.lists(st.integers(1, 8), min_size=2, max_size=8), st.floats(0.3, 1.0), st.sampled_from([1e9, 1e8, 2e7]))
 def test_no_plan_of_storages_is_below(sizes: list[int], share: float, rate: float) -> None:

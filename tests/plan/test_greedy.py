@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.plans import MIB, layers, storages
 from support.samples import examples
 from tba._plan.facts import Cap, Facts, Link
-from tba._plan.greedy import decide, diffuse, make, spread
+from tba._plan.greedy import decide, diffuse, make
 from tba._plan.simulate import simulate
 
 FAST, SLOW = 2e9, 50e6
@@ -49,13 +49,6 @@ def test_a_fast_link_moves_and_a_slow_one_recomputes() -> None:
     assert slow.predicted.moved_bytes < fast.predicted.moved_bytes
 
 
-def test_alike_layers_are_treated_alike() -> None:
-    facts = layers(12, 8)
-    plan = decide(facts, facts.saved_bytes // 2)
-    early = [sum(place.block == block for place in plan.sends) for block in range(9)]
-    assert max(early) - min(early) <= 1
-
-
 def test_of_uneven_blocks_the_cheap_ones_recompute() -> None:
     facts = layers(12, 8, rate=SLOW)
     costs = [3.0 if number % 3 else 0.5 for number in range(12)]
@@ -74,11 +67,6 @@ def test_blocks_too_large_to_come_back_do_not_keep_others_from_moving(share: flo
     assert moving.fits
     assert plan.fits
     assert plan.predicted.step_s <= moving.predicted.step_s
-
-
-def test_what_must_not_recompute_does_not() -> None:
-    facts = layers(12, 8, rate=SLOW, replay_s=None)
-    assert not decide(facts, facts.saved_bytes // 2).recomputed
 
 
 def test_a_block_that_saves_no_more_than_its_input_does_not_recompute() -> None:
@@ -109,12 +97,6 @@ def test_diffusion_keeps_to_its_share_everywhere(sizes: list[int], share: float)
     for position, nbytes in enumerate(sizes):
         owed += share * nbytes - (nbytes if position in chosen else 0)
         assert abs(owed) <= max(sizes)
-
-
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_spreading_takes_so_many(most: int, count: int) -> None:
-    count = min(count, most)
-    assert len(spread(range(most), count)) == count
 
 
 def best_of_all(facts: Facts, budget: int) -> float | None:

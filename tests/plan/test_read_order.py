@@ -38,61 +38,12 @@ def test_reverse_pack_order_before_an_order_is_known() -> None:
     assert walk.peek(4) is None
 
 
-def test_peeking_alone_takes_nothing() -> None:
-    walk = Orders().begin(9, "kind")
-    walk.ask(9)
-    assert [walk.peek(0), walk.peek(0)] == [8, 8]
-    walk.take()
-    assert walk.peek(0) == 7
-
-
 def test_reverse_order_goes_on_below_what_was_asked_for() -> None:
     walk = Orders().begin(9, "kind")
     walk.ask(9)
     assert ahead(walk, most=1) == [8]
     walk.ask(5)  # 7 and 6 belong to a branch that backward passes over
     assert ahead(walk, lowest=2) == [4, 3, 2]
-
-
-def test_reverse_order_passes_over_what_was_asked_for_already() -> None:
-    walk = Orders().begin(3, "kind")
-    for number in (3, 9, 2):  # a later graph beneath the same backward asks for a higher one
-        walk.ask(number)
-    assert ahead(walk) == [1, 0]
-
-
-def test_the_learned_order_is_followed() -> None:
-    orders = Orders()
-    asked = [5, 2, 4, 0, 3, 1]
-    walked(orders, asked)
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk) == asked[1:]
-    assert walk.peek(0) is None
-
-
-def test_an_order_holds_wherever_in_the_sequence_the_graph_was_packed() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4])
-    walk = orders.begin(105, "kind")
-    walk.ask(105)
-    assert ahead(walk) == [102, 104]
-
-
-def test_a_record_is_asked_for_or_taken_once() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4, 0, 3, 1])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk, most=2) == [2, 4]
-    walk.ask(2)
-    walk.ask(4)
-    assert ahead(walk, most=1) == [0]
-    walk.ask(0)
-    walk.ask(3)
-    walk.ask(3)  # again (retain_graph): tells nothing about order
-    assert ahead(walk) == [1]
-    assert walk.distances == [0, -3, -1, -5, -2]
 
 
 def test_micro_batches_share_one_order_however_they_are_interleaved() -> None:
@@ -118,25 +69,6 @@ def test_kinds_have_orders_of_their_own() -> None:
     assert ahead(orders.begin(5, "encoder")) == [5, 2, 4]  # the first one, until it is asked for, is expected too
     assert ahead(orders.begin(5, "decoder")) == [5, 0, 1]
     assert ahead(orders.begin(5, "other"), lowest=3) == [5, 4, 3]
-
-
-def test_the_last_walk_of_a_kind_counts() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4])
-    walked(orders, [9, 8, 7])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk) == [4, 3]
-
-
-def test_what_is_not_asked_for_this_time_is_passed_over() -> None:
-    orders = Orders()
-    walked(orders, [5, 4, 3, 2, 1, 0])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk, most=1) == [4]
-    walk.ask(2)  # 4 and 3 were for nothing
-    assert ahead(walk) == [1, 0]
 
 
 def test_what_was_not_foreseen_disturbs_nothing() -> None:

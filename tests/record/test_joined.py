@@ -73,12 +73,6 @@ def test_looks_grow_with_the_number_of_aliases(scratch: Path, monkeypatch: pytes
     assert 0 < looks[1] < 2.2 * looks[0]
 
 
-def test_some_hundred_aliases_move_once(scratch: Path) -> None:
-    _, x = activation(N)
-    _, nbytes, _ = train(scratch, [x.detach() for _ in range(200)])
-    assert nbytes == BYTES
-
-
 def test_an_alias_that_is_saved_again_adds_no_counter(scratch: Path) -> None:
     _, x = activation(N)
     one, other = x.detach(), x.detach()
