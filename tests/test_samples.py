@@ -18,6 +18,18 @@ def test_four_of_a_grid_show_every_value() -> None:
     assert seen == {value for case in GRID.values() for value in case.items()}
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("one", [1, 2, 3])
+@pytest.mark.parametrize("other", ["a", "b", "c"])
+def test_three_cases_of_a_test_show_every_value(one: int, other: str, request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == request.node.originalname]
+    if len(items) < 9 and any(item.get_closest_marker("exhaustive") for item in items):
+        pytest.skip("not all cases were collected")
+    params = [item.callspec.params for item in items if item.get_closest_marker("exhaustive") is None]  # type: ignore
+    assert len(params) == 3
+    assert {value for case in params for value in case.values()} == {1, 2, 3, "a", "b", "c"}
+
+
 @pytest.mark.parametrize("count", [1, 7, 24, 30])
 def test_as_many_are_chosen_as_are_asked_for_and_the_same_each_time(count: int) -> None:
     found = samples.chosen(GRID, count)

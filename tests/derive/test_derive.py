@@ -14,7 +14,7 @@ from support.derive import derived_bytes, derived_of, exact, operands, threads
 from support.engine import save
 from support.models import Looks
 from tba._derive.operators import OPERATORS, RESULTS, same_bits
-from tba._derive.search import MAX_OPERATORS
+from tba._derive.search import MAX_OPERATORS, recipe, remember
 
 Function = Callable[[Tensor, Tensor], Tensor]
 
@@ -145,6 +145,20 @@ def test_a_result_its_own_node_saves_is_stored_and_others_follow_from_it(functio
     assert derived_of(result)[0] == 0
     made, nbytes = derived_of(lambda x, y: result(x, y) * 2)
     assert made == nbytes
+
+
+def test_neither_a_result_of_its_own_node_nor_an_edited_tensor_has_a_recipe() -> None:
+    def unpack(packed: Tensor) -> Tensor:
+        return packed
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), unpack):
+        x = operands()[0]
+        assert recipe(x.exp(), unpack) is None
+        remember(x, unpack, lambda: x.detach())
+        assert recipe(-x, unpack) is not None
+        edited = (x * 1).add_(1)
+        remember(edited, unpack, lambda: edited.detach())
+        assert recipe(-edited, unpack) is None
 
 
 class Subclass(Tensor):

@@ -78,7 +78,7 @@ def test_deep_chain_of_saved_tensors_is_freed(scratch: Path, tier: str, compress
         del h
         gc.collect()
         assert offload.stats().live_records == 0
-        assert offload.stats().derived_bytes >= (3000 * 8 * 4 if {compress!r} else 0)
+        assert offload.stats().derived_bytes >= (1000 * 8 * 4 if {compress!r} else 0), offload.stats()
         offload.close()
         """,
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.plans import MIB, layers, storages
 from support.samples import examples
 from tba._plan.facts import Cap, Facts, Link
-from tba._plan.greedy import decide, diffuse, make, spread
+from tba._plan.greedy import decide, diffuse, make
 from tba._plan.simulate import simulate
 
 FAST, SLOW = 2e9, 50e6
@@ -97,12 +97,6 @@ def test_diffusion_keeps_to_its_share_everywhere(sizes: list[int], share: float)
     for position, nbytes in enumerate(sizes):
         owed += share * nbytes - (nbytes if position in chosen else 0)
         assert abs(owed) <= max(sizes)
-
-
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_spreading_takes_so_many(most: int, count: int) -> None:
-    count = min(count, most)
-    assert len(spread(range(most), count)) == count
 
 
 def best_of_all(facts: Facts, budget: int) -> float | None:

@@ -25,16 +25,6 @@ def test_predicted_and_measured_stand_side_by_side() -> None:
     assert f"{plan.bound_s:.3f} s" in text
 
 
-def test_bytes_by_decision_add_up() -> None:
-    facts = layers(12, 8, rate=5e7)
-    plan = decide(facts, 80 * MIB)
-    sent = sum(plan.sends.values())
-    gone = sum(facts.block_bytes(block) for block in plan.recomputed)
-    assert plan.recomputed
-    assert facts.saved_bytes - sent - gone > 0
-    assert {place.block for place in plan.sends}.isdisjoint(plan.recomputed)
-
-
 @pytest.mark.parametrize("ending", ["png", "svg"])
 def test_a_picture_is_drawn(tmp_path: Path, ending: str) -> None:
     target = tmp_path / f"plan.{ending}"

@@ -46,13 +46,6 @@ def test_reverse_order_goes_on_below_what_was_asked_for() -> None:
     assert ahead(walk, lowest=2) == [4, 3, 2]
 
 
-def test_reverse_order_passes_over_what_was_asked_for_already() -> None:
-    walk = Orders().begin(3, "kind")
-    for number in (3, 9, 2):  # a later graph beneath the same backward asks for a higher one
-        walk.ask(number)
-    assert ahead(walk) == [1, 0]
-
-
 def test_micro_batches_share_one_order_however_they_are_interleaved() -> None:
     """1F1B: forwards 0, 1, then backward 0, forward 2, backward 1, backward 2; each graph packs four records."""
     orders = Orders()
@@ -76,25 +69,6 @@ def test_kinds_have_orders_of_their_own() -> None:
     assert ahead(orders.begin(5, "encoder")) == [5, 2, 4]  # the first one, until it is asked for, is expected too
     assert ahead(orders.begin(5, "decoder")) == [5, 0, 1]
     assert ahead(orders.begin(5, "other"), lowest=3) == [5, 4, 3]
-
-
-def test_the_last_walk_of_a_kind_counts() -> None:
-    orders = Orders()
-    walked(orders, [5, 2, 4])
-    walked(orders, [9, 8, 7])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk) == [4, 3]
-
-
-def test_what_is_not_asked_for_this_time_is_passed_over() -> None:
-    orders = Orders()
-    walked(orders, [5, 4, 3, 2, 1, 0])
-    walk = orders.begin(5, "kind")
-    walk.ask(5)
-    assert ahead(walk, most=1) == [4]
-    walk.ask(2)  # 4 and 3 were for nothing
-    assert ahead(walk) == [1, 0]
 
 
 def test_what_was_not_foreseen_disturbs_nothing() -> None:
