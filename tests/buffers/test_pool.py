@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import weakref
 from functools import partial
@@ -251,6 +252,16 @@ def test_settings_and_requests_that_make_no_sense_are_refused() -> None:
     for skew in (-1, BLOCK):
         with pytest.raises(ValueError, match=f"within the alignment of 512 bytes, got {skew}"):
             BufferPool(BLOCK).lease(1, skew)
+
+
+def test_a_lease_outlives_its_pool() -> None:
+    pool = BufferPool(BLOCK, SEGMENT)
+    view, _ = pool.lease(1000, 5)
+    del pool, _
+    gc.collect()
+    array = np.frombuffer(view, np.uint8)
+    array[:] = 7
+    assert int(array.sum()) == 7000
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -132,6 +132,15 @@ def test_integers_take_what_their_range_needs(low: int, high: int, width: int) -
     assert_bit_equal(Narrow().decode(packed), values)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_other_integers_narrow_too(dtype: torch.dtype) -> None:
+    ends = torch.iinfo(dtype)
+    for values in (torch.tensor([ends.min, ends.max, 0], dtype=dtype), torch.tensor([3, 4, 5], dtype=dtype)):
+        packed = Narrow().encode(values)
+        assert packed.nbytes == (3 if int(values[0]) == 3 else values.nbytes)
+        assert_bit_equal(Narrow().decode(packed), values)
+
+
 def test_a_conjugate_comes_back_resolved() -> None:
     values = torch.randn(5, dtype=torch.complex64).conj()
     decoded = Verbatim().decode(Verbatim().encode(values))

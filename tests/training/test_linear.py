@@ -157,6 +157,16 @@ def test_saves_the_weight_and_the_projected_input_and_nothing_else() -> None:
     out.sum().backward()
 
 
+def test_the_input_dies_before_backward() -> None:
+    weight = torch.randn(OUT, WIDTH, requires_grad=True)
+    x = torch.randn(5, WIDTH, requires_grad=True) * 2
+    dead = weakref.ref(x)
+    out = compact_linear(x, weight, rank=12, key=3)
+    del x
+    assert dead() is None
+    out.sum().backward()
+
+
 def test_hooks_may_replace_what_was_saved() -> None:
     x, weight = torch.randn(5, WIDTH, requires_grad=True), torch.randn(OUT, WIDTH, requires_grad=True)
     plain = torch.autograd.grad(compact_linear(x, weight, rank=12, key=3).sum(), (x, weight))
