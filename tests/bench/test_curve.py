@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks._peers.registry import PEERS
-from benchmarks._processes.device import CPU, CUDA, DEVICES
+from benchmarks._processes.device import CPU, CUDA
 from benchmarks._report.curve import best_within, curve_bars, plan_bars
 from benchmarks._report.results import RESULTS
 from benchmarks._report.steps import Measured
@@ -75,15 +75,6 @@ def test_a_slow_link_is_waited_for(tmp_path: Path) -> None:
     slow, free = arms["nvme, 50 MB/s"], arms["nvme"]
     assert slow["stalled_share"][0] >= slow["waited_share"][0] > 0
     assert min(slow["moved"]["read_bytes"], free["moved"]["read_bytes"]) > 0
-
-
-@pytest.mark.exhaustive
-def test_a_card_has_its_own_arms_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DEVICES, "cuda", replace(CUDA, name="cpu"))  # all but the device: in bf16, each arm alone
-    arms = run_curve(tmp_path, "--device", "cuda")["arms"]
-    assert arms.keys() == set(SETS["card"].few)
-    assert arms["auto 0.55"]["moved"]["saved_bytes"] > 0
-    assert arms["plain"]["allocator"] == "as Python comes"
 
 
 def test_arms_of_a_card() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -25,11 +24,10 @@ from typer.testing import CliRunner
 from benchmarks._processes.child import ChildError
 from benchmarks._report.results import Result
 from campaigns.__main__ import app
-from campaigns.faults import campaign as campaign_module
 from campaigns.faults import command, trial
-from campaigns.faults.campaign import BAD, Campaign, tally
 from campaigns.faults.cases import ALWAYS, KINDS, MODELS, Case, draw
-from campaigns.faults.sabotage import Sabotage, cut
+from campaigns.faults.command import BAD, run_cases, tally
+from campaigns.faults.sabotage import Sabotage
 from campaigns.faults.small_disk import NotAllowed, small_disk
 from campaigns.faults.trial import Outcome, run_trial
 from campaigns.runner import Runner
@@ -76,8 +74,7 @@ def assert_exact(outcome: Outcome) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.slow
 def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> None:
-    with Campaign(scratch) as campaign:
-        outcomes = [campaign.run(seed, kind) for kind in KINDS for seed in range(EACH)]
+    outcomes, _ = run_cases([(seed, kind) for kind in KINDS for seed in range(EACH)], scratch)
     bad = [f"seed {o.seed}, {o.kind}: {o.verdict}: {o.detail}" for o in outcomes if o.verdict in BAD]
     assert not bad, "\n".join(bad)
     counts = tally(outcomes)
@@ -95,15 +92,8 @@ def test_every_case_ends_exactly_or_names_tensor_and_cause(scratch: Path) -> Non
 
 
 @pytest.mark.exhaustive
-@pytest.mark.slow
 def test_the_command_counts_what_it_runs(scratch: Path) -> None:
-    command = [sys.executable, "-m", "tests.campaigns", "faults", "--json", "--path", str(scratch)]
-    done = subprocess.run(
-        [*command, "--only", "43"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["command"].startswith("python -m tests.campaigns faults --json")
+    found = command.run_faults([43], scratch).data
     assert (found["seeds"], found["bad"], found["failing"]) == ([43, 43], 0, [])
     assert {kind for kind, count in found["counts"].items() if count} == {draw(43).kind}
 
@@ -185,11 +175,6 @@ def test_faults_strike_the_calls_they_were_drawn_for_until_they_are_stopped() ->
     assert sabotage.plan("read", 1) is None
 
 
-def test_cutting_a_vector() -> None:
-    assert cut([(0, 512), (4096, 8192), (100, 5)], 4608) == [(0, 512), (4096, 4096)]
-    assert cut([(0, 512)], 1 << 20) == [(0, 512)]
-
-
 # -- what the campaign must notice -----------------------------------------------------------------------------------
 
 
@@ -255,16 +240,17 @@ def test_it_notices_threads_and_descriptors_that_stay(scratch: Path, monkeypatch
 
 
 def test_it_notices_a_case_that_hangs_or_dies(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(campaign_module, "small_disk", _no_disk)
+    def no_disk(directory: Path, nbytes: int) -> Any:
+        raise NotAllowed("not in this test")
 
-    def gone(question: Any) -> Any:
-        hung = question["seed"] == 1
+    def gone(runner: Runner, question: Any) -> Any:
+        hung = question[0] == 1
         raise ChildError("the process stands in trial.py" if hung else "the process ended", hung=hung, words="")
 
-    with Campaign(scratch) as campaign:
-        assert campaign.no_disk == "not in this test"
-        monkeypatch.setattr(campaign.runner, "ask", gone)
-        hung, died = campaign.run(1, "late"), campaign.run(2, "late")
+    monkeypatch.setattr(command, "small_disk", no_disk)
+    monkeypatch.setattr(Runner, "ask", gone)
+    (hung, died), why_not = run_cases([(1, "late"), (2, "late")], scratch)
+    assert why_not == "not in this test"
     assert (hung.verdict, hung.kind, hung.seed, hung.case) == ("hung", "late", 1, draw(1, "late").describe())
     assert "trial.py" in hung.detail
     assert (died.verdict, died.kind, died.seed) == ("wrong", "late", 2)
@@ -289,10 +275,6 @@ def test_the_next_case_after_one_that_hangs_or_dies_has_another_process() -> Non
         _, third = runner.ask("four")
     assert len({first, second, third}) == 3
     assert not any(Path(f"/proc/{pid}").exists() for pid in (first, second, third))
-
-
-def _no_disk(directory: Path, nbytes: int) -> Any:
-    raise NotAllowed("not in this test")
 
 
 def test_a_small_disk_is_small_and_gone_afterwards(scratch: Path) -> None:

@@ -164,16 +164,6 @@ def test_both_has_reads_and_writes_under_way_at_once(scratch: Path) -> None:
     assert all(reads <= 1 for reads, _ in seen)
 
 
-def test_an_arm_gives_the_space_of_earlier_rounds_back(scratch: Path, rig: Rig) -> None:
-    store = PosixStore(scratch, threads=2)
-    arm = StoreArm(store, 2, rig)
-    for _ in range(3):
-        arm.write()
-        arm.both()
-    assert store.used_bytes == rig.sources.nbytes
-    arm.close()
-
-
 @pytest.mark.parametrize("spoil", ["stale", "one bit"])
 @pytest.mark.parametrize("mode", MODES)
 def test_wrong_bytes_end_the_benchmark(

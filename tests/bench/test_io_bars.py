@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 
 from benchmarks._io.arms import together
-from benchmarks._io.rounds import FIO, STORE, TWO_PATHS, Series
+from benchmarks._io.rounds import FIO, MODES, STORE, TWO_PATHS, Series
 from benchmarks._report.ratios import doubt, spread
 from benchmarks.io import make_bars, parts
+
+
+def series(rates: list[float], cpu_s_per_gib: float = 0.0) -> Series:
+    """Rounds at these rates, in each mode."""
+    return Series(
+        bytes_per_s={mode: list(rates) for mode in MODES},
+        cpu_s_per_gib={mode: [cpu_s_per_gib] * len(rates) for mode in MODES},
+        submit_cpu_s=[1e-5],
+        submit_wall_s=[2e-5],
+    )
 
 
 def test_spread_and_doubt() -> None:
@@ -18,21 +28,11 @@ def test_spread_and_doubt() -> None:
 
 
 def test_two_paths_are_compared_over_the_rounds_of_all_sizes() -> None:
-    modes = ("write", "read", "both")
-
-    def arm(rates: list[float]) -> Series:
-        return Series(
-            bytes_per_s={mode: list(rates) for mode in modes},
-            cpu_s_per_gib={mode: [0.0] * len(rates) for mode in modes},
-            submit_cpu_s=[0.0],
-            submit_wall_s=[0.0],
-        )
-
     def met(*shares: list[float]) -> bool | None:
         found = {
             (4 << number) << 20: {
-                STORE: arm([1.0] * len(rates)),
-                TWO_PATHS: arm(rates),
+                STORE: series([1.0] * len(rates)),
+                TWO_PATHS: series(rates),
             }
             for number, rates in enumerate(shares)
         }
@@ -56,19 +56,12 @@ def test_both_counts_while_both_are_under_way() -> None:
 
 
 def test_bars_compare_within_a_round() -> None:
-    def series(rates: list[float], cpu: float) -> Series:
-        modes = ("write", "read", "both")
-        made = Series(submit_cpu_s=[1e-5], submit_wall_s=[2e-5])
-        made.bytes_per_s = {mode: list(rates) for mode in modes}
-        made.cpu_s_per_gib = {mode: [cpu] * len(rates) for mode in modes}
-        return made
-
     # The disk is three times as fast in the second round: only the ratios tell.
     found = {
         4 << 20: {
             STORE: series([2.0, 6.0], 0.045),
-            FIO: series([1.0, 3.0], 0.0),
-            TWO_PATHS: series([1.0, 3.0], 0.0),
+            FIO: series([1.0, 3.0]),
+            TWO_PATHS: series([1.0, 3.0]),
         }
     }
     bars = {bar.what: bar for bar in make_bars(found)}

@@ -193,17 +193,6 @@ def test_the_budget_is_never_exceeded_and_idle_segments_make_way() -> None:
     assert list(device.pinned.values()) == [4 * SEGMENT]
 
 
-def test_what_is_left_of_a_budget_is_used_to_the_page() -> None:
-    arena = Device().arena(SEGMENT + 3 * PAGE + 17)
-    kept = [arena.lease(SEGMENT), arena.lease(3 * PAGE)]
-    assert arena.mapped_bytes == SEGMENT + 3 * PAGE
-    with pytest.raises(StoreFull):
-        arena.lease(1)
-    kept.clear()
-    with pytest.raises(StoreFull, match=f"{SEGMENT + 4 * PAGE} bytes"):
-        arena.lease(SEGMENT + 3 * PAGE + 1)
-
-
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one page"):
         Device().arena(100)

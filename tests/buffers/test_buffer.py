@@ -13,7 +13,6 @@ import torch
 
 from io_backends import Buffer, HostStore, PosixStore
 from io_backends._buffer import on_device
-from support.stores import pattern_at
 
 
 class OnDevice:
@@ -125,17 +124,6 @@ def test_a_store_of_host_memory_refuses_a_device_s(tmp_path: Any) -> None:
         with pytest.raises(ValueError, match=r"OnDevice of 24 bytes is memory of a CUDA device, and \w+Store"):
             store.write(OnDevice((2, 3)))
         store.close()
-
-
-def test_arrays_and_tensors_through_a_file(scratch: Any) -> None:
-    store = PosixStore(scratch)
-    source = pattern_at(3, 10_000).view(np.float32)
-    for target in (np.empty_like(source), torch.empty(2500), bytearray(10_000)):
-        ticket = store.write(source)
-        assert ticket.wait(60)
-        assert store.read(ticket.location, target).wait(60)
-        assert bytes(np.asarray(target).data.cast("B")) == source.tobytes()
-    store.close()
 
 
 def test_which_owners_are_on_a_device() -> None:

@@ -116,19 +116,3 @@ def test_no_more_stays_in_memory_for_leases_to_come_than_may_be_idle() -> None:
 
     assert [step(pages) for pages in (3, 4, 10, 1, 10)] == [3 * HUGE, *[4 * HUGE] * 4]
     pool.close()
-
-
-def test_leases_within_what_may_be_idle_touch_no_new_page_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    given_back: list[tuple[int, ...]] = []
-    monkeypatch.setattr(Mapping, "madvise", lambda mapping, *arguments: given_back.append(arguments), raising=False)
-    pool = BufferPool(4096, idle_bytes=8 * HUGE)
-    given_back.clear()
-    touched = []
-    for _ in range(3):
-        leases = [pool.lease(size)[0] for size in (HUGE, 3 * HUGE, 100, HUGE // 2, 2 * HUGE)]
-        leases.clear()
-        pool.trim()
-        touched.append({page for segment in pool._segments for page in segment.pages.touched})
-    assert touched[0] == touched[1] == touched[2]
-    assert [arguments for arguments in given_back if arguments[0] == mmap.MADV_DONTNEED] == []
-    pool.close()

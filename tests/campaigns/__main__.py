@@ -36,8 +36,8 @@ def faults(
 
 @app.command()
 def programs(
-    count: Annotated[int, typer.Option(min=1, help="How many programs.")] = 2000,
-    seed: Seed = 0,
+    count: Annotated[int, typer.Option(min=1, help="How many programs, in whole batches of 50.")] = 2000,
+    seed: Annotated[int, typer.Option(help="The seed of the first batch; each has the next.")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes at a time, one thread each.")] = 2,
     path: Folder = None,
     json: AsJson = False,
@@ -48,7 +48,7 @@ def programs(
     """Random programs against plain PyTorch, under interrupts and failing stores; exit status 1 if one is not exact."""
     from .programs.command import run_programs
 
-    _finish(run_programs(seed, 24 if quick else count, jobs=jobs, path=path), json, save, machine)
+    _finish(run_programs(seed, 1 if quick else count, jobs=jobs, path=path), json, save, machine)
 
 
 @app.command()

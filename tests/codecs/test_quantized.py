@@ -159,22 +159,6 @@ def test_the_error_is_bounded_group_by_group(kind, rounding) -> None:  # type: i
     assert 0.8 * share < found <= share
 
 
-@pytest.mark.parametrize("along", ["elements", "tokens"])
-def test_groups_run_where_they_should(along) -> None:  # type: ignore[no-untyped-def]
-    """Zeros beside a huge value stay exact only in other groups: a huge value spoils its group of small ones."""
-    values = torch.full((64, 64), 1e-3)
-    values[10, 20] = 1e3
-    decoded = Quantized("int8", 16, along=along).decode(Quantized("int8", 16, along=along).encode(values))  # type: ignore[arg-type]
-    spoilt = (decoded - values).abs() > 1e-5
-    wanted = torch.zeros(64, 64, dtype=torch.bool)
-    if along == "tokens":
-        wanted[0:16, 20] = True
-    else:
-        wanted[10, 16:32] = True
-    wanted[10, 20] = False
-    assert torch.equal(spoilt, wanted)
-
-
 def test_elements_run_in_memory_order() -> None:
     transposed = normal(64, 128).t()
     codec = Quantized("int8", 64)
@@ -188,25 +172,6 @@ def test_tokens_are_elements_of_the_transpose() -> None:
         by_tokens.decode(by_tokens.encode(values)).contiguous(),
         by_elements.decode(by_elements.encode(values.t().contiguous())).t().contiguous(),
     )
-
-
-@pytest.mark.parametrize("rotate", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "int4", "int2"])
-def test_stochastic_rounding_has_no_bias_anywhere(kind, rotate) -> None:  # type: ignore[no-untyped-def]
-    """Each element's mean over 1024 keys is within five standard errors, those at the ends of the range included."""
-    values = torch.linspace(-1, 1, 64)
-    codec = Quantized(kind, 64, "stochastic", rotate=rotate)
-    draws = torch.stack([codec.decode(codec.encode(values, key)) for key in range(1024)]).double()
-    error = 5 * draws.std(0) / math.sqrt(len(draws)) + 2.0**-22  # what lies on a level does not vary but for rounding
-    assert bool(((draws.mean(0) - values).abs() < error).all())
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_nearest_is_closer_than_stochastic(kind) -> None:  # type: ignore[no-untyped-def]
-    values = normal(256, 256)
-    nearest, stochastic = Quantized(kind), Quantized(kind, rounding="stochastic")
-    errors = [float((c.decode(c.encode(values, 1)) - values).square().sum()) for c in (nearest, stochastic)]
-    assert errors[1] / errors[0] == pytest.approx(2, rel=0.05)  # uniform error: step**2 / 12 against step**2 / 6
 
 
 def test_rotation_takes_the_outlier_out_of_the_step() -> None:

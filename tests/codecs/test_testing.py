@@ -52,13 +52,6 @@ def states(change: dict[str, object]) -> property:
     return property(lambda self: replace(self.codec.properties, **change))
 
 
-class SaysUnbiased(Wrapped):
-    properties = states({"unbiased": True})
-
-    def __init__(self) -> None:
-        super().__init__(Quantized("int4"))
-
-
 class Shrinks(Wrapped):
     """A bias of a tenth of one draw's error."""
 
@@ -93,11 +86,6 @@ class UnderstatesRelative(Wrapped):
 class PromisesLess(Wrapped):
     def packed_nbytes(self, spec: Spec) -> int:
         return max(self.codec.packed_nbytes(spec) - 1, 0)
-
-
-class PromisesMore(Wrapped):
-    def packed_nbytes(self, spec: Spec) -> int:
-        return self.codec.packed_nbytes(spec) + 1
 
 
 class Contiguous(Wrapped):
@@ -212,7 +200,6 @@ class Remembers(Wrapped):
 
 
 DEFECTS = {
-    SaysUnbiased: "says it is unbiased",
     Shrinks: "says it is unbiased",
     SaysKeyed: "another key gave equal bytes",
     SaysNotKeyed: "another key gave other bytes",
@@ -220,7 +207,6 @@ DEFECTS = {
     UnderstatesLargest: "of the largest; ",
     UnderstatesRelative: "the error's norm",
     PromisesLess: "packed_nbytes says",
-    PromisesMore: "packed_nbytes says",
     Contiguous: "strides",
     Reshapes: "came back as",
     Upcasts: "came back as torch.float32",

@@ -15,36 +15,17 @@ from io_backends import (
     Corrupted,
     PosixStore,
     StoreBroken,
-    StoreClosed,
     StoreFull,
-    StripedStore,
-    Syscalls,
     Ticket,
     TicketState,
 )
 from io_backends._extents import align_up
 from io_backends._file.batch_writer import MOST_BYTES, MOST_TICKETS
 from io_backends._testing.probe import Gate, error_of
-from support.stores import WAIT_S, Bytes, Held, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
+from support.stores import WAIT_S, Bytes, Calls, Held, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
 
 MIB = 1 << 20
-REAL = Syscalls()
 SHAPES = [(0, MIB), (64, MIB), (511, 3 * 4096 + 5), (4000, MIB + 77), (512, 8192), (0, 1)]  # skew, nbytes
-
-
-class Calls:
-    """What each transfer's `pwritev` was asked for; `instead` may answer for the system."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, int]] = []  # offset, nbytes
-        self.instead: Callable[[int, Pieces, int], int] | None = None
-
-    def __call__(self, fd: int, pieces: Pieces, offset: int) -> int:
-        nbytes = sum(length for _, length in pieces)
-        if nbytes <= 4096:  # the store tries small ones when it opens its file
-            return REAL.pwritev(fd, pieces, offset)
-        self.seen.append((offset, nbytes))
-        return (self.instead or REAL.pwritev)(fd, pieces, offset)
 
 
 class Queue:
@@ -69,7 +50,7 @@ def calls() -> Calls:
 
 @pytest.fixture
 def store(scratch: Path, calls: Calls) -> Iterator[PosixStore]:
-    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls))
+    store = PosixStore(scratch, threads=1, syscalls=calls.syscalls)
     yield store
     store.close()
 
@@ -91,11 +72,11 @@ def queued(store: PosixStore, arrays: Sequence[Bytes]) -> list[Ticket]:
 def test_what_waits_together_goes_in_one_call_and_is_read_alone(store: PosixStore, calls: Calls) -> None:
     arrays = arrays_of()
     tickets = queued(store, arrays)
-    assert len(calls.seen) == 1
+    assert len(calls.writes) == 1
     begins = [ticket.location.offset for ticket in tickets]
     ends = [ticket.location.offset + ticket.location.length for ticket in tickets]
     assert begins[1:] == ends[:-1], "side by side"
-    assert calls.seen == [(begins[0], ends[-1] - begins[0])]
+    assert calls.writes == [(begins[0], ends[-1] - begins[0])]
     for padded in (True, False):
         for ticket, array in zip(tickets, arrays, strict=True):
             assert np.array_equal(read_back(store, ticket, padded=padded), array)
@@ -127,18 +108,18 @@ def test_where_one_call_cannot_each_goes_by_itself(store: PosixStore, calls: Cal
     arrays = arrays_of(SHAPES[:4])
     length = sum(align_up(skew + nbytes, 4096) for skew, nbytes in SHAPES[:4])
 
-    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+    def instead(real: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
         if sum(nbytes for _, nbytes in pieces) < length:
-            return REAL.pwritev(fd, pieces, offset)
+            return real(fd, pieces, offset)
         if how == "short":
-            return REAL.pwritev(fd, cut(pieces, 3 * 4096), offset)
+            return real(fd, cut(pieces, 3 * 4096), offset)
         if how == "not of this world":
             raise SystemExit("no OSError at all")
         raise OSError(errno.EIO if how == "error" else errno.ENOSPC, "told to fail")
 
     calls.instead = instead
     tickets = queued(store, arrays)
-    assert [nbytes for _, nbytes in calls.seen] == [length, *(ticket.moved_bytes for ticket in tickets)]
+    assert [nbytes for _, nbytes in calls.writes] == [length, *(ticket.moved_bytes for ticket in tickets)]
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
         store.discard(ticket)
@@ -149,10 +130,10 @@ def test_an_error_strikes_the_one_it_belongs_to(store: PosixStore, calls: Calls)
     arrays = arrays_of(SHAPES[:4])
     bad = arrays[1].ctypes.data // 4096
 
-    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+    def instead(real: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
         if any(address // 4096 <= bad + 1 < (address + nbytes) // 4096 for address, nbytes in pieces):
             raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
-        return REAL.pwritev(fd, pieces, offset)
+        return real(fd, pieces, offset)
 
     calls.instead = instead
     good = [0, 2, 3]
@@ -178,31 +159,31 @@ def test_those_that_fit_are_written_where_all_would_not(scratch: Path) -> None:
 def test_no_more_at_once_than_a_reader_may_wait_for(store: PosixStore, calls: Calls) -> None:
     half = MOST_BYTES // 2
     queued(store, arrays_of([(0, half), (0, half), (0, half), (0, MIB), (0, half)]))
-    assert [nbytes for _, nbytes in calls.seen] == [MOST_BYTES, half + MIB, half]
-    calls.seen.clear()
+    assert [nbytes for _, nbytes in calls.writes] == [MOST_BYTES, half + MIB, half]
+    calls.writes.clear()
     queued(store, arrays_of([(64, 8192)] * (MOST_TICKETS + 3)))
-    assert [nbytes // (3 * 4096) for _, nbytes in calls.seen] == [MOST_TICKETS, 3]
+    assert [nbytes // (3 * 4096) for _, nbytes in calls.writes] == [MOST_TICKETS, 3]
 
 
 def test_what_has_to_wait_for_something_goes_alone_and_in_its_turn(store: PosixStore, calls: Calls) -> None:
     arrays, order = arrays_of([(0, MIB)] * 5), list[str]()
     queue = Queue(store)
     tickets = [store.write(buffer_of(array)) for array in arrays[:2]]
-    tickets.append(store.write(buffer_of(arrays[2]), before=lambda: order.append(f"after {len(calls.seen)} calls")))
+    tickets.append(store.write(buffer_of(arrays[2]), before=lambda: order.append(f"after {len(calls.writes)} calls")))
     tickets += [store.write(buffer_of(array)) for array in arrays[3:]]
     queue.release()
     for ticket, array in zip(tickets, arrays, strict=True):
         assert ticket.wait(WAIT_S)
         assert np.array_equal(read_back(store, ticket), array)
-    assert [nbytes for _, nbytes in calls.seen] == [2 * MIB, MIB, 2 * MIB]
+    assert [nbytes for _, nbytes in calls.writes] == [2 * MIB, MIB, 2 * MIB]
     assert order == ["after 1 calls"]
 
 
 def test_a_store_that_paces_its_bytes_gathers_nothing(scratch: Path, calls: Calls) -> None:
-    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), write_rate_bytes_per_s=1e9)
+    store = PosixStore(scratch, threads=1, syscalls=calls.syscalls, write_rate_bytes_per_s=1e9)
     arrays = arrays_of([(64, MIB)] * 3)
     tickets = queued(store, arrays)
-    assert len(calls.seen) == 3
+    assert len(calls.writes) == 3
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
     store.close()
@@ -210,10 +191,10 @@ def test_a_store_that_paces_its_bytes_gathers_nothing(scratch: Path, calls: Call
 
 @pytest.mark.parametrize("checksum", [True, False])
 def test_each_of_many_has_its_own_checksum(scratch: Path, calls: Calls, checksum: bool) -> None:
-    store = PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls), checksum=checksum)
+    store = PosixStore(scratch, threads=1, syscalls=calls.syscalls, checksum=checksum)
     arrays = arrays_of()
     tickets = queued(store, arrays)
-    assert len(calls.seen) == 1
+    assert len(calls.writes) == 1
     for ticket, array in zip(tickets, arrays, strict=True):
         assert np.array_equal(read_back(store, ticket), array)
     first, second = (tickets[index].location for index in (0, 1))
@@ -232,51 +213,17 @@ def test_where_workers_are_idle_each_gets_its_share(scratch: Path) -> None:
     store.close()
 
 
-def test_several_paths_gather_each_its_own(scratch: Path, calls: Calls) -> None:
-    paths = [PosixStore(scratch, threads=1, syscalls=Syscalls(pwritev=calls)) for _ in range(2)]
-    store = StripedStore(paths)
-    assert store.alignment
-    queues = [Queue(path) for path in paths]
-    arrays = arrays_of([(64, MIB)] * 8)
-    tickets = [store.write(buffer_of(array)) for array in arrays]
-    assert tickets[3].cancel()
-    for queue in queues:
-        queue.release()
-    for place, (ticket, array) in enumerate(zip(tickets, arrays, strict=True)):
-        if place != 3:
-            assert ticket.wait(WAIT_S)
-            assert np.array_equal(read_back(store, ticket), array)
-        store.discard(ticket)
-    assert sorted(nbytes // MIB for _, nbytes in calls.seen) == [3, 4]
-    assert store.used_bytes == 0
-    store.close()
-
-
-def test_reads_go_ahead_of_what_waits_together(store: PosixStore) -> None:
-    array = pattern_at(0, MIB)
-    written = write(store, array)
-    order: list[str] = []
-    queue = Queue(store)
-    tickets = [store.write(buffer_of(each), on_done=lambda _: order.append("write")) for each in arrays_of()]
-    copy = pattern_at(0, MIB, 5)
-    read = store.read(written.location, buffer_of(copy), on_done=lambda _: order.append("read"))
-    queue.release()
-    assert all(ticket.wait(WAIT_S) for ticket in [*tickets, read])
-    assert order == ["read", *["write"] * len(tickets)]
-    assert np.array_equal(copy, array)
-
-
 def test_reads_go_ahead_also_where_each_goes_by_itself(store: PosixStore, calls: Calls) -> None:
     array, copy = pattern_at(0, MIB), pattern_at(0, MIB, 5)
     written = write(store, array)
     order, reads = list[str](), list[Ticket]()
 
-    def instead(fd: int, pieces: Pieces, offset: int) -> int:
+    def instead(real: Callable[..., int], fd: int, pieces: Pieces, offset: int) -> int:
         if sum(nbytes for _, nbytes in pieces) > 2 * MIB:
             raise OSError(errno.EIO, "told to fail")
         if not reads:  # asked for while the first of them is written
             reads.append(store.read(written.location, buffer_of(copy), on_done=lambda _: order.append("read")))
-        return REAL.pwritev(fd, pieces, offset)
+        return real(fd, pieces, offset)
 
     calls.instead = instead
     queue = Queue(store)
@@ -286,21 +233,6 @@ def test_reads_go_ahead_also_where_each_goes_by_itself(store: PosixStore, calls:
     assert all(ticket.wait(WAIT_S) for ticket in [*tickets, *reads])
     assert order == ["write", "read", *["write"] * 3]
     assert np.array_equal(copy, array)
-
-
-def test_a_cancelled_one_is_left_out_and_its_memory_goes(store: PosixStore, calls: Calls) -> None:
-    arrays = arrays_of([(0, MIB)] * 3)
-    watched = weakref.ref(arrays[1])
-    queue = Queue(store)
-    tickets = [store.write(buffer_of(array)) for array in arrays]
-    assert tickets[1].cancel()
-    del arrays[1]
-    assert watched() is None
-    queue.release()
-    for ticket, array in zip(tickets[::2], arrays, strict=True):
-        assert ticket.wait(WAIT_S)
-        assert np.array_equal(read_back(store, ticket), array)
-    assert [nbytes for _, nbytes in calls.seen] == [2 * MIB]
 
 
 def test_each_one_s_memory_goes_when_the_call_has_ended_and_callbacks_run_once(store: PosixStore) -> None:
@@ -315,12 +247,3 @@ def test_each_one_s_memory_goes_when_the_call_has_ended_and_callbacks_run_once(s
     with store._workers.held():
         assert [each() for each in watched] == [None] * len(tickets)
     assert done == tickets
-
-
-def test_closing_fails_what_waits_together(store: PosixStore, calls: Calls) -> None:
-    queue = Queue(store)
-    tickets = [store.write(buffer_of(array)) for array in arrays_of()]
-    store.abandon()
-    queue.release()
-    assert {type(error_of(ticket)) for ticket in tickets} == {StoreClosed}
-    assert calls.seen == []

@@ -14,7 +14,7 @@ import xxhash
 
 from io_backends import Corrupted, PosixStore, Syscalls
 from io_backends._file import checksum
-from support.stores import WAIT_S, Pieces, buffer_of, empty_at, pattern_at, read_back, write
+from support.stores import Pieces, pattern_at, read_back, write
 
 MIB = 1 << 20
 PAGE = 4096
@@ -81,24 +81,6 @@ def test_a_bit_of_the_padding_is_nobody_s(store: PosixStore, flipping: Flipping)
     flipping.masks = {ticket.location.offset + byte: 0xFF for byte in (0, 99 % store.alignment, 100 + 5000)}
     if store.alignment > 100:
         assert np.array_equal(read_back(store, ticket), array)
-
-
-def test_every_size_and_address_comes_back(store: PosixStore) -> None:
-    for nbytes in (0, 1, 511, 512, 513, 4096, 100_000):
-        for skew in (0, 1, 511, 4095):
-            array = pattern_at(skew, nbytes)
-            ticket = write(store, array)
-            for padded in (True, False):
-                assert np.array_equal(read_back(store, ticket, padded=padded), array)
-
-
-def test_what_another_write_put_there_is_found(store: PosixStore, scratch: Path) -> None:
-    """As by a store that gives a range out twice: the bytes are good, but not those that were written here."""
-    first, second = (write(store, pattern_at(0, 8192, seed)) for seed in range(2))
-    stolen = first.location._replace(offset=second.location.offset)
-    target = empty_at(0, 8192)
-    with pytest.raises(Corrupted):
-        store.read(stolen, buffer_of(target)).wait(WAIT_S)
 
 
 @pytest.mark.parametrize("nbytes", [1, 31, 32, 5000, 4 * MIB + 3])

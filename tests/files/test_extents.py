@@ -112,13 +112,6 @@ TestAgainstBlocks = AgainstBlocks.TestCase
 TestAgainstBlocks.settings = STEADY
 
 
-@pytest.mark.parametrize(
-    ("value", "alignment", "expected"), [(0, 512, 0), (1, 512, 512), (512, 512, 512), (513, 512, 1024), (7, 1, 7)]
-)
-def test_align_up(value: int, alignment: int, expected: int) -> None:
-    assert align_up(value, alignment) == expected
-
-
 def test_a_periodic_load_of_any_sizes_reuses_the_same_range() -> None:
     extents = Extents(4096)
     sizes = [5000, 1, 123456, 4096, 70000, 8191]
@@ -131,39 +124,6 @@ def test_a_periodic_load_of_any_sizes_reuses_the_same_range() -> None:
             extents.free(offset, size)
         assert (end_of(extents), extents.used_bytes) == (0, 0)
     assert set(ends) == {sum(align_up(size, 4096) for size in sizes)}
-
-
-def test_neighbours_merge_from_both_sides() -> None:
-    extents = Extents(512)
-    offsets = [extents.allocate(512) for _ in range(4)]
-    assert offsets == [0, 512, 1024, 1536]
-    extents.free(0, 512)
-    extents.free(1024, 512)
-    assert extents.allocate(1024) == 2048  # neither hole is large enough
-    extents.free(512, 512)
-    assert extents.allocate(1536) == 0
-
-
-def test_a_double_free_is_an_error_and_changes_nothing() -> None:
-    extents = Extents(512)
-    extents.allocate(512)
-    kept = extents.allocate(512)
-    assert kept == 512
-    extents.free(0, 512)
-    with pytest.raises(ValueError, match=r"range \[0, 512\) is not in use"):
-        extents.free(0, 512)
-    assert extents.used_bytes == 512
-    assert extents.allocate(1024) == 1024
-
-
-@pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 100), (0, 1024), (512, 512), (100, 512), (1024, 4096)])
-def test_what_cannot_be_taken_is_an_error(offset: int, length: int) -> None:
-    extents = Extents(512, 2048)
-    extents.allocate(512)
-    extents.take(512, 512)
-    with pytest.raises(ValueError, match=rf"range \[{offset}, {offset + length}\) is not free"):
-        extents.take(offset, length)
-    assert extents.used_bytes == 1024
 
 
 # Each with a range that touches free space on neither side, before, after and on both, and one at the end.

@@ -38,15 +38,6 @@ def test_bytes_passed_never_exceed_the_rate_by_more_than_a_burst(clock: Clock) -
         assert clock.now_s - 1000.0 == pytest.approx(passed / 500.0 - BURST_S)
 
 
-def test_what_fits_the_burst_passes_at_once(clock: Clock) -> None:
-    limit = RateLimit(1e6)
-    for _ in range(4):
-        limit.pace(int(1e6 * BURST_S / 4))
-        assert clock.now_s == 1000.0
-    limit.pace(1000)
-    assert clock.now_s == pytest.approx(1000.001)
-
-
 def test_time_without_traffic_is_saved_up_to_a_burst_only(clock: Clock) -> None:
     limit = RateLimit(100.0)
     limit.pace(100)

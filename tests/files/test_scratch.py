@@ -194,14 +194,6 @@ def test_a_name_that_cannot_be_removed_leaves_no_descriptor(scratch: Path, monke
     assert opens.open == set()
 
 
-def test_a_directory_that_is_missing_or_a_file(scratch: Path) -> None:
-    (scratch / "file").touch()
-    for name in ("missing", "file"):
-        with pytest.raises(StoreBroken, match=f"{scratch}/{name}"):
-            open_scratch(str(scratch / name), REAL)
-    assert os.listdir(scratch) == ["file"]
-
-
 def test_a_directory_moved_to_another_file_system_is_refused_by_both_numbers(scratch: Path) -> None:
     closed: list[int] = []
 

@@ -19,7 +19,7 @@ from io_backends._extents import align_up
 from io_backends._file import space as space_module
 from io_backends._file.space import EXTENT_ALIGNMENT, Space
 from support.interrupts import interrupted_everywhere
-from support.stores import WAIT_S, Bytes, Failing, Held, buffer_of, pattern_at, read_back, write
+from support.stores import WAIT_S, Bytes, Failing, buffer_of, pattern_at, read_back, write
 
 MIB = 1 << 20
 REAL = Syscalls()
@@ -299,33 +299,6 @@ def test_trim_costs_nothing_where_there_is_nothing_to_trim(scratch: Path) -> Non
     store.close()
     store.trim()
     assert store.allocated_bytes() == 0
-
-
-def test_a_discarded_write_in_flight_is_not_punched(scratch: Path) -> None:
-    held = Held()
-    punching = Punching()
-    store = PosixStore(scratch, threads=2, syscalls=Syscalls(pwritev=held.syscalls.pwritev, punch=punching))
-    held.release.set()
-    step(store, 16)
-    while held._begun.acquire(blocking=False):
-        pass
-    held.release.clear()
-    store._space._reclaim()
-    store._space._extents.take(0, 192 * MIB)  # so that the write lies among what goes first
-    running = store.write(buffer_of(BLOCK))
-    held.await_begun()
-    where = running.location.offset
-    store.discard(running)
-    store._space._extents.free(0, 192 * MIB)
-    shrink(store)
-    store.trim()
-    assert punching.begun.wait(WAIT_S)
-    held.release.set()
-    assert running.wait(WAIT_S)
-    settle(store)
-    assert where == 192 * MIB
-    assert all(offset + length <= where or offset >= where + 16 * MIB for offset, length in punching.seen)
-    store.close()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from io_backends import HostStore, StoreBroken, StoreFull
+from io_backends import HostStore, StoreFull
 from support.stores import WAIT_S, buffer_of, empty_at, pattern_at, read_back, write
 
 
@@ -32,18 +32,6 @@ def test_a_write_keeps_the_memory_it_was_given(store: HostStore) -> None:
     assert watched() is not None
     store.discard(ticket)
     assert watched() is None
-
-
-def test_a_before_that_fails_breaks_the_write(store: HostStore) -> None:
-    def before() -> None:
-        raise RuntimeError("the device is gone")
-
-    ticket = store.write(buffer_of(pattern_at(0, 8)), before=before)
-    with pytest.raises(StoreBroken, match="the device is gone"):
-        ticket.wait(WAIT_S)
-    assert store.allocated_bytes() == 8
-    store.discard(ticket)
-    assert store.allocated_bytes() == 0
 
 
 def test_the_sum_of_what_is_stored(store: HostStore) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from io_backends import Buffer, ShortTransfer, StoreBroken, StoreFull
+from io_backends import ShortTransfer, StoreBroken, StoreFull
 from io_backends._stores.kvikio import TASK_BYTES, THRESHOLD_BYTES, KvikioStore
 from support.kvikio_double import build
-from support.kvikio_double.fake import Kvikio
-from support.stores import WAIT_S, Bytes, buffer_of, in_child, pattern_at, read_back, write
+from support.kvikio_double.fake import Kvikio, device_buffer
+from support.stores import WAIT_S, buffer_of, in_child, pattern_at, read_back, write
 
 TESTS = Path(__file__).parents[1]
 MIB = 1 << 20
@@ -68,16 +68,6 @@ def test_without_a_driver_the_first_transfer_says_so(library: Path, scratch: Pat
 
 
 # -- its own logic, over a fake ----------------------------------------------------------------------------------------
-
-
-class OnDevice:
-    def __init__(self, array: Bytes) -> None:
-        self.array = array
-        self.__cuda_array_interface__ = {"data": (array.ctypes.data, False)}
-
-
-def device_buffer(array: Bytes) -> Buffer:
-    return Buffer(array.ctypes.data, array.nbytes, OnDevice(array))
 
 
 @contextmanager

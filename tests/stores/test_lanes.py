@@ -37,14 +37,6 @@ def failed(lane: Lane, at_s: float, nbytes: int = 0) -> None:
     lane.ended.append(Ended(at_s, nbytes, moved=False, failed=True))
 
 
-def test_equal_disks_share_equally() -> None:
-    disks = Disks(1e9, 1e9)
-    for _ in range(400):
-        disks.write(4_000_000)
-        disks.pass_time(0.002)
-    assert disks.taken[0] == pytest.approx(disks.taken[1], rel=0.05)
-
-
 def test_a_faster_disk_gets_as_much_more_as_it_is_faster() -> None:
     disks = Disks(3e9, 1e9)
     for _ in range(2000):

@@ -1,20 +1,20 @@
-"""PosixStore: every byte comes back, from any address, in any size, and the file stays as small as what it holds."""
+"""PosixStore: every byte comes back, big transfers in few calls, and space is free once nobody uses it."""
 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from io_backends import Location, PosixStore, Syscalls, Ticket
-from io_backends._file import space
+from io_backends import PosixStore, StoreBroken, Syscalls, Ticket, TicketState
+from io_backends._stores import file_store
 from support.stores import (
     WAIT_S,
+    Calls,
     Held,
     Pieces,
     buffer_of,
@@ -26,46 +26,20 @@ from support.stores import (
 )
 
 MIB = 1 << 20
+NBYTES = 25 * MIB + 77
+SOURCE = pattern_at(0, NBYTES + 4096)
 
 
-def no_direct_open(path: str, flags: int, mode: int) -> int:
-    if flags & os.O_DIRECT:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return os.open(path, flags, mode)
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
 
 
-@pytest.fixture(params=["direct", "buffered", "paced"])
-def store(request: pytest.FixtureRequest, scratch: Path) -> Iterator[PosixStore]:
-    if request.param == "buffered":
-        store = PosixStore(scratch, syscalls=Syscalls(open=no_direct_open))
-        assert store.alignment == 1
-    else:
-        rate = 1e12 if request.param == "paced" else None
-        store = PosixStore(scratch, write_rate_bytes_per_s=rate, read_rate_bytes_per_s=rate)
-        if store.alignment == 1:
-            store.close()
-            pytest.skip(f"{scratch} has no direct I/O")
+@pytest.fixture
+def store(scratch: Path, calls: Calls) -> Iterator[PosixStore]:
+    store = PosixStore(scratch, threads=3, syscalls=calls.syscalls)
     yield store
     store.close()
-
-
-def test_what_was_written_comes_back(store: PosixStore) -> None:
-    block = store.alignment
-    sizes = [1, 2, 511, 512, 513, 1023, 4095, 4096, 4097, MIB - 1, MIB, MIB + 1, 3 * MIB + 77]
-    for nbytes, skew in itertools.product(sizes, [0, 1, 64, 511, 512, 4032, 4095]):
-        case = f"{nbytes} bytes at {skew}"
-        array = pattern_at(skew, nbytes)
-        expected = array.copy()
-        ticket = write(store, array)
-        assert isinstance(ticket.location, Location), case
-        assert (ticket.location.skew, ticket.location.nbytes) == (array.ctypes.data % block, nbytes), case
-        assert ticket.moved_bytes == -(-(ticket.location.skew + nbytes) // block) * block, case
-        assert np.array_equal(array, expected), case
-        array[:] = 0
-        assert np.array_equal(read_back(store, ticket), expected), case
-        assert np.array_equal(read_back(store, ticket, padded=False), expected), case
-        if nbytes % 3:  # some stay, so that there are neighbours
-            store.discard(ticket)
 
 
 def test_every_combination_of_head_and_tail(scratch: Path) -> None:
@@ -89,29 +63,6 @@ def test_every_combination_of_head_and_tail(scratch: Path) -> None:
         assert read.wait(WAIT_S)
         assert np.array_equal(array, noise[begin:end]), (begin, end)
     store.close()
-
-
-def test_a_read_without_padding_touches_nothing_beside_its_range(store: PosixStore) -> None:
-    array = pattern_at(100, 2 * MIB + 5)
-    ticket = write(store, array)
-    around = pattern_at(0, array.nbytes + 8192, seed=2)
-    before = around.copy()
-    for skew in (100, 4096 + 33):  # aligned as the write was, and not: never without the promise of `padded`
-        target = around[skew : skew + array.nbytes]
-        assert store.read(ticket.location, buffer_of(target)).wait(WAIT_S)
-        assert np.array_equal(target, array)
-        assert np.array_equal(around[:skew], before[:skew])
-        assert np.array_equal(around[skew + array.nbytes :], before[skew + array.nbytes :])
-        around[:] = before
-
-
-def test_nothing_is_moved_for_no_bytes(store: PosixStore) -> None:
-    for skew in (0, 100):
-        ticket = write(store, empty_at(skew, 0))
-        assert ticket.moved_bytes == 0
-        assert read_back(store, ticket).nbytes == read_back(store, ticket, padded=False).nbytes == 0
-        store.discard(ticket)
-    assert store.used_bytes == 0
 
 
 def test_the_bulk_goes_straight_from_its_memory_in_one_call(scratch: Path) -> None:
@@ -156,32 +107,6 @@ def test_pieces_under_a_rate_are_small_and_cover_everything(scratch: Path) -> No
 # -- space ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_file_does_not_grow_over_a_thousand_rounds(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(space, "GROWTH_BYTES", 4096)
-    store = PosixStore(scratch)
-    arrays = [pattern_at(64 * index, nbytes) for index, nbytes in enumerate((70_000, 5000, 33_333))]
-    sizes = set()
-    for _ in range(1000):
-        tickets = [store.write(buffer_of(array)) for array in arrays]
-        for ticket in tickets:
-            assert ticket.wait(WAIT_S)
-        sizes.add((os.fstat(store.open().fd).st_size, store.allocated_bytes()))
-        for ticket in tickets:
-            store.discard(ticket)
-    assert len(sizes) == 1
-    assert store.used_bytes == 0
-    store.close()
-
-
-def test_the_file_is_laid_out_ahead(scratch: Path) -> None:
-    store = PosixStore(scratch)
-    assert store.allocated_bytes() == 0
-    write(store, pattern_at(0, 5000))
-    assert os.fstat(store.open().fd).st_size == space.LEAST_GROWTH_BYTES
-    assert store.allocated_bytes() >= 8192
-    store.close()
-
-
 def test_discarding_a_running_write_frees_its_space_only_when_it_has_ended(scratch: Path) -> None:
     held = Held()
     store = held.store(scratch, threads=2)
@@ -220,4 +145,57 @@ def test_a_write_that_ends_between_two_looks_at_it_is_not_lost(scratch: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Ticket, "done", lambda ticket: ticket is tickets[0] or next(looks, True))
         assert store.used_bytes == 3 * 4096
+    assert store.used_bytes == 0
+
+
+# -- big transfers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skew", [0, 64, 511, 4000])
+def test_one_tensor_is_one_call(store: PosixStore, calls: Calls, skew: int) -> None:
+    array = SOURCE[skew : skew + NBYTES]
+    ticket = write(store, array)
+    assert np.array_equal(read_back(store, ticket), array)
+    assert len(calls.writes + calls.reads) == 2
+    assert np.array_equal(read_back(store, ticket, padded=False), array)  # all of it through bounce buffers
+
+
+def test_system_calls_are_bounded_so_that_a_very_big_tensor_is_seen_to_move(
+    store: PosixStore, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_store, "_CALL_BYTES", MIB)
+    array = SOURCE[100 : 100 + NBYTES]
+    assert np.array_equal(read_back(store, write(store, array)), array)
+    assert max(nbytes for _, nbytes in calls.writes + calls.reads) == MIB
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, os.strerror(errno.EIO)), SystemExit("injected"), KeyboardInterrupt()]
+)
+@pytest.mark.parametrize("kind", ["write", "read"])
+def test_an_error_half_way_is_the_transfer_s_alone(
+    store: PosixStore, calls: Calls, monkeypatch: pytest.MonkeyPatch, error: BaseException, kind: str
+) -> None:
+    """Also one that ends a program elsewhere."""
+    good = write(store, SOURCE)
+    monkeypatch.setattr(file_store, "_CALL_BYTES", MIB)
+    calls.writes.clear()
+    calls.reads.clear()
+
+    def instead(real: Callable[..., int], *arguments: object) -> int:
+        if len(calls.writes + calls.reads) == 3:
+            raise error
+        return real(*arguments)
+
+    calls.instead = instead
+    buffer = buffer_of(SOURCE.copy(), padded=True)
+    ticket = store.write(buffer) if kind == "write" else store.read(good.location, buffer)
+    with pytest.raises(StoreBroken, match=r"Input/output error|injected|KeyboardInterrupt"):
+        ticket.wait(WAIT_S)
+    assert (ticket.moved_bytes, ticket.state) == (0, TicketState.FAILED)
+    calls.instead = None
+    if kind == "write":
+        store.discard(ticket)
+    assert np.array_equal(read_back(store, good), SOURCE)
+    store.discard(good)
     assert store.used_bytes == 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from io_backends import Buffer, PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls, Ticket
+from io_backends import Buffer, PosixStore, ShortTransfer, StoreBroken, StoreFull, Syscalls
 from io_backends._file import space
-from support.stores import WAIT_S, Failing, Pieces, buffer_of, cut, empty_at, pattern_at, read_back, write
+from support.stores import WAIT_S, Failing, Pieces, buffer_of, cut, pattern_at, read_back, write
 
 NBYTES = 100_000
 REAL = Syscalls()
@@ -64,16 +62,6 @@ def store(request: pytest.FixtureRequest, scratch: Path, writing: Later, reading
 
 def cutting(real: Callable[..., int], most_bytes: int) -> Callable[[int, Pieces, int], int]:
     return lambda fd, pieces, offset: real(fd, cut(pieces, most_bytes), offset)
-
-
-@pytest.mark.parametrize("most_bytes", [4096, 3 * 4096, 7 * 4096])
-@pytest.mark.parametrize("padded", [True, False])
-def test_transfers_that_are_cut_at_a_block_go_on(
-    store: PosixStore, writing: Later, reading: Later, most_bytes: int, padded: bool
-) -> None:
-    writing.call, reading.call = cutting(REAL.pwritev, most_bytes), cutting(REAL.preadv, most_bytes)
-    array = pattern_at(4000, NBYTES)
-    assert np.array_equal(read_back(store, write(store, array), padded=padded), array)
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000, 5001])
@@ -135,21 +123,6 @@ def test_a_full_disk_says_so_and_works_again_once_it_has_room(store: PosixStore,
     assert np.array_equal(read_back(store, write(store, array)), array)
 
 
-def test_a_write_that_fails_half_way_is_an_error(store: PosixStore, writing: Later) -> None:
-    """The first part of it has been moved already."""
-    failing = Failing(cutting(REAL.pwritev, 4096))
-
-    def pwritev(*arguments: Any) -> Any:
-        moved = failing(*arguments)
-        failing.codes.append(errno.EIO)
-        return moved
-
-    writing.call = pwritev
-    with pytest.raises(StoreBroken):
-        write(store, pattern_at(64, NBYTES))
-    assert failing.calls == 2
-
-
 def test_an_interrupted_call_is_made_again(store: PosixStore, writing: Later, reading: Later, layout: Later) -> None:
     """A signal for the program may reach a worker; some file systems then answer EINTR."""
     failing = [Failing(call, errno.EINTR, errno.EINTR) for call in (REAL.pwritev, REAL.preadv, REAL.fallocate)]
@@ -205,28 +178,6 @@ def test_another_error_while_laying_out_breaks_the_write(store: PosixStore, layo
 
 
 # -- memory --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["write", "read", "copied read"])
-def test_a_failed_transfer_lets_go_of_its_memory(store: PosixStore, writing: Later, reading: Later, kind: str) -> None:
-    written = write(store, pattern_at(64, NBYTES))
-    writing.call, reading.call = Failing(REAL.pwritev, errno.ENOSPC), Failing(REAL.preadv, errno.EIO)
-    array = empty_at(64, NBYTES)
-    watched = weakref.ref(array)
-    gc.collect()
-    gc.disable()
-    try:
-        ticket: Ticket
-        if kind == "write":
-            ticket = store.write(buffer_of(array))
-        else:
-            ticket = store.read(written.location, buffer_of(array, padded=kind == "read"))
-        del array
-        with pytest.raises((StoreFull, StoreBroken)):
-            ticket.wait(WAIT_S)
-        assert watched() is None
-    finally:
-        gc.enable()
 
 
 def test_a_buffer_that_others_change_meanwhile_is_not_compared(scratch: Path) -> None:

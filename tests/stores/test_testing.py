@@ -87,18 +87,6 @@ def test_a_gate_holds_a_transfer_until_it_is_opened(make: MakeStore) -> None:
     assert np.array_equal(copy, array)
 
 
-def test_a_queued_transfer_behind_a_gate_can_be_cancelled(make: MakeStore) -> None:
-    gate, begun = Event(), Event()
-    store = make(Plan({("write", 0): Fault(gate=gate)}))
-    first = store.write(buffer_of(pattern_at(64, NBYTES)), before=begun.set)
-    assert begun.wait(WAIT_S)
-    second = store.write(buffer_of(pattern_at(64, NBYTES)))
-    assert second.cancel()
-    assert not first.cancel()
-    gate.set()
-    assert first.wait(WAIT_S)
-
-
 @pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), StoreFull("told to be full")])
 def test_an_error_takes_the_place_of_the_transfer(make: MakeStore, error: Exception) -> None:
     store = make(Plan({("write", 1): Fault(error=error), ("read", 0): Fault(error=error)}))
@@ -148,7 +136,10 @@ def test_a_byte_is_inverted_after_a_read(make: MakeStore, index: int, place: int
     ticket = write(store, array)
     assert np.array_equal(read_back(store, ticket), array)
     seen: list[bool] = []
-    read, copy = copy_of(store, ticket, on_done=lambda _: seen.append(bool(copy[place] == 255 - array[place])))
+    # By the buffer: the read may have ended before `copy` has its name.
+    read, copy = copy_of(
+        store, ticket, on_done=lambda t: seen.append(bool(t.buffer.owner[place] == 255 - array[place]))
+    )
     assert read.wait(WAIT_S)
     assert seen == [True]  # corrupted before anybody may look
     assert list(np.flatnonzero(copy != array)) == [place % NBYTES]
@@ -167,12 +158,3 @@ def test_faults_befall_together_in_their_order(make: MakeStore) -> None:
     with pytest.raises(StoreBroken, match="injected"):
         read.wait(WAIT_S)
     assert not copy.any()
-
-
-def test_abandon_reaches_the_store_beneath(make: MakeStore) -> None:
-    store = make(Plan({}))
-    ticket = write(store, pattern_at(64, NBYTES))
-    store.abandon()
-    with pytest.raises(Exception, match="closed"):
-        store.write(buffer_of(pattern_at(64, NBYTES)))
-    store.discard(ticket)

@@ -97,6 +97,33 @@ class Failing:
         return self._real(*arguments)
 
 
+class Calls:
+    """System calls that move bytes, noted; all but the small ones that a store tries when it opens its file.
+
+    Attributes:
+        writes, reads: the offset in the file and the bytes of each.
+        instead: may answer for the system, given the real call and its arguments.
+    """
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[int, int]] = []
+        self.reads: list[tuple[int, int]] = []
+        self.instead: Callable[..., int] | None = None
+        self.syscalls = Syscalls(
+            pwritev=self._noting(self.writes, Syscalls().pwritev), preadv=self._noting(self.reads, Syscalls().preadv)
+        )
+
+    def _noting(self, seen: list[tuple[int, int]], real: Callable[..., int]) -> Callable[[int, Pieces, int], int]:
+        def call(fd: int, pieces: Pieces, offset: int) -> int:
+            nbytes = sum(length for _, length in pieces)
+            if nbytes <= _PAGE:
+                return real(fd, pieces, offset)
+            seen.append((offset, nbytes))
+            return real(fd, pieces, offset) if self.instead is None else self.instead(real, fd, pieces, offset)
+
+        return call
+
+
 class Held:
     """System calls whose writes wait until `release` is set."""
 

@@ -15,12 +15,19 @@ class Owner:
     """Stands for memory: a buffer's owner whose life can be watched."""
 
 
-def ticket_of(work: Callable[[Ticket], None], owner: object = None, location: object = None) -> Ticket:
-    return Ticket(Buffer(0, 8, owner), location, work)
-
-
 def nothing(ticket: Ticket) -> None:
     """A transfer that ends at once."""
+
+
+def ticket_of(
+    work: Callable[[Ticket], None] = nothing,
+    owner: object = None,
+    location: object = None,
+    *,
+    on_done: Callable[[Ticket], None] | None = None,
+    before: Callable[[], None] | None = None,
+) -> Ticket:
+    return Ticket(Buffer(0, 8, owner), location, work, on_done, before)
 
 
 def never() -> None:

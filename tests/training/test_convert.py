@@ -141,24 +141,6 @@ def test_projections_differ_by_layer_and_seed_and_agree_by_name() -> None:
     assert len(set(shared)) == 2  # one a block; sizes tell `down` from the others
 
 
-def test_shared_projection_is_saved_once() -> None:
-    for share, wanted in ((False, 4), (True, 2)):
-        model = _Model()
-        convert(model, rank=4, share=share)
-        saved: list[Tensor] = []
-
-        def pack(tensor: Tensor, saved: list[Tensor] = saved) -> Tensor:
-            saved.append(tensor)  # keeps it, so that no address is used twice
-            return tensor
-
-        x = torch.randn(7, 16, requires_grad=True)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.blocks[0](x).sum().backward()
-        projected = {tensor.data_ptr() for tensor in saved if tensor.shape == (7, 4)}
-        # q, k and v read one tensor, up another, down a third.
-        assert len(projected) == wanted + 1
-
-
 def test_rank_may_be_a_share_of_each_width() -> None:
     model = _Model()
     convert(model, rank=0.25)
@@ -200,15 +182,6 @@ def test_what_cannot_be_compact_is_left_alone() -> None:
     )
     model["tied"].weight = model["embed"].weight
     assert convert(model, rank=2, skip=()) == ["plain"]
-
-
-def test_a_linear_layer_itself() -> None:
-    layer = nn.Linear(8, 3)
-    assert convert(layer, rank=2) == [""]
-    layer(torch.ones(4, 8)).sum().backward()
-    assert layer.weight.subspace.grad.shape == (3, 2)  # type: ignore[attr-defined]
-    assert revert(layer) == [""]
-    assert type(layer) is nn.Linear
 
 
 def test_hooks_and_modes_stay() -> None:

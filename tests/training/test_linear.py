@@ -7,7 +7,6 @@ import pickle
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from compact import Projection, RankError, SharedInput, compact_linear, key
-from compact._projection.projection import ProjectionKind
+from compact import Projection, SharedInput, compact_linear, key
 
 WIDTH, OUT = 48, 40
 
@@ -324,17 +322,3 @@ def test_a_shared_projection_is_dropped_when_the_input_changes_or_dies() -> None
     assert dead() is None
     assert isinstance(pickle.loads(pickle.dumps(shared)), SharedInput)
     assert copy.deepcopy([shared, shared])[0] is not shared
-
-
-def test_a_rank_above_the_width_names_both() -> None:
-    x, weight = torch.randn(5, WIDTH), torch.randn(OUT, WIDTH, requires_grad=True)
-    with pytest.raises(RankError, match="rank 49, but its width is 48"):
-        compact_linear(x, weight, rank=49, key=1)
-
-
-def test_default_generator_is_not_moved() -> None:
-    x, weight = torch.randn(5, WIDTH), torch.randn(OUT, WIDTH, requires_grad=True)
-    before = torch.get_rng_state()
-    for kind in get_args(ProjectionKind):
-        compact_linear(x, weight, rank=4, key=1, kind=kind).sum().backward()
-    assert torch.equal(before, torch.get_rng_state())

@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from compact import Projection
-from compact._training.moments import advance, carry
+from compact._training.moments import carry
 
 BETAS, EPS = (0.9, 0.95), 1e-8
-
-
-def test_advance_is_adam() -> None:
-    torch.manual_seed(0)
-    parameter = nn.Parameter(torch.zeros(4, 3, dtype=torch.float64))
-    adam = torch.optim.Adam([parameter], lr=1.0, betas=BETAS, eps=EPS)
-    first, second = torch.zeros(2, 4, 3, dtype=torch.float64).unbind()
-    for steps in range(1, 8):
-        before, parameter.grad = parameter.detach().clone(), torch.randn(4, 3, dtype=torch.float64)
-        adam.step()
-        n = advance(first, second, parameter.grad, steps, BETAS, EPS)
-        torch.testing.assert_close(before - n, parameter.detach())
 
 
 def test_carry_keeps_what_both_bases_hold() -> None:

@@ -239,15 +239,6 @@ def test_resumes_to_the_last_bit(at_refresh: str, kind: str) -> None:
         assert torch.equal(mine, other)
 
 
-def test_a_copied_model_and_optimizer_go_on_alone() -> None:
-    model, optimizer = _converted(refresh=2)
-    _train(model, optimizer, _batches(3))
-    twin = copy.deepcopy(model)
-    twin_optimizer = CompActAdamW(twin.parameters())
-    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert _train(twin, twin_optimizer, _batches(3)) == _train(model, optimizer, _batches(3))
-
-
 def _saved(rank: int, kind: str = "gaussian", convert_it: bool = True) -> dict[str, Any]:
     model = _model()
     if convert_it:

@@ -111,20 +111,6 @@ def test_a_wait_fails_when_nothing_moves_and_the_ticket_goes_on() -> None:
         assert queued.wait()
 
 
-def test_what_moves_slowly_has_not_stalled() -> None:
-    with running(1) as workers:
-        workers.timeout_s = 1.0
-
-        def crawl(_: Ticket) -> None:
-            for _ in range(8):
-                time.sleep(0.2)
-                workers.moved_s = time.perf_counter()
-
-        ticket = ticket_of(crawl)
-        workers.submit(ticket, urgent=False)
-        assert ticket.wait()
-
-
 def test_no_timeout_waits_for_ever() -> None:
     workers = Workers(1, "tba-test", never, timeout_s=None)
     workers.moved_s = -1e9
@@ -136,17 +122,11 @@ def test_no_timeout_waits_for_ever() -> None:
             Workers(1, "tba-test", never, timeout_s=timeout_s)
 
 
-@pytest.mark.parametrize("ending", ["join", "held"])
-def test_a_thread_that_hangs_in_the_system_holds_up_nobody_for_ever(ending: str) -> None:
+def test_a_thread_that_hangs_in_the_system_holds_up_nobody_for_ever() -> None:
     with running(1) as workers:
         workers.timeout_s = 0.1
         blocker = Blocker()
         blocker.occupy(workers)
-        if ending == "held":
-            with workers.held():
-                assert not blocker.ticket.done()
-        else:
-            workers.stop()
-            workers.join()
-            assert threads_of(workers)[0].is_alive()
+        with workers.held():
+            assert not blocker.ticket.done()
         blocker.release.set()

@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 
@@ -19,29 +18,9 @@ from io_backends import (
     StoreFull,
     Ticket,
     TicketState,
-    TransferCancelled,
 )
 from support.stores import WAIT_S
-
-OnDone = Callable[[Ticket], None]
-
-
-class Owner:
-    """Stands for memory: a buffer's owner whose life can be watched."""
-
-
-def nothing(ticket: Ticket) -> None:
-    """A transfer that ends at once."""
-
-
-def ticket_of(
-    work: Callable[[Ticket], None] = nothing,
-    *,
-    on_done: OnDone | None = None,
-    before: Callable[[], None] | None = None,
-    owner: object = None,
-) -> Ticket:
-    return Ticket(Buffer(0, 8, owner), "somewhere", work, on_done, before)
+from support.workers import Owner, ticket_of
 
 
 def run(ticket: Ticket) -> None:
@@ -70,7 +49,7 @@ def waiters(ticket: Ticket, count: int) -> tuple[list[threading.Thread], list[ob
 
 def test_the_life_of_a_transfer_that_goes_well() -> None:
     seen: list[TicketState] = []
-    ticket = ticket_of(lambda t: seen.append(t.state), before=lambda: seen.append(ticket.state))
+    ticket = ticket_of(lambda t: seen.append(t.state), before=lambda: seen.append(ticket.state), location="somewhere")
     assert (ticket.state, ticket.done(), ticket.nbytes, ticket.location) == (TicketState.QUEUED, False, 8, "somewhere")
     run(ticket)
     assert seen == [TicketState.RUNNING, TicketState.RUNNING]
@@ -79,23 +58,6 @@ def test_the_life_of_a_transfer_that_goes_well() -> None:
     assert ticket.wait() is True
     assert not ticket.start()
     assert not ticket.cancel()
-
-
-def test_a_wait_with_a_timeout_gives_up_and_may_be_repeated() -> None:
-    ticket = ticket_of()
-    assert ticket.wait(0) is False
-    assert ticket.wait(0.01) is False
-    run(ticket)
-    assert ticket.wait(0) is True
-
-
-def test_every_waiter_is_woken() -> None:
-    ticket = ticket_of()
-    threads, got = waiters(ticket, 3)
-    run(ticket)
-    for thread in threads:
-        thread.join()
-    assert got == [True, True, True]
 
 
 @pytest.mark.parametrize("kind", [StoreFull, ShortTransfer, StoreBroken, StoreClosed])
@@ -134,60 +96,6 @@ def test_foreign_errors_are_carried_as_broken_with_their_cause(cause: BaseExcept
         ticket.wait()
     assert caught.value.__cause__ is cause
     assert done == [ticket.error]
-
-
-def test_nothing_is_moved_when_before_fails() -> None:
-    moved: list[Ticket] = []
-
-    def fail() -> None:
-        raise RuntimeError("the device is gone")
-
-    run(ticket_of(moved.append, before=fail))
-    assert moved == []
-
-
-def test_cancelling_drops_the_buffer_and_tells_the_waiters() -> None:
-    called: list[Ticket] = []
-    owner = Owner()
-    watched = weakref.ref(owner)
-    ticket = ticket_of(called.append, on_done=called.append, owner=owner)
-    del owner
-    threads, got = waiters(ticket, 2)
-    assert ticket.cancel()
-    assert watched() is None
-    for thread in threads:
-        thread.join()
-    assert [type(error) for error in got] == [TransferCancelled] * 2
-    assert (ticket.state, ticket.done(), ticket.error) == (TicketState.CANCELLED, True, None)
-    assert not ticket.cancel()
-    assert not ticket.start()
-    assert called == []
-    with pytest.raises(TransferCancelled, match="8 bytes was cancelled before it started"):
-        ticket.wait()
-
-
-def test_a_running_transfer_cannot_be_cancelled() -> None:
-    owner = Owner()
-    watched = weakref.ref(owner)
-    answers: list[object] = []
-    ticket = ticket_of(lambda t: answers.append((t.cancel(), watched() is not None)), owner=owner)
-    del owner
-    run(ticket)
-    assert answers == [(False, True)]
-    assert ticket.state is TicketState.DONE
-
-
-def test_on_done_runs_once_before_any_waiter_wakes_and_with_the_buffer() -> None:
-    seen: list[tuple[bool, bool]] = []
-
-    def on_done(ticket: Ticket) -> None:
-        seen.append((ticket.buffer is not None, ticket.wait(0)))  # a waiter would still wait
-
-    ticket = ticket_of(on_done=on_done)
-    run(ticket)
-    assert seen == [(True, False)]
-    assert ticket.wait(0)
-    assert ticket.buffer is None
 
 
 def test_an_on_done_that_raises_is_carried_but_hides_no_error() -> None:

@@ -10,7 +10,7 @@ from collections import deque
 
 import pytest
 
-from io_backends import StoreBroken, StoreClosed, Ticket, TicketState, TransferCancelled
+from io_backends import StoreClosed, Ticket, TicketState
 from io_backends._workers.workers import Workers
 from support.stores import WAIT_S, once
 from support.workers import Blocker, Owner, never, nothing, running, threads_of, ticket_of
@@ -74,17 +74,6 @@ def test_without_any_thread_a_submission_fails_and_a_later_one_may_do(monkeypatc
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_stopping_without_any_thread_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped: list[bool] = []
-    workers = Workers(2, "tba-test", lambda: stopped.append(True))
-    limit_threads(monkeypatch, 0)
-    with pytest.raises(RuntimeError, match="can't start new thread"):
-        workers.submit(ticket_of(nothing), urgent=True)
-    workers.stop()
-    assert workers.ended
-    assert stopped == [True]
-
-
 def test_reads_go_ahead_of_writes_each_in_order() -> None:
     order: list[str] = []
     with running() as workers:
@@ -98,49 +87,6 @@ def test_reads_go_ahead_of_writes_each_in_order() -> None:
         blocker.release.set()
         assert all(ticket.wait(WAIT_S) for ticket in tickets)
     assert order == ["read 0", "read 1", "write 0", "write 1"]
-
-
-def test_several_workers_run_at_the_same_time() -> None:
-    with running(2) as workers:
-        meeting = threading.Barrier(2)
-
-        def meet(_: Ticket) -> None:
-            meeting.wait(WAIT_S)
-
-        tickets = [ticket_of(meet) for _ in range(2)]
-        for ticket in tickets:
-            workers.submit(ticket, urgent=False)
-        assert all(ticket.wait(WAIT_S) for ticket in tickets)
-
-
-def test_a_cancelled_ticket_is_passed_over() -> None:
-    ran: list[str] = []
-    with running() as workers:
-        blocker = Blocker()
-        blocker.occupy(workers)
-        cancelled, kept = ticket_of(lambda _: ran.append("cancelled")), ticket_of(lambda _: ran.append("kept"))
-        workers.submit(cancelled, urgent=True)
-        workers.submit(kept, urgent=True)
-        assert cancelled.cancel()
-        blocker.release.set()
-        assert kept.wait(WAIT_S)
-    assert ran == ["kept"]
-    with pytest.raises(TransferCancelled):
-        cancelled.wait(0)
-
-
-def test_a_failed_ticket_leaves_its_worker_alive() -> None:
-    def fail(_: Ticket) -> None:
-        raise SystemExit("worst of all")
-
-    with running() as workers:
-        failing, after = ticket_of(fail), ticket_of(nothing)
-        workers.submit(failing, urgent=False)
-        workers.submit(after, urgent=False)
-        assert after.wait(WAIT_S)
-        with pytest.raises(StoreBroken, match="SystemExit: worst of all"):
-            failing.wait(WAIT_S)
-        assert all(thread.is_alive() for thread in threads_of(workers))
 
 
 @pytest.mark.parametrize("urgent", [True, False])

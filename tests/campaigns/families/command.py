@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-import tempfile
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmarks._processes.child import ChildError
-from benchmarks._report.environment import environment_block
-from benchmarks._report.progress import progress
 from benchmarks._report.results import Grid, Result
-from benchmarks._workload.tools import scratch_directory
 
-from ..runner import Runner
+from ..runner import ask_all, result, verdict_of
 from .catalog import TASKS, families
 from .trial import BAD, SHARES, VERDICTS, Arm, Outcome
 
@@ -34,56 +28,35 @@ def run_families(
 ) -> Result:
     """Run the families whose name has a match of `only`, in `jobs` processes at a time."""
     names = [family.name for family in families() if re.search(only, family.name)]
-    chunks = [names[begin : begin + _CHUNK] for begin in range(0, len(names), _CHUNK)]
-    outcomes: list[Outcome] = []
-    stopped = threading.Event()
-    parent = scratch_directory((path,) if path is not None else None)
-    with (
-        tempfile.TemporaryDirectory(dir=parent) as directory,
-        progress("families", len(names)) as bar,
-        ThreadPoolExecutor(jobs) as pool,
-    ):
 
-        def run(chunk: Sequence[str]) -> None:
-            for outcome in _run_chunk(chunk, directory, seed, native):
-                outcomes.append(outcome)
-                if outcome.verdict in BAD:
-                    bar.say(f"{outcome.name}: {outcome.verdict}: {outcome.detail}")
-                bar.advance(f"{sum(one.verdict in BAD for one in outcomes)} bad")
-                if stopped.is_set():
-                    return
+    def outcome(name: str, answer: Any) -> Outcome:
+        if isinstance(answer, ChildError):
+            return Outcome(name, verdict_of(answer), answer.words[-600:])
+        return Outcome(**{**answer, "arms": [Arm(**arm) for arm in answer["arms"]]})
 
-        try:
-            list(pool.map(run, chunks))
-        finally:
-            stopped.set()
-    order = {name: number for number, name in enumerate(names)}
-    outcomes.sort(key=lambda outcome: order[outcome.name])
+    def bad(outcome: Outcome) -> str:
+        return f"{outcome.name}: {outcome.verdict}: {outcome.detail}" if outcome.verdict in BAD else ""
+
+    outcomes = ask_all(
+        "families",
+        names,
+        outcome,
+        bad,
+        arguments=lambda directory: [directory, str(seed)],
+        timeout_s=HUNG_S,
+        path=path,
+        jobs=jobs,
+        chunk=_CHUNK,
+        variables={} if native else KERNELS,
+    )
     data: dict[str, Any] = {
         "seed": seed,
         "counts": _counts(outcomes),
         "reasons": dict(_reasons(outcomes).most_common()),
-        "families": [outcome.document() for outcome in outcomes],
-        "bad": [
-            f"{outcome.name}: {outcome.verdict}: {outcome.detail}" for outcome in outcomes if outcome.verdict in BAD
-        ],
+        "families": [asdict(outcome) for outcome in outcomes],
+        "bad": [said for outcome in outcomes if (said := bad(outcome))],
     }
-    tables = [_each(outcomes), _reasons_table(outcomes), _left_out(outcomes), _totals(outcomes)]
-    environment = environment_block({}, threads=1)
-    return Result(theme="families", tables=tables, data=data, environment=environment, package="tests.campaigns")
-
-
-def _run_chunk(names: Sequence[str], directory: str, seed: int, native: bool) -> Iterator[Outcome]:
-    """Run some families in one process; in another after one that hangs or ends it."""
-    arguments = [directory, str(seed)]
-    module, variables = "tests.campaigns.families.worker", {} if native else KERNELS
-    with closing(Runner(module, lambda: arguments, timeout_s=HUNG_S, variables=variables)) as runner:
-        for name in names:
-            try:
-                found = runner.ask(name)
-                yield Outcome(**{**found, "arms": [Arm(**arm) for arm in found["arms"]]})
-            except ChildError as error:
-                yield Outcome(name, "hung" if error.hung else "crashed", error.words[-600:])
+    return result("families", [_each(outcomes), _reasons_table(outcomes), _left_out(outcomes), _totals(outcomes)], data)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +57,6 @@ class Outcome:
     verdict: str
     detail: str = ""
     arms: list[Arm] = field(default_factory=list)
-
-    def document(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
 
 
 BAD = ("differs", "raised", "hung", "crashed")

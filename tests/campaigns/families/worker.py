@@ -11,6 +11,7 @@ import resource
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ class Worker:
         """Run the family of a name; return its outcome."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return run_family(family_of(name), self._directory, self._seed, self._shares).document()
+            return asdict(run_family(family_of(name), self._directory, self._seed, self._shares))
 
 
 if __name__ == "__main__":

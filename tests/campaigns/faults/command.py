@@ -1,56 +1,99 @@
-"""The command `faults`: runs the cases of some seeds and counts their outcomes."""
+"""The command `faults`: runs the cases of some seeds, each under a watchdog, and counts their outcomes.
+
+Every case asked for gets an outcome: one that does not end within `CASE_TIMEOUT_S` is "hung", one that takes its
+process with it is "wrong", both with the process's last words. The next case begins in a new process.
+
+Assumption: a case needs seconds at most, as its store's own timeout is some seconds.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from benchmarks._report.environment import environment_block
-from benchmarks._report.progress import progress
+from benchmarks._processes.child import ChildError
 from benchmarks._report.results import Grid, Result
 from benchmarks._workload.tools import scratch_directory
 
-from .campaign import BAD, VERDICTS, Campaign, tally
-from .cases import KINDS
+from ..runner import ask_all, result
+from .cases import KINDS, draw
+from .small_disk import NotAllowed, small_disk
 from .trial import Outcome
+
+CASE_TIMEOUT_S = 90.0
+_DISK_BYTES = 16 << 20  # about one step of the model that fills it
+VERDICTS = ("exact", "raised", "wrong", "hung", "leaked", "skipped")  # in the order of a table
+BAD = ("wrong", "hung", "leaked")
+
+Question = tuple[int, str | None]  # a seed, and the kind of fault if it is not to be drawn
+
+
+def run_cases(
+    questions: Sequence[Question], path: Path | None = None, *, timeout_s: float = CASE_TIMEOUT_S
+) -> tuple[list[Outcome], str]:
+    """Run cases below `path` (None: below `out/`); return their outcomes, and why no disk runs full, "" if one does.
+
+    However it ends, no process, mount or file of it is left.
+    """
+    with ExitStack() as stack:
+        parent = scratch_directory((path,) if path is not None else None)
+        place = stack.enter_context(tempfile.TemporaryDirectory(prefix="tba-faults-", dir=parent))
+        disks, no_disk = list[Path](), ""
+        try:
+            disks.append(stack.enter_context(small_disk(Path(place), _DISK_BYTES)))
+        except NotAllowed as reason:
+            no_disk = str(reason)
+
+        def arguments(directory: str) -> list[str]:
+            return [tempfile.mkdtemp(dir=directory), *map(str, disks)]  # a killed process may leave files in its own
+
+        def outcome(question: Question, answer: Any) -> Outcome:
+            if not isinstance(answer, ChildError):
+                return Outcome(**answer)
+            for left in (left for disk in disks for left in disk.iterdir()):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            case, verdict = draw(*question), "hung" if answer.hung else "wrong"
+            return Outcome(seed=case.seed, kind=case.kind, verdict=verdict, detail=str(answer), case=case.describe())
+
+        found = ask_all("faults", questions, outcome, _describe, arguments=arguments, timeout_s=timeout_s, path=parent)
+        return found, no_disk
 
 
 def run_faults(seeds: Sequence[int], path: Path | None = None) -> Result:
-    """Run the cases of `seeds` below `path` (None: below `out/`). Cases that fail are shown as they come."""
-    outcomes: list[Outcome] = []
-    directory = scratch_directory((path,) if path is not None else None)
-    with progress("faults", len(seeds)) as bar, Campaign(directory) as campaign:
-        if campaign.no_disk:
-            bar.say(f"no disk runs full: {campaign.no_disk}")
-        for seed in seeds:
-            outcome = campaign.run(seed)
-            outcomes.append(outcome)
-            if outcome.verdict in BAD:
-                bar.say(_describe(outcome))
-            bar.advance(f"{sum(one.verdict in BAD for one in outcomes)} bad")
-        no_disk = campaign.no_disk
+    """Run the cases of `seeds`. Those that fail are shown as they come."""
+    outcomes, no_disk = run_cases([(seed, None) for seed in seeds], path)
     tables = [_table(outcomes, no_disk)]
     if len(seeds) == 1:
         tables.append(_one(outcomes[0]))
+    failing = [asdict(outcome) for outcome in outcomes if outcome.verdict in BAD]
     data = {
         "seeds": [seeds[0], seeds[-1]],
         "counts": {kind: dict(counts) for kind, counts in tally(outcomes).items()},
-        "bad": bad_count(outcomes),
-        "failing": [asdict(outcome) for outcome in outcomes if outcome.verdict in BAD],
+        "bad": len(failing),
+        "failing": failing,
         "no_disk": no_disk,
     }
-    environment = environment_block({}, threads=1)
-    return Result(theme="faults", tables=tables, data=data, environment=environment, package="tests.campaigns")
+    return result("faults", tables, data)
 
 
-def bad_count(outcomes: Sequence[Outcome]) -> int:
-    """Count the outcomes that are wrong, hung or leaked."""
-    return sum(outcome.verdict in BAD for outcome in outcomes)
+def tally(outcomes: Iterable[Outcome]) -> dict[str, Counter[str]]:
+    """Count by kind, in the order of `KINDS`: each verdict, "cases" in all, and "struck" by their fault."""
+    counts = {kind: Counter[str]() for kind in KINDS}
+    for outcome in outcomes:
+        counts[outcome.kind].update(["cases", outcome.verdict, *(["struck"] if outcome.struck else [])])
+    return counts
 
 
 def _describe(outcome: Outcome) -> str:
+    if outcome.verdict not in BAD:
+        return ""
     return (
         f"seed {outcome.seed}: {outcome.verdict} ({outcome.kind}); again alone: "
         f"python -m tests.campaigns faults --only {outcome.seed}\n{outcome.detail}\n{json.dumps(outcome.case)}"

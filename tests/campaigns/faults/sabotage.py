@@ -17,15 +17,14 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from io_backends import StoreFull, Syscalls
 from io_backends.testing import Fault, Operation
+from support.stores import Pieces, cut
 
 from .cases import BRIEF, Case
-
-Pieces = Sequence[tuple[int, int]]
 
 _BLOCK = 4096
 _LATE_S = 0.01  # at most, each time
@@ -189,16 +188,6 @@ class Sabotage:
 
     def _error(self) -> OSError:
         return OSError(self._case.code, os.strerror(self._case.code))
-
-
-def cut(pieces: Pieces, most_bytes: int) -> list[tuple[int, int]]:
-    """Cut a vectored transfer to its first `most_bytes`, as a system that stops early moves it."""
-    kept: list[tuple[int, int]] = []
-    for address, length in pieces:
-        if most_bytes > 0:
-            kept.append((address, min(length, most_bytes)))
-        most_bytes -= length
-    return kept
 
 
 def _flip_in_memory(pieces: Pieces, place: int) -> None:

@@ -5,7 +5,6 @@ Steps are the same with and without offloading, to the last bit: data, dropout a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 from functools import cache
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks._workload.gpt import GPT
 from benchmarks._workload.tools import gradient_hash
-from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, Syscalls, Ticket, TwoLevelStore
+from io_backends import HostStore, PosixStore, Store, StripedStore, Syscalls, TwoLevelStore
 from io_backends.testing import Fault, FaultyStore, Operation
+from support.stores import Copying
 from tba import OffloadConfig, Offloader
 
 from .cases import MODELS, Case
@@ -104,15 +104,6 @@ def size_of(name: str, directory: Path) -> tuple[int, int]:
 # -- stores ----------------------------------------------------------------------------------------------------------
 
 
-class _Copying(FaultyStore):
-    """Writes a copy that the store may keep: as from a device, with which nobody else has the memory."""
-
-    def submit_write(self, buffer: Buffer, *callbacks: Any) -> Ticket:
-        copy = torch.empty(buffer.nbytes, dtype=torch.uint8)
-        ctypes.memmove(copy.data_ptr(), buffer.address, buffer.nbytes)
-        return super().submit_write(Buffer(copy.data_ptr(), buffer.nbytes, copy, given=True), *callbacks)
-
-
 class Site:
     """Directories below `place`, and the store of `case` over them."""
 
@@ -148,7 +139,7 @@ class Site:
             return self._files[0]
         host = HostStore(timeout_s=case.io_timeout_s)
         self._levels = [TwoLevelStore(host, self._files[0], _HOST_BYTES, timeout_s=case.io_timeout_s)]
-        return _Copying(self._levels[0], lambda operation, number: None)
+        return Copying(self._levels[0])
 
     def used_bytes(self) -> int:
         """Bytes of writes not yet discarded, in files and host memory."""

@@ -1,8 +1,5 @@
 """Trial: one case of the fault campaign, run in this process, and the verdict on it.
 
-`python -m tests.campaigns.faults.trial DIRECTORY [DISK]` serves a `Campaign`: asked for a seed and a kind, it answers
-with an outcome. A case that hangs is for the campaign to notice.
-
 The verdict, the first of these that holds:
 
     wrong   gradients or loss differ from plain PyTorch's; an error that is not one of tba's, or does not name tensor
@@ -25,17 +22,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks._processes.serve import serve
 from io_backends.testing import FaultyStore
 from tba import OffloadConfig, Offloader, OffloadError, OffloadWarning
 
-from .cases import KINDS, Case, draw
+from .cases import KINDS, Case
 from .sabotage import Sabotage
 from .site import Seen, Site, backward, forward, make_model, plain_steps, seen_of, size_of
 
@@ -223,9 +217,3 @@ def _listening() -> Iterator[list[str]]:
         noises += [str(w.message) for w in caught if not issubclass(w.category, OffloadWarning)]
     finally:
         threading.excepthook, sys.unraisablehook = hooks
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    _directory, *_disk = map(Path, sys.argv[1:])
-    serve(lambda question, tell: asdict(run_trial(draw(**question), _directory, *_disk)))

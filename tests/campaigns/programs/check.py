@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -41,21 +41,22 @@ class Idle(Plain):
         self._inside = False
         self.packed: WeakSet[_Box] = WeakSet()
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         self._hooks.__enter__()
         self._inside = True
 
-    def leave(self) -> None:
+    def __exit__(self, *error: object) -> None:
         self._hooks.__exit__()
         self._inside = False
 
+    def suspend(self) -> AbstractContextManager[None]:
+        return self._outside() if self._inside else nullcontext()
+
     @contextmanager
-    def suspend(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._inside:
-                self.leave()
-                stack.callback(self.enter)
-            yield
+    def _outside(self) -> Iterator[None]:
+        self.__exit__()
+        yield
+        self.__enter__()
 
     def _pack(self, tensor: Tensor) -> _Box:
         box = _Box(tensor.detach())
@@ -66,25 +67,6 @@ class Idle(Plain):
 @dataclass(eq=False)
 class _Box:
     tensor: Tensor
-
-
-class Engine(Plain):
-    """An arm with an engine."""
-
-    def __init__(self, offload: Offloader) -> None:
-        self.offload = offload
-
-    def enter(self) -> None:
-        self.offload.__enter__()
-
-    def leave(self) -> None:
-        self.offload.__exit__(None, None, None)
-
-    def flush(self) -> None:
-        self.offload.flush()
-
-    def suspend(self) -> AbstractContextManager[None]:
-        return self.offload.suspend()
 
 
 _INJECTED = Fault(error=OSError(5, "injected"))
@@ -102,9 +84,7 @@ def failing(operation: Operation, number: int) -> Fault | None:
 
 def losing(operation: Operation, number: int) -> Fault | None:
     """Fail some reads too: the program gets an error."""
-    return (
-        Fault(error=OSError(5, "injected")) if operation == "read" and number % 5 == 2 else failing(operation, number)
-    )
+    return _INJECTED if operation == "read" and number % 5 == 2 else failing(operation, number)
 
 
 # By name: the faults of the transfers, and the settings.
@@ -144,7 +124,7 @@ def outcomes(program: list[Instruction], machine: Machine) -> list[Outcome]:
     """Run a program on a machine and list the outcome of each step."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # as errors they would tell arms apart: PyTorch gives many once in a process
-        found = [machine.step(instruction) for instruction in [("context", 0, 0, 0), *program]]
+        found = machine.run(program)
     machine.finish()
     return found
 
@@ -157,7 +137,7 @@ def through_engine(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", OffloadWarning)
         with make(plan, model=model, **chosen) as offload:
-            return outcomes(program, Machine(model, Engine(offload))), offload.stats()
+            return outcomes(program, Machine(model, offload)), offload.stats()
 
 
 def through_idle_hooks(program: list[Instruction]) -> tuple[list[Outcome], int]:

@@ -11,11 +11,13 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -27,14 +29,28 @@ Instruction = tuple[str, int, int, int]
 _POOL = 14  # tensors a program holds at once
 _NUMEL = 2048
 EDITED = "modified by an inplace operation"
+NAMES = [
+    *["unary"] * 10,
+    *["view"] * 7,
+    *["binary"] * 7,
+    *["inplace"] * 4,
+    *["backward"] * 5,
+    *["linear", "gradient"] * 3,
+    *["custom", "checkpoint", "flush", "delete", "context"] * 2,
+    *["suspended", "hook", "look", "take_grad", "edit_grad", "update", "elsewhere", "nested", "collect", "retain_grad"],
+]
+_BYTES = st.integers(0, 255)
+_INSTRUCTIONS = st.tuples(st.sampled_from(NAMES), _BYTES, _BYTES, _BYTES)
+# Of a drawn length: lists whose length is left to hypothesis are short.
+PROGRAMS = st.integers(4, 40).flatmap(lambda length: st.lists(_INSTRUCTIONS, min_size=length, max_size=length))
 
 
 class Plain:
-    """An arm without an engine: the instructions that concern one do nothing."""
+    """An arm without an engine: what a program asks of an `Offloader` does nothing."""
 
-    def enter(self) -> None: ...
+    def __enter__(self) -> object: ...
 
-    def leave(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -54,26 +70,15 @@ class Model(nn.Module):
         self.shift = nn.Buffer(torch.randn(8, 16))
 
 
-NAMES = [
-    *["unary"] * 10,
-    *["view"] * 7,
-    *["binary"] * 7,
-    *["inplace"] * 4,
-    *["backward"] * 5,
-    *["linear", "gradient"] * 3,
-    *["custom", "checkpoint", "flush", "delete", "context"] * 2,
-    *["suspended", "hook", "look", "take_grad", "edit_grad", "update", "elsewhere", "nested", "collect", "retain_grad"],
-]
-
-
 class Machine:
-    """One arm of a program."""
+    """One arm of a program: `Plain`, or an Offloader."""
 
-    def __init__(self, model: Model, arm: Plain) -> None:
+    def __init__(self, model: Model, arm: Any) -> None:
         torch.manual_seed(2)
         self.model = model
         self.arm = arm
         self.inside = False
+        self.done = 0  # instructions that have ended
         self.leaf = torch.randn(8, 16, requires_grad=True)
         self.pool: list[Tensor] = [*model.parameters(), model.shift, self.leaf, torch.randn(8, 16)]
 
@@ -88,10 +93,18 @@ class Machine:
             told = ""
         return told, *map(_digest, self.pool), *(_digest(leaf.grad) for leaf in self._leaves())
 
+    def run(self, program: list[Instruction]) -> list[tuple[Any, ...]]:
+        """Run a program within the context; return what `step` returns, of the entry and of each instruction."""
+        found = []
+        for instruction in [("context", 0, 0, 0), *program]:
+            found.append(self.step(instruction))
+            self.done += 1
+        return found
+
     def finish(self) -> None:
         """Leave the context and release every tensor."""
         if self.inside:
-            self._do_context(0, 0, 0)
+            self._do_context()
         self.pool.clear()
         del self.leaf, self.model.shift  # the buffer of a program that edited it holds a graph
         for weight in self.model.parameters():
@@ -106,29 +119,28 @@ class Machine:
 
     def _put(self, made: Any) -> None:
         for tensor in made if isinstance(made, (tuple, list)) else [made]:
-            if not isinstance(tensor, Tensor):
-                continue
-            if tensor.numel() > _NUMEL:
-                tensor = tensor.flatten()[:_NUMEL]
-            if len(self.pool) >= _POOL:
-                self.pool.pop(5)
-            self.pool.append(tensor)
+            if isinstance(tensor, Tensor):
+                if len(self.pool) >= _POOL:
+                    self.pool.pop(5)
+                self.pool.append(tensor if tensor.numel() <= _NUMEL else tensor.flatten()[:_NUMEL])
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _do_unary(self, a: int, b: int, c: int) -> None:
+    def _do_unary(self, a: int, b: int, *_: int) -> None:
         self._put(UNARY[b % len(UNARY)](self._get(a)))
 
-    def _do_view(self, a: int, b: int, c: int) -> None:
+    def _do_view(self, a: int, b: int, *_: int) -> None:
         self._put(VIEWS[b % len(VIEWS)](self._get(a)))
+
+    def _do_custom(self, a: int, b: int, *_: int) -> None:
+        self._put(CUSTOM[b % len(CUSTOM)](self._get(a)))
 
     def _do_binary(self, a: int, b: int, c: int) -> None:
         self._put(BINARY[c % len(BINARY)](*_alike(self._get(a), self._get(b))))
 
     def _do_inplace(self, a: int, b: int, c: int) -> None:
-        edit = INPLACE[c // 2 % len(INPLACE)]
         with torch.no_grad() if c % 2 else nullcontext():
-            edit(self._get(a), self._get(b))
+            INPLACE[c // 2 % len(INPLACE)](self._get(a), self._get(b))
 
     def _do_linear(self, a: int, b: int, c: int) -> None:
         weight = [self.model.square, self.model.tall, self.model.square.t()][b % 3]
@@ -136,24 +148,21 @@ class Machine:
             out = F.linear(rows(self._get(a)), weight)
             self._put(F.layer_norm(out, out.shape[-1:], self.model.gain) if c % 2 and out.shape[-1] == 16 else out)
 
-    def _do_custom(self, a: int, b: int, c: int) -> None:
-        self._put(CUSTOM[b % len(CUSTOM)](self._get(a)))
-
     def _do_checkpoint(self, a: int, b: int, c: int) -> None:
         first, second = UNARY[b % len(UNARY)], UNARY[c // 2 % len(UNARY)]
         self._put(checkpoint(lambda x: second(first(x)), self._get(a), use_reentrant=bool(c % 2)))
 
-    def _do_suspended(self, a: int, b: int, c: int) -> None:
+    def _do_suspended(self, a: int, b: int, *_: int) -> None:
         with self.arm.suspend():
-            self._do_unary(a, b, c)
+            self._do_unary(a, b)
 
-    def _do_nested(self, a: int, b: int, c: int) -> None:
+    def _do_nested(self, a: int, b: int, *_: int) -> None:
         # Not save_on_cpu, which keeps a CPU tensor itself: results would hold their nodes, and these them, for good.
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, Tensor.detach):
-            self._do_unary(a, b, c)
+            self._do_unary(a, b)
 
-    def _do_elsewhere(self, a: int, b: int, c: int) -> None:
-        _on_thread(partial(self._do_unary, a, b, c))
+    def _do_elsewhere(self, a: int, b: int, *_: int) -> None:
+        _on_thread(partial(self._do_unary, a, b))
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -163,10 +172,7 @@ class Machine:
 
     def _do_backward(self, a: int, b: int, c: int) -> None:
         go = partial(torch.autograd.backward, self._loss(a, b), retain_graph=c % 3 == 0)
-        if c % 5 == 0:
-            _on_thread(go)
-        else:
-            go()
+        _on_thread(go) if c % 5 == 0 else go()
 
     def _do_gradient(self, a: int, b: int, c: int) -> None:
         wanted = self._get(b) if c % 4 else self.leaf
@@ -178,25 +184,25 @@ class Machine:
             loss = self._loss(a, a)
             self._put(torch.autograd.grad(loss, wanted, allow_unused=True, create_graph=c % 2 == 0))
 
-    def _do_update(self, a: int, b: int, c: int) -> None:
-        with torch.no_grad():
-            for leaf in self._leaves():
-                if leaf.grad is not None:
-                    leaf.sub_(leaf.grad, alpha=0.1)
-                    leaf.grad = None
+    @torch.no_grad()
+    def _do_update(self, *_: int) -> None:
+        for leaf in self._leaves():
+            if leaf.grad is not None:
+                leaf.sub_(leaf.grad, alpha=0.1)
+                leaf.grad = None
 
-    def _do_take_grad(self, a: int, b: int, c: int) -> None:
+    def _do_take_grad(self, a: int, *_: int) -> None:
         self._put(self._leaves()[a % len(self._leaves())].grad)
 
-    def _do_edit_grad(self, a: int, b: int, c: int) -> None:
+    def _do_edit_grad(self, a: int, *_: int) -> None:
         gradient = self._leaves()[a % len(self._leaves())].grad
         if gradient is not None:
             gradient.mul_(2)
 
-    def _do_hook(self, a: int, b: int, c: int) -> None:
+    def _do_hook(self, a: int, *_: int) -> None:
         self._get(a).register_hook(lambda gradient: gradient * 2)
 
-    def _do_retain_grad(self, a: int, b: int, c: int) -> None:
+    def _do_retain_grad(self, a: int, *_: int) -> None:
         self._get(a).retain_grad()
 
     def _do_look(self, a: int, b: int, c: int) -> None:
@@ -211,21 +217,21 @@ class Machine:
 
     # -- about ---------------------------------------------------------------------------------------------------
 
-    def _do_flush(self, a: int, b: int, c: int) -> None:
+    def _do_flush(self, *_: int) -> None:
         self.arm.flush()
 
-    def _do_delete(self, a: int, b: int, c: int) -> None:
+    def _do_delete(self, a: int, *_: int) -> None:
         if len(self.pool) > 6:
             del self.pool[5 + a % (len(self.pool) - 5)]
 
-    def _do_collect(self, a: int, b: int, c: int) -> None:
+    def _do_collect(self, *_: int) -> None:
         gc.collect()
 
-    def _do_context(self, a: int, b: int, c: int) -> None:
+    def _do_context(self, *_: int) -> None:
         if self.inside:
-            self.arm.leave()
+            self.arm.__exit__(None, None, None)
         else:
-            self.arm.enter()
+            self.arm.__enter__()
         self.inside = not self.inside
 
 
@@ -239,22 +245,12 @@ def _alike(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _on_thread(call: Callable[[], None]) -> None:
-    errors: list[Exception] = []
-
-    def run() -> None:
-        torch.get_num_threads()  # sets it on this thread too: oneDNN takes OpenMP's number until it is asked for
-        try:
-            call()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # its C++ half lets go of graphs after that
+    # Asking for the number of threads sets it there too: oneDNN takes OpenMP's until somebody asks.
+    with ThreadPoolExecutor(1, initializer=torch.get_num_threads) as pool:
+        number, done = pool.submit(threading.get_native_id).result(), pool.submit(call)
+    while os.path.exists(f"/proc/self/task/{number}"):  # the thread's C++ half releases graphs after its Python half
         os.sched_yield()
-    if errors:
-        raise errors[0]
+    done.result()
 
 
 @torch.no_grad()

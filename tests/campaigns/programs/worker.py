@@ -1,8 +1,9 @@
-"""Worker: runs the random programs it is asked for by seed, in a process of its own.
+"""Worker: searches random programs for one that is not exact, a batch at a time, in a process of its own.
 
-`python -m tests.campaigns.programs.worker DIRECTORY` serves the command `programs`.
+`python -m tests.campaigns.programs.worker DIRECTORY` serves the command `programs`. A batch is what hypothesis draws
+from its seed, so a seed shows the same programs again. Of those that fail the smallest is reported.
 
-An interrupted program is not compared. A SIGINT is raised at a random line that it runs in the engine's files; then the
+An interrupted program is not compared. A SIGINT is raised at one of the places in the engine that it passes; then the
 same engine has to run another program to the same bits as plain PyTorch, with no record and no hook left.
 """
 
@@ -10,152 +11,135 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import sys
-import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
+import hypothesis
 import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
 
 import io_backends
 import tba
 from benchmarks._processes.serve import Tell, serve
-from io_backends import PosixStore, interrupts
-from io_backends.testing import FaultyStore
-from tba import OffloadConfig, Offloader
+from support.engine import engine
+from support.signals import interrupted_at, places
+from tba import Offloader
+from tba._torch import private
 
-from .check import WAYS, Engine, Plan, ShortCollections, compare, losing, through_idle_hooks
-from .machine import NAMES, Instruction, Machine, Model
+from .check import WAYS, ShortCollections, compare, losing, through_idle_hooks
+from .machine import PROGRAMS, Instruction, Machine, Model
 
+BATCH = 50  # programs of a seed
+_WAYS = {**WAYS, "losing": (losing, {"prefetch_bytes": 0})}
 _ENGINE = tuple(os.path.join(os.path.dirname(package.__file__ or ""), "") for package in (tba, io_backends))
-_MOST_LINES = 3000
 
 
-def program_of(seed: int) -> tuple[str, list[Instruction], random.Random]:
-    """Draw the case of a seed: its way, its instructions, and the random numbers that follow."""
-    numbers = random.Random(seed)
-    way = numbers.choice([*WAYS, "losing", "interrupted", "interrupted", "interrupted"])
-    length = numbers.randint(4, 40)
-    byte = [numbers.randrange(256) for _ in range(3 * length)]
-    return way, [(numbers.choice(NAMES), *three) for three in zip(*[iter(byte)] * 3, strict=True)], numbers
+class Case(NamedTuple):
+    """A program and its way; where it is interrupted, the number of the place among those it passes (-1: nowhere)."""
+
+    way: str
+    program: list[Instruction]
+    place: int = -1
+    after: tuple[Instruction, ...] = ()  # what the same engine runs then
 
 
-def run_case(seed: int, directory: Path) -> tuple[str, str, str]:
-    """Run the case of a seed; return its way, its verdict (ok, wrong, broken, struck) and the details."""
-    way, program, numbers = program_of(seed)
-
-    @contextmanager
-    def make(plan: Plan | None, *, model: Model, threads: int = 1, **settings: Any) -> Iterator[Offloader]:
-        store: Any = PosixStore(directory, threads=threads)
-        config = OffloadConfig(**({"tier": "nvme", "min_tensor_bytes": 0} | settings))
-        offload = Offloader(model, config, store=FaultyStore(store, plan) if plan is not None else store)
-        try:
-            yield offload
-        finally:
-            offload.close()
-
-    if way == "interrupted":
-        plan, chosen = numbers.choice(list(WAYS.values()))
-        struck, detail = _interrupted(program, numbers, lambda model: make(plan, model=model, **chosen), plan, chosen)
-        return way, "broken" if detail else "struck" if struck else "ok", detail
-    plan, chosen = (losing, {"prefetch_bytes": 0}) if way == "losing" else WAYS[way]
-    detail = compare(program, make, plan, **chosen)
-    return way, "wrong" if detail else "ok", detail
+_INTERRUPTED = st.builds(Case, st.sampled_from([*WAYS]), PROGRAMS, st.integers(0, 1 << 16), PROGRAMS.map(tuple))
+_ALONE = st.builds(Case, st.sampled_from([*_WAYS]), PROGRAMS)
+CASES = st.integers(0, 12).flatmap(lambda number: _ALONE if number < 10 else _INTERRUPTED)
 
 
-def _interrupted(
-    program: list[Instruction], numbers: random.Random, make: Any, plan: Plan | None, chosen: dict[str, Any]
-) -> tuple[bool, str]:
-    model = Model()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with make(model) as offload:
-            done, struck = _strike(program, Machine(model, Engine(offload)), numbers.randrange(_MOST_LINES))
-            if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-                return struck, "hooks are left on the stack"
-            # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
-            with offload:
-                torch.ones(1, requires_grad=True).sin().backward()
-            if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-                return struck, "the handler is left in place"
-            offload.flush()
-            gc.collect()
-            left = offload.stats().live_records
-            if left and not any(through_idle_hooks(program[:count])[1] for count in (done, done + 1)):
-                return struck, f"{left} records are left"
-            again = _random_program(numbers)
-
-            @contextmanager
-            def same(_: Plan | None, *, model: Model, **__: Any) -> Iterator[Offloader]:
-                yield offload
-
-            detail = compare(again, same, plan, records_before=left, **chosen)
-            return struck, detail and f"after an interrupt: {detail}"
+def run_case(case: Case, directory: Path) -> tuple[str, str]:
+    """Run a case; return its verdict (ok, wrong, broken, struck) and the details."""
+    plan, chosen = _WAYS[case.way]
+    make = partial(engine, directory)
+    if case.place < 0:
+        detail = compare(case.program, make, plan, **chosen)
+        return "wrong" if detail else "ok", detail
+    with make(plan, model=(model := Model()), **chosen) as offload:
+        machine = Machine(model, offload)
+        found = places(lambda: machine.run(case.program), _ENGINE)
+        machine.finish()
+    if not found:
+        return "ok", ""
+    with make(plan, model=(model := Model()), **chosen) as offload:
+        machine = Machine(model, offload)
+        struck = interrupted_at(found[case.place % len(found)], lambda: machine.run(case.program))
+        machine.inside = private.top_hooks(True) is not None  # it may have been struck as it entered or left
+        machine.finish()
+        detail, left = _after(case, machine.done, offload)
+        detail = detail or compare(
+            case.after, lambda *_, **__: nullcontext(offload), plan, records_before=left, **chosen
+        )
+    return "broken" if detail else "struck" if struck else "ok", detail
 
 
-def _random_program(numbers: random.Random) -> list[Instruction]:
-    byte = numbers.randrange
-    return [(numbers.choice(NAMES), byte(256), byte(256), byte(256)) for _ in range(numbers.randint(4, 20))]
+def _after(case: Case, done: int, offload: Offloader) -> tuple[str, int]:
+    """Say what an interrupt has left behind that must not be, or ""; and how many records PyTorch itself keeps."""
+    if private.top_hooks(True) is not None:
+        return "hooks are left on the stack", 0
+    # A backward that failed leaves its queue and our handler until the next has ended, as PyTorch does.
+    with offload:
+        torch.ones(1, requires_grad=True).sin().backward()
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return "the handler is left in place", 0
+    offload.flush()
+    gc.collect()
+    left = offload.stats().live_records
+    if left and not any(through_idle_hooks(case.program[:count])[1] for count in (done - 1, done)):
+        return f"{left} records are left", left
+    return "", left
 
 
-def _strike(program: list[Instruction], machine: Machine, line: int) -> tuple[int, bool]:
-    """Run a program with a SIGINT at the `line`-th line it runs in the engine's files.
+def search(seed: int, directory: Path) -> dict[str, Any]:
+    """Run the batch of a seed; return how many cases there were by way and verdict, and the smallest that failed."""
+    counts, failed = Counter[tuple[str, str]](), dict[str, str]()
 
-    Returns the number of instructions that ended, and whether the signal reached the program.
-    """
-    left, done = line, 0
+    @hypothesis.seed(seed)
+    @settings(
+        max_examples=BATCH,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(CASES)
+    def batch(case: Case) -> None:
+        verdict, detail = run_case(case, directory)
+        if not failed:  # once one has failed, smaller ones are tried
+            counts[case.way if case.place < 0 else "interrupted", verdict] += 1
+        if verdict in ("wrong", "broken"):
+            failed.update(verdict=verdict, detail=f"{detail}: {case}")
+        assert verdict not in ("wrong", "broken"), detail
 
-    def local(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        if event == "line":
-            left -= 1
-            if left == 0:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGINT)
-        return local if left > 0 else None
-
-    def tracer(frame: FrameType, event: str, _: Any) -> Any:
-        return local if left > 0 and frame.f_code.co_filename.startswith(_ENGINE) else None
-
-    struck = False
     try:
-        sys.settrace(tracer)
-        machine.step(("context", 0, 0, 0))
-        for instruction in program:
-            machine.step(instruction)
-            done += 1
-        while interrupts.pending:
-            time.sleep(0.001)
-    except KeyboardInterrupt:
-        struck = True
-    finally:
-        sys.settrace(None)
-    if machine.inside and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        machine.inside = False  # struck as it left
-    elif not machine.inside and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-        machine.inside = True  # struck as it had entered
-    machine.finish()
-    return done, struck
+        batch()
+    except Exception as error:
+        failed.setdefault("verdict", "wrong")
+        failed.setdefault("detail", repr(error))
+    return {"counts": [[*which, count] for which, count in counts.items()], "failed": failed}
 
 
 class Worker:
-    """Runs the cases it is asked for, in `directory`."""
+    """Searches the batches it is asked for, in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._collections = directory, ShortCollections()
         torch.set_num_threads(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background has it ignored
 
-    def answer(self, seed: int, tell: Tell) -> tuple[str, str, str]:
-        """Run the case of a seed; return its way, verdict and details."""
+    def answer(self, seed: int, tell: Tell) -> dict[str, Any]:
+        """Search the batch of a seed."""
         self._collections.before_a_program()
-        return run_case(seed, self._directory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return search(seed, self._directory)
 
 
 if __name__ == "__main__":

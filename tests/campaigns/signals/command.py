@@ -6,64 +6,51 @@ attached or in a `with` statement, with one of seven signals, whose handler rais
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from benchmarks._processes.child import ChildError
-from benchmarks._report.environment import environment_block
-from benchmarks._report.progress import progress
-from benchmarks._report.results import Grid, Result
-from benchmarks._workload.tools import scratch_directory
+from benchmarks._report.results import Result
 
-from ..runner import Runner
+from ..runner import ask_all, result, totals, verdict_of
 from .trainee import KINDS, SIGNALS
 
 HUNG_S = 150.0
+_COLUMNS = ("programs", "signals", "raised", "swallowed", "wrong", "hung", "crashed")
 
 
 def run_signals(first: int, count: int, *, path: Path | None = None) -> Result:
     """Run the programs of seeds from `first` on, until `count` signals have been handled, in one process."""
-    parent = scratch_directory((path,) if path is not None else None)
-    counts: Counter[tuple[str, str]] = Counter()
-    bad: list[dict[str, Any]] = []
-    seed = first
-    with (
-        tempfile.TemporaryDirectory(dir=parent) as directory,
-        progress("signals", count) as bar,
-        closing(Runner("tests.campaigns.signals.worker", lambda: [directory], timeout_s=HUNG_S)) as runner,
-    ):
-        for seed in range(first, first + max(1, -(-count // SIGNALS))):
-            try:
-                way, kind, handled, raised, caught, wrong = runner.ask(seed)
-                verdict = "wrong"
-            except ChildError as error:
-                way, kind, handled, raised, caught, wrong = "?", "?", 0, 0, 0, error.words or "ended"
-                verdict = "hung" if error.hung else "crashed"
-            counts[kind, "programs"] += 1
-            counts[kind, "signals"] += handled
-            counts[kind, "raised"] += raised
-            counts[kind, "swallowed"] += raised - caught
-            if wrong:
-                counts[kind, verdict] += 1
-                bad.append({"seed": seed, "way": way, "kind": kind, "verdict": verdict, "detail": wrong})
-                bar.say(f"seed {seed} ({way}, {kind}): {verdict}: {wrong}")
-            bar.advance(f"{len(bad)} bad")
-    columns = ("programs", "signals", "raised", "swallowed", "wrong", "hung", "crashed")
-    data: dict[str, Any] = {
-        "seeds": [first, seed],
-        "counts": {kind: {name: counts[kind, name] for name in columns} for kind in KINDS},
-        "bad": bad,
+    seeds = range(first, first + max(1, -(-count // SIGNALS)))
+
+    def outcome(seed: int, answer: Any) -> dict[str, Any]:
+        if isinstance(answer, ChildError):
+            return {"seed": seed, "way": "?", "kind": "?", "verdict": verdict_of(answer), "detail": answer.words}
+        return {"seed": seed, **answer, "verdict": "wrong" if answer["detail"] else ""}
+
+    def bad(found: dict[str, Any]) -> str:
+        return "{seed} ({way}, {kind}): {verdict}: {detail}".format(**found) if found["verdict"] else ""
+
+    counts = {kind: Counter[str]() for kind in (*KINDS, "?")}
+    programs = ask_all("signals", seeds, outcome, bad, timeout_s=HUNG_S, path=path)
+    for found in programs:
+        raised, caught = found.get("raised", 0), found.get("caught", 0)
+        signals = {"signals": found.get("handled", 0), "raised": raised, "swallowed": raised - caught}
+        counts[found["kind"]].update({"programs": 1, **signals, found["verdict"]: 1})
+    data = {
+        "seeds": [first, seeds[-1]],
+        "counts": {kind: {name: counts[kind][name] for name in _COLUMNS} for kind in KINDS},
+        "bad": [
+            {name: found[name] for name in ("seed", "way", "kind", "verdict", "detail")}
+            for found in programs
+            if found["verdict"]
+        ],
     }
-    rows = [(kind, *(str(counts[kind, name]) for name in columns)) for kind in (*KINDS, "?")]
-    total = [str(sum(counts[kind, name] for kind in (*KINDS, "?"))) for name in columns]
     note = (
         "Signals: handled, each at a random moment of a step. Raised: by their handlers; swallowed: of those, what the "
         "program did not get. Wrong: a step that came to its end, or what a handler trained, has other gradients than "
         "in plain PyTorch; a handler, a record or hooks are left. Swallowed, wrong, hung and crashed have to be 0."
     )
-    table = Grid(f"Signals, seeds {first} to {seed}", ("handler", *columns), [*rows, ("all", *total)], note)
-    environment = environment_block({}, threads=1)
-    return Result(theme="signals", tables=[table], data=data, environment=environment, package="tests.campaigns")
+    title = f"Signals, seeds {first} to {seeds[-1]}"
+    return result("signals", [totals(title, "handler", counts, _COLUMNS, note)], data)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from torch import nn
 
 from benchmarks._processes.serve import Tell, serve
-from io_backends import PosixStore
-from tba import OffloadConfig, Offloader
+from support.engine import engine
+from tba import Offloader
 
 from .trainee import Case, Trainee, run_case
 
@@ -43,24 +42,19 @@ class Worker:
         gc.collect()
         gc.freeze()
 
-    def answer(self, seed: int, tell: Tell) -> tuple[str, str, int, int, int, str]:
-        """Run the case of a seed; return its way, kind, signals handled, errors raised and caught, what was wrong."""
+    def answer(self, seed: int, tell: Tell) -> dict[str, Any]:
+        """Run the case of a seed; return its way and kind, what was counted, and what was wrong."""
         numbers = random.Random(seed)
         way = numbers.choice(list(WAYS))
         case = Case.draw(numbers)
 
-        @contextmanager
-        def make(model: nn.Module) -> Iterator[Offloader]:
-            config = OffloadConfig(**({"min_tensor_bytes": 0} | WAYS[way]))
-            offload = Offloader(model, config, store=PosixStore(self._directory, threads=2))
-            try:
-                yield offload
-            finally:
-                offload.close()
+        def make(model: nn.Module) -> AbstractContextManager[Offloader]:
+            return engine(self._directory, model=model, threads=2, **WAYS[way])
 
         run = run_case(self._trainee, case, make, numbers)
         wrong = f"{'; '.join(dict.fromkeys(run.wrong))} ({case})" if run.wrong else ""
-        return way, case.kind, run.handled, len(run.raised), len(run.caught), wrong
+        counts = {"handled": run.handled, "raised": len(run.raised), "caught": len(run.caught)}
+        return {"way": way, "kind": case.kind, "detail": wrong, **counts}
 
 
 if __name__ == "__main__":

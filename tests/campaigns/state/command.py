@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._processes.child import ChildError
-from benchmarks._report.environment import environment_block
-from benchmarks._report.progress import progress
 from benchmarks._report.results import Grid, Result
-from benchmarks._workload.tools import scratch_directory
 
-from ..runner import Runner
+from ..runner import ask_all, result, verdict_of
 from .program import STATELESS, draw, kinds
 from .trial import BAD, VERDICTS, Outcome
 
@@ -27,60 +20,37 @@ _CHUNK = 250  # programs of one process
 
 def run_state(seeds: range, kind: str | None = None, *, jobs: int = 2, path: Path | None = None) -> Result:
     """Run the programs of some seeds, in `jobs` processes at a time; of one kind of state, if one is named."""
-    chunks = [seeds[begin : begin + _CHUNK] for begin in range(0, len(seeds), _CHUNK)]
-    outcomes: list[Outcome] = []
-    stopped = threading.Event()
-    parent = scratch_directory((path,) if path is not None else None)
-    with (
-        tempfile.TemporaryDirectory(dir=parent) as directory,
-        progress("state", len(seeds)) as bar,
-        ThreadPoolExecutor(jobs) as pool,
-    ):
 
-        def run(chunk: range) -> None:
-            for outcome in _run_chunk(chunk, kind, directory):
-                outcomes.append(outcome)
-                if outcome.verdict in (*BAD, "invalid"):
-                    bar.say(f"seed {outcome.seed}: {outcome.verdict}: {outcome.text}: {outcome.detail}")
-                bar.advance(f"{sum(one.verdict in BAD for one in outcomes)} bad")
-                if stopped.is_set():
-                    return
+    def outcome(seed: int, answer: Any) -> Outcome:
+        if not isinstance(answer, ChildError):
+            return Outcome(**{**answer, "kinds": tuple(answer["kinds"])})
+        program = draw(seed, kind)
+        names = tuple(name for state in program.states for name in state.names())
+        return Outcome(seed, verdict_of(answer), answer.words[-600:], str(program), names, not names, program.slow)
 
-        try:
-            list(pool.map(run, chunks))
-        finally:
-            stopped.set()
-    outcomes.sort(key=lambda outcome: outcome.seed)
+    def said(outcome: Outcome) -> str:
+        return f"{outcome.seed}: {outcome.verdict}: {outcome.text}: {outcome.detail}"
+
+    outcomes = ask_all(
+        "state",
+        seeds,
+        outcome,
+        lambda each: said(each) if each.verdict in BAD else "",
+        arguments=lambda directory: [directory, *([kind] if kind is not None else [])],
+        timeout_s=HUNG_S,
+        path=path,
+        jobs=jobs,
+        chunk=_CHUNK,
+    )
     data: dict[str, Any] = {
         "seeds": [seeds.start, seeds.stop - 1],
         "counts": dict(Counter(outcome.verdict for outcome in outcomes)),
         "kinds": {name: dict(count) for name, count in tally(outcomes).items()},
         "recompute": recomputing(outcomes),
         "reasons": dict(_reasons(outcomes).most_common()),
-        "bad": [
-            f"{outcome.seed}: {outcome.verdict}: {outcome.text}: {outcome.detail}"
-            for outcome in outcomes
-            if outcome.verdict in BAD
-        ],
+        "bad": [said(outcome) for outcome in outcomes if outcome.verdict in BAD],
     }
-    tables = [_by_kind(outcomes), _by_reason(outcomes), _totals(outcomes)]
-    environment = environment_block({}, threads=1)
-    return Result(theme="state", tables=tables, data=data, environment=environment, package="tests.campaigns")
-
-
-def _run_chunk(seeds: range, kind: str | None, directory: str) -> Iterator[Outcome]:
-    """Run some programs in one process; in another after one that hangs or ends it."""
-    arguments = [directory, *([kind] if kind is not None else [])]
-    with closing(Runner("tests.campaigns.state.worker", lambda: arguments, timeout_s=HUNG_S)) as runner:
-        for seed in seeds:
-            try:
-                found = runner.ask(seed)
-                yield Outcome(**{**found, "kinds": tuple(found["kinds"])})
-            except ChildError as error:
-                program = draw(seed, kind)
-                names = tuple(name for state in program.states for name in state.names())
-                verdict = "hung" if error.hung else "crashed"
-                yield Outcome(seed, verdict, error.words[-600:], str(program), names, not names, program.slow)
+    return result("state", [_by_kind(outcomes), _by_reason(outcomes), _totals(outcomes)], data)
 
 
 def tally(outcomes: Sequence[Outcome]) -> dict[str, Counter[str]]:

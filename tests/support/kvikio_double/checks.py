@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
-import itertools
 import os
 import resource
 from collections.abc import Iterator
@@ -15,9 +13,10 @@ import kvikio.defaults
 import numpy as np
 import pytest
 
-from io_backends import Buffer, Location, ShortTransfer, Store, StoreBroken, StoreClosed, StoreFull, Syscalls
+from io_backends import Location, ShortTransfer, Store, StoreBroken, StoreClosed, Syscalls
 from io_backends._stores.kvikio import THRESHOLD_BYTES, KvikioStore
 from io_backends.testing import FaultyStore, check_store
+from support.kvikio_double.fake import OnDevice, device_buffer
 from support.stores import WAIT_S, Bytes, buffer_of, empty_at, in_child, pattern_at, read_back, write
 
 SIZES = [0, 1, 511, 4096, THRESHOLD_BYTES - 1, THRESHOLD_BYTES, THRESHOLD_BYTES + 1, (9 << 20) + 3]
@@ -26,19 +25,6 @@ double = ctypes.CDLL("libcuda.so.1")
 double.double_declare_device.argtypes = (ctypes.c_size_t, ctypes.c_size_t)
 double.double_copied_bytes.restype = ctypes.c_size_t
 double.double_default_waits.restype = ctypes.c_size_t
-
-
-class OnDevice:
-    """What a tensor on a device looks like to whoever looks for its memory."""
-
-    def __init__(self, array: Bytes) -> None:
-        self.array = array
-        self.__cuda_array_interface__ = {
-            "shape": array.shape,
-            "typestr": "|u1",
-            "data": (array.ctypes.data, False),
-            "version": 3,
-        }
 
 
 @pytest.fixture
@@ -57,10 +43,6 @@ def device() -> Iterator[Bytes]:
     double.double_forget_devices()
 
 
-def device_buffer(array: Bytes) -> Buffer:
-    return Buffer(array.ctypes.data, array.nbytes, OnDevice(array))
-
-
 @pytest.mark.parametrize("threshold", [THRESHOLD_BYTES, 0, 1 << 40])
 @pytest.mark.parametrize("faulty", [False, True])
 def test_the_contract_of_a_store_is_kept(tmp_path: Path, threshold: int, faulty: bool) -> None:
@@ -74,15 +56,6 @@ def test_the_contract_of_a_store_is_kept(tmp_path: Path, threshold: int, faulty:
 def test_the_mode_is_what_kvikio_says(store: KvikioStore) -> None:
     assert store.mode == "compat"
     assert kvikio.defaults.is_compat_mode_preferred()
-
-
-@pytest.mark.parametrize("nbytes", SIZES)
-def test_a_round_trip_in_host_memory(store: KvikioStore, nbytes: int) -> None:
-    for skew, padded in itertools.product((0, 64, 4095), (False, True)):
-        array = pattern_at(skew, nbytes, nbytes)
-        ticket = write(store, array)
-        assert (ticket.moved_bytes, ticket.location.skew) == (nbytes, array.ctypes.data % 4096)
-        assert np.array_equal(read_back(store, ticket, padded=padded), array)
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -139,27 +112,6 @@ def test_space_is_reused_and_trimmed(store: KvikioStore) -> None:
     assert store.allocated_bytes() < 50 << 20  # of 150
 
 
-def test_a_full_disk_is_met_before_the_write(tmp_path: Path) -> None:
-    def fallocate(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    store = KvikioStore(tmp_path, syscalls=Syscalls(fallocate=fallocate))
-    for nbytes in (100, 2 << 20):
-        with pytest.raises(StoreFull, match="no space left"):
-            write(store, pattern_at(0, nbytes))
-    store.close()
-
-
-def test_a_write_beyond_the_capacity_fails(tmp_path: Path) -> None:
-    store = KvikioStore(tmp_path, capacity_bytes=4 << 20)
-    first = write(store, pattern_at(0, 3 << 20))
-    with pytest.raises(StoreFull, match=str(4 << 20)):
-        write(store, pattern_at(0, 2 << 20))
-    store.discard(first)
-    write(store, pattern_at(0, 4 << 20))
-    store.close()
-
-
 @pytest.mark.parametrize("nbytes", [5000, 9 << 20])
 def test_an_error_of_kvikio_or_the_system_reaches_the_waiter(tmp_path: Path, nbytes: int) -> None:
     """The real one: the file may not grow beyond a limit."""
@@ -186,13 +138,6 @@ def test_bytes_that_are_not_there(store: KvikioStore) -> None:
     beyond = Location(1 << 40, 2 << 20, 2 << 20, 0)
     with pytest.raises(StoreBroken, match="EOF"):
         store.read(beyond, buffer_of(empty_at(0, 2 << 20))).wait(WAIT_S)
-
-
-def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    store = KvikioStore(tmp_path / "missing")
-    with pytest.raises(StoreBroken, match="cannot make a scratch file"):
-        write(store, pattern_at(0, 10))
-    store.close()
 
 
 def test_settings_are_made_unless_the_environment_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

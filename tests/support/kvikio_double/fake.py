@@ -16,6 +16,26 @@ from typing import Any
 
 import pytest
 
+from io_backends import Buffer
+from support.stores import Bytes
+
+
+class OnDevice:
+    """What memory on a device looks like to whoever looks for its address."""
+
+    def __init__(self, array: Bytes) -> None:
+        self.array = array
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": "|u1",
+            "data": (array.ctypes.data, False),
+            "version": 3,
+        }
+
+
+def device_buffer(array: Bytes) -> Buffer:
+    return Buffer(array.ctypes.data, array.nbytes, OnDevice(array))
+
 
 class CompatMode(Enum):
     OFF = 0
