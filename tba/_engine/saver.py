@@ -66,7 +66,13 @@ from .write_behind import WriteBehind
 
 
 class Saver(ForkAware):
-    """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for."""
+    """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for.
+
+    Calls between its parts run downward. Two parts get the hooks themselves, as they stand where autograd stands:
+
+        Planner     -> pack, unpack    what a block saves that is tried, or recomputed
+        Derivations -> unpack          the sources of a recipe
+    """
 
     def __init__(
         self,
@@ -89,10 +95,9 @@ class Saver(ForkAware):
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
         self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
+        hooks = self.pack, self.unpack
         self.planner = planner = (
-            Planner(model, mover, config, write_behind, lossy, self.pack, self.unpack)
-            if config.tier == "auto"
-            else None
+            Planner(model, mover, config, write_behind, lossy, *hooks) if config.tier == "auto" else None
         )
         self.pending = pending = Pending(
             write_behind=write_behind,
@@ -436,7 +441,7 @@ class Saver(ForkAware):
             return
         self.settle()
         self.read_ahead.end_walks()
-        self._packing.pass_on(step, None)
+        packing.pass_on(step, None)
         if self.steps.current is not step:  # waiting for room lets go of the lock: another thread has ended it
             return
         self._learn(step)
