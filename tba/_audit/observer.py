@@ -26,7 +26,7 @@ from .._config import OffloadConfig
 from .._engine.packing import Packed
 from .._engine.saver import Saver
 from .._errors import ConfigError
-from .._record.plain import Shell
+from .._record.plain import Shell, shown_bytes
 from .._record.record import DERIVED, Record
 from .._record.user_code import is_for_operators
 from .._torch.hook_stack import Pair
@@ -129,7 +129,7 @@ class Observer(Saver):
                 self._pieces[record.number] = _Piece(record, record.nbytes)
             self._pieces[record.number].kinds.add(kind)
         if not records and self.counters.weight_bytes == weight_bytes:
-            self._kept_bytes += _nbytes(tensor)
+            self._kept_bytes += shown_bytes(tensor)
         return packed
 
     def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
@@ -198,10 +198,3 @@ def _in_order(nbytes: Counter[Saved]) -> dict[Saved, int]:
 
 def _no_store(on_device: bool) -> Store:
     raise AssertionError("tier keep moves nothing")
-
-
-def _nbytes(tensor: Any) -> int:
-    try:
-        return int(tensor.numel() * tensor.itemsize)
-    except RuntimeError:  # an opaque tensor may have no number of elements
-        return 0

@@ -316,7 +316,7 @@ class Packing:
         self._read_ahead.records[record.number] = record.ref
         if within is not None:
             record.belong(within.root, within.counter)
-        Known.add_to(seen.storage, seen.mark, record)
+        Known.of(seen.storage).add(record)
         return record
 
     def _enlist(self, record: Record, kind: Saved, reason: str, *, apart: bool) -> None:

@@ -67,7 +67,13 @@ from .write_behind import WriteBehind
 
 
 class Saver(ForkAware):
-    """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for."""
+    """Pair of hooks for `torch.autograd.graph.saved_tensors_hooks`, and the engine they work for.
+
+    Calls between its parts run downward. Two parts get the hooks themselves, as they stand where autograd stands:
+
+        Planner     -> pack, unpack    what a block saves that is tried, or recomputed
+        Derivations -> unpack          the sources of a recipe
+    """
 
     def __init__(
         self,
@@ -451,7 +457,7 @@ class Saver(ForkAware):
             return
         self.settle()
         self.read_ahead.end_walks()
-        self._packing.pass_on(step, None)
+        packing.pass_on(step, None)
         if self.steps.current is not step:  # waiting for room lets go of the lock: another thread has ended it
             return
         self._learn(step)

@@ -83,12 +83,13 @@ class Known:
         return None
 
     @classmethod
-    def add_to(cls, storage: UntypedStorage, known: Known | None, record: Record) -> None:
-        """Add a new record to those that are `known` of a storage; None: there are none yet."""
-        if known is None:
+    def of(cls, storage: UntypedStorage) -> Known:
+        """Return what is known of a storage, which held no weight when it was looked at."""
+        known: Known | None = getattr(storage, MARK, None)
+        if type(known) is not cls:
             known = cls()
             setattr(storage, MARK, known)
-        known.add(record)
+        return known
 
     def add(self, record: Record) -> None:
         """Add a new record. It replaces records within its range and records that could not be joined."""
