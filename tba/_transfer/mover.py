@@ -247,9 +247,8 @@ class Mover:
         finally:
             self._sending = False
         record.pass_on(written)
-        write = self._writes.begin(written, record)
-        if written.done():
-            write.at_once = True
+        write = self._writes.begin(written, record, at_once=written.done())
+        if write.at_once:
             self.cost.out.sample(record.nbytes, copy.departure.seconds())
         elif copy.frees:
             host = copy.buffer.owner

@@ -21,13 +21,17 @@ class WriteUnderWay:
 
     Attributes:
         record: a weak reference to what is written.
-        staged: it is written from host memory, and the device's own is free.
         at_once: the store had nothing to move.
+        staged: it is written from host memory, and the device's own is free.
     """
 
     record: weakref.ref[Record]
+    at_once: bool
     staged: bool = False
-    at_once: bool = False
+
+    def stage(self) -> None:
+        """Note that the device's memory is free."""
+        self.staged = True
 
 
 class Writes:
@@ -38,14 +42,14 @@ class Writes:
         self._allowance = allowance
         self._under_way: dict[Ticket, WriteUnderWay] = {}
 
-    def begin(self, ticket: Ticket, record: Record) -> WriteUnderWay:
-        """Note that the store has the write of a record."""
-        write = self._under_way[ticket] = WriteUnderWay(record.ref)
+    def begin(self, ticket: Ticket, record: Record, *, at_once: bool = False) -> WriteUnderWay:
+        """Note that the store has the write of a record, or had nothing to move and ended it `at_once`."""
+        write = self._under_way[ticket] = WriteUnderWay(record.ref, at_once)
         return write
 
     def stage(self, write: WriteUnderWay, nbytes: int) -> None:
-        """Note that the device's memory is free."""
-        write.staged = True
+        """Count the bytes of a write as in host memory: the device's is free."""
+        write.stage()
         self._staging.stage(nbytes)
 
     def end(self, ticket: Ticket) -> WriteUnderWay:
