@@ -250,12 +250,10 @@ class Mover:
         finally:
             self._sending = False
         record.pass_on(written)
-        write = self._writes.begin(written, record)
-        if self.store.spills is not None or written.done():
+        write = self._writes.begin(written, record, at_once=written.done())
+        if self.store.spills is not None or write.at_once:
             self.cost.out.sample(record.nbytes, copy.departure.seconds())
-        if written.done():
-            write.at_once = True
-        elif copy.frees:
+        if copy.frees and not write.at_once:
             host = copy.buffer.owner
             assert isinstance(host, Tensor)
             if self.landing.stage(record, host):

@@ -21,13 +21,17 @@ class WriteUnderWay:
 
     Attributes:
         record: a weak reference to what is written.
-        on_host: it is written from host memory, and the device's own is free.
         at_once: the store had nothing to move.
+        staged: it is written from host memory, and the device's own is free.
     """
 
     record: weakref.ref[Record]
-    on_host: bool = False
-    at_once: bool = False
+    at_once: bool
+    staged: bool = False
+
+    def stage(self) -> None:
+        """Note that the device's memory is free."""
+        self.staged = True
 
 
 class Writes:
@@ -38,20 +42,20 @@ class Writes:
         self._allowance = allowance
         self._under_way: dict[Ticket, WriteUnderWay] = {}
 
-    def begin(self, ticket: Ticket, record: Record) -> WriteUnderWay:
-        """Note that the store has the write of a record."""
-        write = self._under_way[ticket] = WriteUnderWay(record.ref)
+    def begin(self, ticket: Ticket, record: Record, *, at_once: bool = False) -> WriteUnderWay:
+        """Note that the store has the write of a record, or had nothing to move and ended it `at_once`."""
+        write = self._under_way[ticket] = WriteUnderWay(record.ref, at_once)
         return write
 
     def stage(self, write: WriteUnderWay, nbytes: int) -> None:
-        """Note that the device's memory is free."""
-        write.on_host = True
+        """Count the bytes of a write as in host memory: the device's is free."""
+        write.stage()
         self._staging.stage(nbytes)
 
     def end(self, ticket: Ticket) -> WriteUnderWay:
         """Count a write that has ended as no longer in flight."""
         write = self._under_way.pop(ticket)
-        self._staging.land(ticket.nbytes, staged=write.on_host)
+        self._staging.land(ticket.nbytes, staged=write.staged)
         return write
 
     def cancel(self, ticket: Ticket) -> bool:
@@ -59,6 +63,6 @@ class Writes:
         if not ticket.cancel():
             return False
         write = self._under_way.pop(ticket, None)
-        self._staging.land(ticket.nbytes, staged=write is not None and write.on_host)
+        self._staging.land(ticket.nbytes, staged=write is not None and write.staged)
         self._allowance.give_back(ticket.nbytes)
         return True
