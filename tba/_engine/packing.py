@@ -305,7 +305,7 @@ class Packing:
             *place,
             self._remains,
             died=self._died,
-            stream=None if tensor.is_cpu else streams.producer_stream(tensor),
+            stream=streams.producer_stream(tensor),
             logical_bytes=nbytes,
             offloaded=decision is SEND,
             stays=decision is SHRINK,
