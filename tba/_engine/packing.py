@@ -314,7 +314,7 @@ class Packing:
         self._read_ahead.records[record.number] = record.ref
         if within is not None:
             record.belong(within.root, within.counter)
-        Known.of(seen.storage).add(record)
+        Known.add_to(seen.storage, record)
         return record
 
     def _enlist(self, record: Record, kind: Saved, reason: str, *, apart: bool) -> None:
