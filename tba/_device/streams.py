@@ -52,9 +52,11 @@ _of_thread = threading.local()  # `streams`: this thread's own objects for them
 
 
 def producer_stream(tensor: Tensor) -> Any:
-    """The stream of the operator that is saving `tensor`; None on a CPU."""
-    # By device number: `torch.cuda.current_stream` with a device takes ten times as long.
-    return torch.accelerator.current_stream(tensor.get_device()) if is_streamed(tensor) else None
+    """Return the stream of the operator that is saving `tensor`; None on a CPU."""
+    # By number: `torch.cuda.current_stream` with a device takes ten times as long.
+    if tensor.is_cpu or not is_streamed(tensor):
+        return None
+    return torch.accelerator.current_stream(tensor.get_device())
 
 
 def current(device: torch.device) -> Any:

@@ -307,7 +307,7 @@ class Packing:
             *place,
             self._remains,
             died=self._died,
-            stream=None if tensor.is_cpu else streams.producer_stream(tensor),
+            stream=streams.producer_stream(tensor),
             logical_bytes=nbytes,
             offloaded=decision is SEND,
             stays=decision is SHRINK,
@@ -316,7 +316,7 @@ class Packing:
         self._read_ahead.records[record.number] = record.ref
         if within is not None:
             record.belong(within.root, within.counter)
-        Known.of(seen.storage).add(record)
+        Known.add_to(seen.storage, record)
         return record
 
     def _enlist(self, record: Record, kind: Saved, reason: str, *, apart: bool) -> None:

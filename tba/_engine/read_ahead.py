@@ -45,7 +45,6 @@ class ReadAhead:
     Attributes:
         records: all live ones, by number, ascending.
         remains: where records append themselves when they die.
-        arriving: reads for a device, whose second leg is still to start.
     """
 
     def __init__(self, *, mover: Mover, write_behind: WriteBehind, pending: Pending, planner: Planner | None) -> None:
@@ -61,7 +60,7 @@ class ReadAhead:
         self._members: dict[int, int] = {}  # what counts, by number, and for how many bytes; oldest first
         self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
         self._out: dict[int, int] = {}  # those of them that were on their way out when they were brought
-        self.arriving: deque[weakref.ref[Record]] = deque()
+        self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +94,7 @@ class ReadAhead:
 
     def advance(self, task: int, current: Record | None) -> None:
         """Start reading what is expected after `current`, as far as the budget reaches."""
-        if self.arriving:
+        if self._arriving:
             self._start_second_legs()
         walk = self._walks.get(task)
         if walk is None or not self.records:
@@ -207,7 +206,7 @@ class ReadAhead:
         elif record.state is STORED:
             self._mover.fetch(record, asked=asked)
             if record.stream is not None and record.read is not None:
-                self.arriving.append(record.ref)
+                self._arriving.append(record.ref)
         elif record.state is WRITING:
             if not self._mover.take_back(record):
                 self._out[record.number] = record.nbytes
@@ -273,8 +272,8 @@ class ReadAhead:
         self._out.pop(number, None)
 
     def _start_second_legs(self) -> None:
-        while self.arriving:
-            record = self.arriving[0]()
+        while self._arriving:
+            record = self._arriving[0]()
             if record is not None and record.read is not None:
                 if not record.read.done():
                     return
@@ -285,4 +284,4 @@ class ReadAhead:
                     except shortage.ENDS as error:  # no memory on the device now: that unpack reads it again
                         interrupts.pass_on(error, tracer)
                         self.hand_over(record)
-            self.arriving.popleft()
+            self._arriving.popleft()

@@ -102,13 +102,13 @@ class Unpacking:
                 self._read_ahead.answered(record)
                 return restore(record, view)
             give = partial(self._give, record, view, task, to_code)
-            tensor, spared = (None, False) if derived else self._sparing(record, partial(give, record.asks, False))
+            tensor, spared = (None, False) if derived else self._sparing(record, partial(give, record.asks))
         if derived:
             return self._sparing(record, partial(again, record, view, alone=to_code))[0]
         while tensor is None:
             self._mover.await_read(record)
             with self._lock:
-                tensor, spared = self._sparing(record, partial(give, record.asks, True), spared=spared)
+                tensor, spared = self._sparing(record, partial(give, record.asks), spared=spared)
         return tensor
 
     def passed(self, task: int) -> None:
@@ -157,12 +157,10 @@ class Unpacking:
                 self._read_ahead.let_go(record)
             spared = True
 
-    def _give(self, record: Record, view: View, task: int, to_code: bool, asks: int, waited: bool) -> Tensor | None:
+    def _give(self, record: Record, view: View, task: int, to_code: bool, asks: int) -> Tensor | None:
         """Return the tensor if the record is in memory; else its read is under way, and None is returned.
 
-        Args:
-            asks: how often it had been asked for; where it is more now, a first try has counted this one.
-            waited: its read has been waited for, and what is expected next was asked for before.
+        `asks`: how often it had been asked for; where it is more now, a first try has counted this one.
         """
         read_ahead = self._read_ahead
         if not self._bring(record, task):
@@ -175,8 +173,7 @@ class Unpacking:
                 read_ahead.hand_over(record)
         else:
             tensor = restore(record, view)
-        if not waited or read_ahead.arriving:
-            read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
+        read_ahead.advance(task, record)  # last: waiting for room in it lets go of the lock
         return tensor
 
     def _bring(self, record: Record, task: int) -> bool:

@@ -83,13 +83,13 @@ class Known:
         return None
 
     @classmethod
-    def of(cls, storage: UntypedStorage) -> Known:
-        """Return what is known of a storage, which held no weight when it was looked at."""
+    def add_to(cls, storage: UntypedStorage, record: Record) -> None:
+        """Add a new record to those of a storage, which held no weight when it was looked at."""
         known: Known | None = getattr(storage, MARK, None)
         if type(known) is not cls:
             known = cls()
             setattr(storage, MARK, known)
-        return known
+        known.add(record)
 
     def add(self, record: Record) -> None:
         """Add a new record. It replaces records within its range and records that could not be joined."""
