@@ -23,7 +23,8 @@ class Words(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.gpt = GPT(GPTConfig(2, WIDTH, 4, LENGTH, vocab=VOCABULARY, dropout=dropout))
+        sizes = {"layers": 2, "width": WIDTH, "heads": 4, "sequence": LENGTH, "vocab": VOCABULARY}
+        self.gpt = GPT(GPTConfig(**sizes, dropout=dropout))
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.gpt(ids, ids.roll(-1, 1))
