@@ -92,10 +92,10 @@ WARNED: dict[str, tuple[Facts, str, str, str]] = {
     "glibc": (
         replace(FIT, allocator="glibc"),
         "allocator",
-        "runs on glibc:",
+        "runs on glibc,",
         "which would choose jem",
     ),
-    "tuned": (replace(FIT, allocator="glibc tuned"), "allocator", "runs on glibc tuned:", "tba run -- ...`"),
+    "tuned": (replace(FIT, allocator="glibc tuned"), "allocator", "runs on glibc tuned,", "tba run -- ...`"),
     "huge pages": (replace(FIT, huge_pages="never"), "huge pages", "no transparent huge pages", "hugepage/enabled"),
     "as a training": (replace(FIT, warnings=SPENT), "endurance allowance", "100 of 100 bytes", "raise it"),
 }

@@ -69,7 +69,7 @@ def test_what_another_thread_has_brought_meanwhile_counts_once(scratch: Path) ->
 
         def meanwhile(wanted: Any, *others: Any, **named: Any) -> bool:
             read_ahead._make_room = make_room  # type: ignore[method-assign]
-            read_ahead._bring(wanted)
+            read_ahead._bring(wanted, asked=True)
             return make_room(wanted, *others, **named)
 
         read_ahead._make_room = meanwhile  # type: ignore[method-assign]
