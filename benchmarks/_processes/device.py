@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._workload.accelerator import SIMULATED, module_of
 from .._workload.sizes import Model
 from .arms import Spec
 
@@ -61,12 +62,17 @@ class Device:
         )
 
     @property
+    def card(self) -> str:
+        """The name of the device itself; "" for a CPU."""
+        return "" if self.name == "cpu" else str(module_of(self.name).get_device_name())
+
+    @property
     def memory(self) -> str:
         """The kind of memory that the peak of an arm counts."""
         return "resident" if self.name == "cpu" else "allocated on the device"
 
     def theme(self, name: str) -> str:
-        """Name a result; GPU results have names of their own."""
+        """Name a result; those of a device have names of their own."""
         return name if self.name == "cpu" else f"{name}-{self.name}"
 
 
@@ -80,4 +86,6 @@ CUDA = Device(
     tiers=("nvme", "cpu"),
     apart=True,
 )
-DEVICES = {"cpu": CPU, "cuda": CUDA}
+# An accelerator made of a CPU: runs what a GPU would run, at the sizes of a CPU, and measures nothing of a GPU.
+SIM = replace(CUDA, name=SIMULATED, size="small", environment={})
+DEVICES = {"cpu": CPU, "cuda": CUDA, "simulated": SIM}
