@@ -51,7 +51,7 @@ def environment_block(
 
 
 def _commit() -> str:
-    if named := os.environ.get("COMMIT"):  # of a copy without the repository's history
+    if named := os.environ.get("COMMIT"):  # of a copy whose history is another's, or none
         return named
 
     def git(*arguments: str) -> str:
