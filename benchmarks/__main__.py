@@ -25,7 +25,7 @@ from .step import step
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 for _function in (step, forecast, curve, peers, hooks, links, overlap, demo, io, codec):
     command(app)(_function)
-app.command()(card)  # it has no result of its own
+app.command("card")(card)  # it has no result of its own
 
 
 def _terminated(number: int, _: object) -> None:

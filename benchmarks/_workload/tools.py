@@ -56,7 +56,7 @@ def sums(flat: Tensor) -> Tensor:
     Modulo 2**64 the order of an addition makes no difference, and any other bits of one element make another sum.
     """
     whole = flat.view(_INTEGERS[flat.element_size()])
-    odd = torch.arange(_PIECE, device=flat.device).mul_(_ODD).bitwise_or_(1)
+    odd = torch.arange(min(_PIECE, len(whole)), device=flat.device).mul_(_ODD).bitwise_or_(1)
     return torch.stack([(piece.long() * odd[: len(piece)]).sum() for piece in whole.split(_PIECE)])
 
 
