@@ -160,9 +160,11 @@ gpu-all:
 	@test -n "$(MACHINE)" || { echo "name the machine, by a short neutral name: make gpu-all MACHINE=h100"; exit 2; }
 	$(PYTHON) -m benchmarks card --machine $(MACHINE) --device $(or $(DEVICE),cuda) $(if $(QUICK),--quick)
 
-# What a card's own Python may lack, for Python 3.12: downloaded here, to be carried there.
+# What a card's own Python may lack, for Python 3.12: downloaded here, to be carried there. The last line is what TRL's
+# and torchtune's offloading is imported with, beside accelerate, transformers and pandas; newer torchao does not fit.
 WHEELS := kvikio-cu13 libkvikio-cu13 rapids-logger pydantic pydantic-core python-dotenv typing-inspection \
-	annotated-types expecttest
+	annotated-types expecttest \
+	trl torchtune torchao==0.14.1 omegaconf datasets dill multiprocess
 
 gpu-wheels:
 	$(PYTHON) -m pip download --dest out/wheels --only-binary=:all: --python-version 3.12 --no-deps \

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,6 +88,9 @@ CUDA = Device(
     tiers=("nvme", "cpu"),
     apart=True,
 )
-# An accelerator made of a CPU: runs what a GPU would run, at the sizes of a CPU, and measures nothing of a GPU.
-SIM = replace(CUDA, name=SIMULATED, size="small", environment={})
+# An accelerator made of a CPU: runs what a GPU would run, at the sizes of a CPU, and measures nothing of a GPU. It is
+# built once for all arms, whatever their TMPDIR.
+_BUILT = "SIM_ACCELERATOR_CACHE"
+_BUILT_AT = os.environ.get(_BUILT, f"{tempfile.gettempdir()}/tba-accelerator-{os.getuid()}")
+SIM = replace(CUDA, name=SIMULATED, size="small", environment={_BUILT: _BUILT_AT})
 DEVICES = {"cpu": CPU, "cuda": CUDA, "simulated": SIM}
