@@ -18,6 +18,7 @@ from benchmarks._report.environment import environment_block
 from benchmarks._workload.tools import sums
 from benchmarks.card import CALL_S, PARTS, Part
 from support import accelerator
+from support.accelerator import build
 from support.benchmarks import quick
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +126,7 @@ def test_sums_of_a_vector_tell_other_bits_and_another_order(dtype: torch.dtype) 
 def simulated() -> None:
     if reason := accelerator.why_not():
         pytest.skip(reason)
+    build.build()  # in a minute, once; not within the time that a benchmark has
 
 
 @pytest.mark.exhaustive
