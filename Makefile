@@ -7,7 +7,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One worker a core; tests/ is split evenly as workers become free.
 JOBS ?= 2
 
-.PHONY: help .venv demo allocator test test-all torch accelerator test-torch lint docs matrix wheel gpu gpu-step gpu-rok gpu-peers gpu-hooks clean
+.PHONY: help .venv demo allocator test test-all torch accelerator test-torch lint docs matrix wheel gpu gpu-tests gpu-all gpu-wheels gpu-step gpu-rok gpu-peers gpu-hooks clean
 
 help:
 	@echo "make demo   train a small GPT plain and with its activations on NVMe, and compare"
@@ -21,6 +21,8 @@ help:
 	@echo "make matrix train with every framework, with tba and without, and compare with docs/matrix.md"
 	@echo "make gpu    on a machine with a CUDA device, under its own python3: the GPU tests and the step benchmark;"
 	@echo "            make gpu-step, gpu-rok, gpu-peers and gpu-hooks measure there, ten minutes each"
+	@echo "make gpu-all MACHINE=h100   the first hour on a card: all of that and more, in four calls of under ten minutes;"
+	@echo "            with DEVICE=simulated QUICK=1 a rehearsal without a card; make gpu-wheels gets what it may lack"
 	@echo "make .venv  make the environment alone"
 	@echo "make clean  remove the environment and all that was generated"
 
@@ -144,9 +146,30 @@ matrix: .venv-matrix/.installed
 	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=0 -n $(JOBS) --durations=15 \
 		tests/matrix --page out/matrix.md --filed docs/matrix.md
 
-gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu $(BY_DEVICE) tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
-	$(MAKE) gpu-step
+GPU_TESTS ?= tests/gpu $(BY_DEVICE) tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
+
+gpu: gpu-tests gpu-step
+
+gpu-tests:
+	$(PYTHON) -m pytest -m gpu $(GPU_TESTS)
+
+# The first hour on a card: each call does the next parts of benchmarks/card.py, in under ten minutes. DEVICE=simulated
+# and QUICK=1 rehearse it. COMMIT= names the commit in results, for a copy of the repository that does not know it.
+export COMMIT
+gpu-all:
+	@test -n "$(MACHINE)" || { echo "name the machine, by a short neutral name: make gpu-all MACHINE=h100"; exit 2; }
+	$(PYTHON) -m benchmarks card --machine $(MACHINE) --device $(or $(DEVICE),cuda) $(if $(QUICK),--quick)
+
+# What a card's own Python may lack, for Python 3.12: downloaded here, to be carried there. The last line is what TRL's
+# and torchtune's offloading is imported with, beside accelerate, transformers and pandas; newer torchao does not fit.
+WHEELS := kvikio-cu13 libkvikio-cu13 rapids-logger pydantic pydantic-core python-dotenv typing-inspection \
+	annotated-types expecttest \
+	trl torchtune torchao==0.14.1 omegaconf datasets dill multiprocess
+
+gpu-wheels:
+	$(PYTHON) -m pip download --dest out/wheels --only-binary=:all: --python-version 3.12 --no-deps \
+		--constraint constraints.txt $(WHEELS)
+	@echo "on the machine with the card: python3 -m pip install --no-index --no-deps out/wheels/*.whl"
 
 # One card of 80 GB, under ten minutes each. With MACHINE=h100 the result is filed under that name.
 FILED = $(if $(MACHINE),--save --machine $(MACHINE))

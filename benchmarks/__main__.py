@@ -10,19 +10,22 @@ import typer
 from ._processes.child import ChildError
 from ._report.options import command
 from ._report.results import CannotMeasure
+from .card import card
 from .codec import codec
 from .curve import curve
 from .demo import demo
 from .forecast import forecast
 from .hooks import hooks
 from .io import io
+from .links import links
 from .overlap import overlap
 from .peers import peers
 from .step import step
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
-for _function in (step, forecast, curve, peers, hooks, overlap, demo, io, codec):
+for _function in (step, forecast, curve, peers, hooks, links, overlap, demo, io, codec):
     command(app)(_function)
+app.command("card")(card)  # it has no result of its own
 
 
 def _terminated(number: int, _: object) -> None:

@@ -198,7 +198,7 @@ SETS: Mapping[str, Set] = {
 
 def curve(
     arms: Annotated[
-        str | None, typer.Option(help=f"Set of arms: {', '.join(SETS)} (default: rok; on cuda card).")
+        str | None, typer.Option(help=f"Set of arms: {', '.join(SETS)} (default: rok; on a device card).")
     ] = None,
     family: Annotated[list[str] | None, typer.Option(help="gpt, bert, t5, llama, conv (default: the set's).")] = None,
     batch: Annotated[list[float] | None, typer.Option(help="Multiples of the set's batch (default: its own).")] = None,
@@ -212,7 +212,7 @@ def curve(
 ) -> Result:
     """Throughput against peak memory under a set of arms: recomputed, moved, by budget (up to 15 minutes a family)."""
     check_pictures()
-    arms, here = arms or ("card" if device == "cuda" else "rok"), DEVICES[device]
+    arms, here = arms or ("rok" if device == "cpu" else "card"), DEVICES[device]
     check_names([arms], SETS, "set of arms")
     check_names(family or (), FAMILIES, "family")
     chosen, parts = SETS[arms], [arms, *(family or ())]
@@ -260,7 +260,7 @@ def _run(name: str, chosen: Set, threads: int, out: Path, here: Device) -> Resul
         data={"families": data, "missing": missing},
         files=[picture],
         picture=picture,
-        environment=environment_block(every, threads=threads, device=here.name, starts=chosen.starts),
+        environment=environment_block(every, threads=threads, card=here.card, starts=chosen.starts),
     )
 
 

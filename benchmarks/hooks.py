@@ -33,7 +33,7 @@ def hooks(
     """Cost per saved tensor on the calling thread, above an empty pair of hooks."""
     rounds, here = 3 if quick else rounds, DEVICES[device]
     sizes = {"tensors": 16, "records": 64} if quick else {"tensors": 128, "records": 1000}
-    options = {**sizes, "device": device}
+    options = {**sizes, "device": here.name}
     spec = Spec(name="hooks", role="hook_cost:HookArm", options=options, allocator=here.allocator, threads=_THREADS)
     turns = list(run_rounds([spec], rounds=rounds, title="hooks"))
     arm, answers = turns[0][0], [answer for _, _, answer, timed in turns if timed]
@@ -50,7 +50,7 @@ def hooks(
         for store in STORES
     }
     data = {"kinds": kinds, "chains": chains, "counters": arm.final, "rounds": rounds, **sizes}
-    environment = environment_block({"hooks": arm}, threads=_THREADS, device=device)
+    environment = environment_block({"hooks": arm}, threads=_THREADS, card=here.card)
     tables = [_kind_table(bars, kinds, rounds, sizes["tensors"]), _chain_table(chains, rounds, sizes["records"])]
     return Result(theme=here.theme("hooks"), tables=tables, data=data, environment=environment)
 

@@ -54,10 +54,16 @@ def peers(
         Literal["llama", "gpt", "bert", "conv"], typer.Option(help="The model that is trained.")
     ] = "llama",
     peer: Annotated[list[str] | None, typer.Option(help="Measure only these, and tba (default: all).")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on cuda 5).")
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a batch (default: the family's own; on a device 4).")
     ] = None,
-    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 2; on cuda 1).")] = None,
+    judge: Annotated[
+        bool, typer.Option("--cases/--no-cases", help="Also try how each handles patterns in real code.")
+    ] = True,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Timed rounds of each arm (default: 12; on a device 5).")
+    ] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 2; on a device 1).")] = None,
     threads: Threads = 2,
     device: DeviceName = "cpu",
     out: Out = OUT,
@@ -65,7 +71,7 @@ def peers(
 ) -> Result:
     """tba against other tools: memory, time, bytes left on disk, and how each handles ten patterns (10 minutes)."""
     check_pictures()
-    here, cases = DEVICES[device], list(CASES)
+    here, cases = DEVICES[device], list(CASES) if judge else []
     check_names(peer or (), PEERS, "peer")
     names = [name for name in PEERS if name in (peer or PEERS) or name == NVME]
     options: dict[str, Any] = {"family": family, "batch": 4 if here.apart else 0, "layers": None, "settings": {}}
@@ -75,6 +81,7 @@ def peers(
         options = {"family": "gpt", "batch": 2, "layers": 2, "settings": TINY_SETTINGS}
         if not peer:
             names, cases = [CHECKPOINT, "tutorial's files", NVME], cases[:1] + cases[-3:]
+    options["batch"] = batch or options["batch"]
     missing = {name: why for name in names if (why := PEERS[name].missing())}
     names = [name for name in names if name not in missing]
     arms, left, failed, found = _measure(names, options, cases, rounds, starts, threads, here)
@@ -84,7 +91,7 @@ def peers(
         _table(title, arms, left, here),
         _against_table(arms),
         Grid("Not measured here", ("peer", "why"), list((missing | ELSEWHERE | failed).items())),
-        _case_table(found, cases, missing | failed),
+        *([_case_table(found, cases, missing | failed)] if cases else []),
         bar_table(bars),
     ]
     data = {
@@ -98,8 +105,8 @@ def peers(
         "bars": [bar.data() for bar in bars],
     }
     picture = _draw(title, model.unit, arms, out)
-    environment = environment_block(arms, threads=threads, device=here.name, starts=starts)
-    theme, files = here.theme("peers"), [picture]
+    environment = environment_block(arms, threads=threads, card=here.card, starts=starts)
+    theme, files = here.theme(f"peers-batch{batch}" if batch else "peers"), [picture]
     return Result(theme=theme, tables=tables, data=data, files=files, picture=picture, environment=environment)
 
 
@@ -121,7 +128,7 @@ def _measure(
 
     directory = scratch_directory(OffloadConfig().storage_paths)
     with ExitStack() as stack:
-        every = (PLAIN, *names, RULE, AUTO)
+        every = (PLAIN, *names, *_tiers(device), RULE, AUTO)
         folders = {name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=directory))) for name in every}
         # What a peer compiles (DeepSpeed an operator) goes here, when its step is tried. In PyTorch's own cache, a
         # process killed while it compiles leaves a lock that all later ones wait for: a hang that is no peer's.
@@ -143,7 +150,7 @@ def make_arms(
     threads: int,
     device: Device,
 ) -> list[Spec]:
-    """List the arms: plain, each peer, and tba by the paper's rule and by a budget; all get these variables."""
+    """List the arms: plain, each peer, tba by tier, by the paper's rule and by a budget; all get these variables."""
     settings = options["settings"]
     trained = {name: value for name, value in options.items() if name != "settings"}
 
@@ -152,13 +159,24 @@ def make_arms(
         given = {**trained, "scratch": folder, **more}
         return device.spec(name, given, threads=threads, environment={"TMPDIR": folder, **environment})
 
-    def planned(name: str, **more: Any) -> Spec:
+    def ours(name: str, tier: str, **more: Any) -> Spec:
         paths = {"storage_paths": [str(folders[name])]}
-        return arm(name, tier="auto", settings={**settings, **paths, **more})
+        return arm(name, tier=tier, settings={**settings, **paths, **more})
 
     budget = int(SHARE * count_saved_bytes(options, threads, device))
     peers = [arm(name, peer=name) for name in names]
-    return [arm(PLAIN), *peers, planned(RULE, policy="tba"), planned(AUTO, memory_budget=budget)]
+    tiers = [ours(name, tier) for name, tier in _tiers(device).items()]
+    planned = [ours(RULE, "auto", policy="tba"), ours(AUTO, "auto", memory_budget=budget)]
+    return [arm(PLAIN), *peers, *tiers, *planned]
+
+
+def _tiers(device: Device) -> dict[str, str]:
+    """Name the tiers of a device that are not among the peers."""
+    return {f"tba {tier}": tier for tier in device.tiers if f"tba {tier}" not in PEERS}
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("tba ")
 
 
 def _those_that_run(specs: Sequence[Spec]) -> tuple[list[Spec], dict[str, str]]:
@@ -202,8 +220,8 @@ def make_bars(arms: Mapping[str, Measured], found: Mapping[str, Mapping[str, Out
         if name in found:
             bad = sum(outcome.kind not in ("right", "error", "-") for outcome in found[name].values())
             bars.append(Bar(what=f"{name}: cases neither right nor an error", measured=bad, limit=0, unit=""))
-    for name in (*OURS, RULE, AUTO):
-        if name in arms:
+    for name in arms:
+        if _is_ours(name) or name == RULE:
             unequal = float(not equal_to(arms[name], arms[PLAIN]))
             bars.append(Bar(what=f"{name}: runs with other gradients", measured=unequal, limit=0, unit=""))
     return bars
@@ -229,12 +247,12 @@ def _against_table(arms: Mapping[str, Measured]) -> Grid:
             (f"{ours}: peak", lambda other, ours=ours: f"{memory_share(arms[ours], other):.2f}"),  # type: ignore[misc]
             (f"{ours}: step", lambda other, ours=ours: step(ours, other)),  # type: ignore[misc]
         ]
-    others = [arm for name, arm in arms.items() if name not in (*OURS, AUTO)]
+    others = [arm for name, arm in arms.items() if not _is_ours(name)]
     return Grid.of("tba / each", others, columns, "Below 1: tba is better. Behind ±: about 95 % confidence.")
 
 
 def _kind(name: str) -> str:
-    return {PLAIN: "plain", AUTO: "ours"}.get(name, "ours" if name in OURS else "peer")
+    return "plain" if name == PLAIN else "ours" if _is_ours(name) else "peer"
 
 
 def _table(title: str, arms: Mapping[str, Measured], left: Mapping[str, int], device: Device) -> Grid:

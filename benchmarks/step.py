@@ -29,18 +29,18 @@ _MEMORY_ROUNDS = 4
 
 def step(
     model: Annotated[
-        list[str] | None, typer.Option(help="24x256, 8x512 (default: both); on cuda 16x1024, 24x2048.")
+        list[str] | None,
+        typer.Option(help="24x256, 8x512 (default: both; simulated: one); on cuda 16x1024 (default), 24x2048."),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Timed pairs of each arm.")] = 16,
-    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 8; on cuda 1).")] = None,
+    starts: Annotated[int | None, typer.Option(min=1, help="Sets of processes (default: 8; on a device 1).")] = None,
     threads: Threads = 2,
     device: Device = "cpu",
     quick: Quick = False,
 ) -> Result:
     """Memory, time and exactness of a training step: plain, offloaded, checkpointed."""
-    on_cpu = device == "cpu"
-    known = CPU_MODELS if on_cpu else CUDA_MODELS
-    names = model or (list(known) if on_cpu else ["16x1024"])
+    on_cpu, known = device == "cpu", CUDA_MODELS if device == "cuda" else CPU_MODELS
+    names = model or (list(known) if on_cpu else list(known)[:1])
     check_names(names, known, "model", where=f" for {device}")
     models, starts = [known[name] for name in names], starts or (_STARTS if on_cpu else 1)
     if quick:
@@ -67,7 +67,7 @@ def step(
             "gradients_bit_equal": same_gradients(list(arms.values())),
         }
         every |= arms
-    environment = environment_block(every, threads=threads, device=device, starts=starts)
+    environment = environment_block(every, threads=threads, card=DEVICES[device].card, starts=starts)
     return Result(theme=DEVICES[device].theme("step"), tables=tables, data={"models": data}, environment=environment)
 
 

@@ -151,8 +151,8 @@ FLOORS = {
     "benchmarks": [
         ("_report", "_workload", ""),
         ("_io", "_peers", "_pictures", "_processes"),
-        ("_arms", "codec", "curve", "demo", "forecast", "io", "overlap", "peers", "step"),
-        ("hooks",),
+        ("_arms", "card", "codec", "curve", "demo", "forecast", "io", "overlap", "peers", "step"),
+        ("hooks", "links"),
         ("__main__",),
     ],
 }

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._processes.serve import Tell
 from .._report.results import CannotMeasure
+from .._workload.accelerator import open_device
 from .._workload.instant_store import InstantStore
 from .._workload.tools import empty_hooks
 
@@ -122,7 +123,7 @@ class HookArm:
 
         self.about: dict[str, Any] = {}
         self.count: int = options["tensors"]
-        self.device = torch.device(options["device"])
+        self.device = open_device(options["device"])
         self.model = nn.ModuleList(nn.Linear(4, 4, bias=False, device=self.device) for _ in range(self.count))
         self.model.requires_grad_(False)  # otherwise each product would save its other factor too
         # Kinds differ by what is saved, and by whether it reaches the minimum size.

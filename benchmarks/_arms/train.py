@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._processes.resident_memory import host_peak_bytes, peak_bytes, reset_peak, resident_bytes, sampled
 from .._processes.serve import Tell
+from .._workload.accelerator import module_of, open_device
 from .._workload.gpt import GPT
 from .._workload.sizes import Model
 from .._workload.text import Text, standard_library
@@ -60,7 +61,8 @@ class TrainArm:
 
     def __init__(self, raw: Mapping[str, Any], tell: Tell) -> None:
         self.options: Any = self.options_class(**raw)
-        self.device = torch.device(self.options.device)
+        self.device = open_device(self.options.device)
+        self.card = None if self.device.type == "cpu" else module_of(self.device.type)
         self._prepare_torch()
         torch.manual_seed(self.options.seed)
         self.model = self.make_model()
@@ -106,14 +108,14 @@ class TrainArm:
             loss = self.step(*batch)
             self._synchronize()
             ended_s, ended_cpu_s = time.perf_counter(), time.process_time()
-            peak = self._peak()
+            peaks = self._peaks()
         answer = {
             "wall_s": ended_s - begun_s,
             "cpu_s": ended_cpu_s - begun_cpu_s,
             "idle_bytes": self.idle_bytes,
-            "peak_bytes": peak - self.idle_bytes,
+            **{name: peak - self.idle_bytes for name, peak in peaks.items()},
             "loss": loss.item(),
-            "host_bytes": host_peak_bytes() if self.device.type == "cuda" else 0,
+            "host_bytes": host_peak_bytes() if self.card else 0,
             "memory": [(at_s - begun_s, size - self.idle_bytes) for at_s, size in samples],
         }
         if self.offload is not None:
@@ -146,7 +148,7 @@ class TrainArm:
         return {"stats": {**stats, "last_step": None}}
 
     def _prepare_torch(self) -> None:
-        if self.device.type == "cuda":
+        if self.card:
             # The hash of gradients needs kernels that add in a fixed order, in every arm. (Not with `warn_only`: the
             # backward of flash attention would still add in any order.)
             torch.use_deterministic_algorithms(True)
@@ -171,18 +173,23 @@ class TrainArm:
         return {name: getattr(stats, name) for name in names if name not in momentary}
 
     def _resident(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else resident_bytes()
+        return int(self.card.memory_allocated(self.device)) if self.card else resident_bytes()
 
     def _reset_peak(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
+        if self.card:
+            self.card.synchronize(self.device)
+            self.card.reset_peak_memory_stats(self.device)
         else:
             reset_peak()
 
-    def _peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else peak_bytes()
+    def _peaks(self) -> dict[str, int]:
+        """The peak of memory; on a device also with blocks that other streams hold, and of all that is reserved."""
+        if not self.card:
+            return {"peak_bytes": peak_bytes()}
+        found = self.card.memory_stats(self.device)
+        kinds = {"peak_bytes": "allocated", "active_bytes": "active", "reserved_bytes": "reserved"}
+        return {name: int(found[f"{kind}_bytes.all.peak"]) for name, kind in kinds.items()}
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.card:
+            self.card.synchronize(self.device)

@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from .._workload.accelerator import in_use
 from .peer import Function, Wrapper
 
 Leaf = Callable[[int], Tensor]
@@ -228,8 +229,8 @@ def dropped(wrap: Wrapper, scratch: Path, leaf: Leaf) -> Sequence[Tensor | None]
 
 
 def _resident_bytes() -> int:
-    on_card = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
-    return int(psutil.Process().memory_info().rss) + on_card
+    card = in_use()
+    return int(psutil.Process().memory_info().rss) + (int(card.memory_allocated()) if card else 0)
 
 
 CASES: dict[str, Case] = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from .._workload.accelerator import in_use
 from .peer import Wrapper, within
 
 # Every tensor moves, however small, and almost nothing is held back for backward.
@@ -19,8 +20,8 @@ _ALL = {"min_tensor_bytes": 0, "staging_bytes": 1 << 16, "prefetch_bytes": 1 << 
 
 def host_memory(model: nn.Module | None, scratch: Path) -> Wrapper:
     """PyTorch's `save_on_cpu`. On a CPU it cannot move a tensor anywhere, and keeps it."""
-    # Pinned if the training is on a GPU; a machine with a GPU may also train on its CPU.
-    return within(lambda: save_on_cpu(pin_memory=torch.cuda.is_initialized()))
+    # Pinned if the training is on a device; a machine with a GPU may also train on its CPU.
+    return within(lambda: save_on_cpu(pin_memory=in_use() is not None))
 
 
 def files(model: nn.Module | None, scratch: Path) -> Wrapper:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as recompute
 
+from .._workload.accelerator import in_use
 from .._workload.families import blocks
 from .peer import Function, Wrapper
 
@@ -51,16 +52,16 @@ def remat(model: nn.Module | None, scratch: Path) -> Wrapper:
     import torch_remat
 
     class RandomState:
-        """PyTorch's generators of the CPU and the GPU, which torch_remat leaves to its user."""
+        """PyTorch's generators of the CPU and the device, which torch_remat leaves to its user."""
 
         def snapshot(self) -> list[Tensor]:
-            card = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
-            return [torch.get_rng_state(), *card]
+            card = in_use()
+            return [torch.get_rng_state(), *([card.get_rng_state()] if card else [])]
 
         def restore(self, states: list[Tensor]) -> None:
             torch.set_rng_state(states[0])
             for state in states[1:]:
-                torch.cuda.set_rng_state(state)
+                in_use().set_rng_state(state)
 
     for block in blocks(model) if model is not None else ():
         _keep_attention(block, torch_remat)

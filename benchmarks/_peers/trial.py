@@ -63,11 +63,12 @@ def judge(peer: str, case: str, scratch: Path, device: str) -> Outcome:
     """Run a case plain and under a peer in this process, and compare."""
     import torch
 
+    from .._workload.accelerator import open_device
     from .cases import CASES, OF_FILES, NotTried, as_it_is, edited, leaf_on, unedited
     from .registry import PEERS
 
     torch.set_num_threads(1)
-    chosen, leaf = PEERS[peer], leaf_on(torch.device(device))
+    chosen, leaf = PEERS[peer], leaf_on(open_device(device))
     if case in OF_FILES and not chosen.files:
         return Outcome("-", "keeps nothing in files")
     # If plain raises an error, the gradients without the edit are right too.

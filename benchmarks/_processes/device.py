@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .._workload.accelerator import SIMULATED, module_of
 from .._workload.sizes import Model
 from .arms import Spec
 
@@ -61,12 +64,17 @@ class Device:
         )
 
     @property
+    def card(self) -> str:
+        """The name of the device itself; "" for a CPU."""
+        return "" if self.name == "cpu" else str(module_of(self.name).get_device_name())
+
+    @property
     def memory(self) -> str:
         """The kind of memory that the peak of an arm counts."""
         return "resident" if self.name == "cpu" else "allocated on the device"
 
     def theme(self, name: str) -> str:
-        """Name a result; GPU results have names of their own."""
+        """Name a result; those of a device have names of their own."""
         return name if self.name == "cpu" else f"{name}-{self.name}"
 
 
@@ -80,4 +88,9 @@ CUDA = Device(
     tiers=("nvme", "cpu"),
     apart=True,
 )
-DEVICES = {"cpu": CPU, "cuda": CUDA}
+# An accelerator made of a CPU: runs what a GPU would run, at the sizes of a CPU, and measures nothing of a GPU. It is
+# built once for all arms, whatever their TMPDIR.
+_BUILT = "SIM_ACCELERATOR_CACHE"
+_BUILT_AT = os.environ.get(_BUILT, f"{tempfile.gettempdir()}/tba-accelerator-{os.getuid()}")
+SIM = replace(CUDA, name=SIMULATED, size="small", environment={_BUILT: _BUILT_AT})
+DEVICES = {"cpu": CPU, "cuda": CUDA, "simulated": SIM}

@@ -18,9 +18,12 @@ class Allocated(Protocol):
 
 
 def environment_block(
-    arms: Mapping[str, Allocated], *, threads: int, device: str = "cpu", starts: int = 0
+    arms: Mapping[str, Allocated], *, threads: int, card: str = "", starts: int = 0
 ) -> dict[str, str]:
-    """Describe machine, versions, allocators and settings of a run, and its sets of processes; no host name."""
+    """Describe machine, versions, allocators and settings of a run, and its sets of processes; no host name.
+
+    `card` is the name of the device, if it is no CPU.
+    """
     import torch
 
     import tba
@@ -38,8 +41,8 @@ def environment_block(
         "tba": tba.__version__,
         "allocators": "; ".join(f"{name}: {arm.allocator}" for name, arm in arms.items()),
     }
-    if device == "cuda":
-        block["gpu"] = torch.cuda.get_device_name()
+    if card:
+        block["gpu"] = card
     if starts:
         block["processes"] = f"{starts} of each arm, one after another"
     # A variable that holds a path is named without its value.
@@ -48,6 +51,9 @@ def environment_block(
 
 
 def _commit() -> str:
+    if named := os.environ.get("COMMIT"):  # of a copy whose history is another's, or none
+        return named
+
     def git(*arguments: str) -> str:
         root = Path(__file__).resolve().parents[2]
         done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True)

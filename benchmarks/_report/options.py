@@ -28,7 +28,9 @@ def _neutral(machine: str) -> str:
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output instead of tables.")]
 Out = Annotated[Path, typer.Option(help="Folder for pictures and reports.")]
 Threads = Annotated[int, typer.Option(min=1, help="Compute threads of each arm.")]
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to train.")]
+Device = Annotated[
+    Literal["cpu", "cuda", "simulated"], typer.Option(help="Where to train; simulated: an accelerator made of a CPU.")
+]
 Quick = Annotated[
     bool, typer.Option(help="A tiny model and few rounds: shows that the benchmark works, measures nothing.")
 ]

@@ -22,7 +22,9 @@ class Measured:
     """The measurements of one arm; each list has one value per timed round, each dict one per round.
 
     `waited_share` is the time that backward waited, `stalled_share` includes forward. `host_bytes` is the most host
-    memory that the process of an arm on a GPU ever had; 0 on a CPU, where `peak_bytes` is the host's.
+    memory that the process of an arm on a device ever had; 0 on a CPU, where `peak_bytes` is the host's. So are
+    `active_bytes`, which also has blocks that another stream still holds, and `reserved_bytes`, which has everything
+    that PyTorch's allocator took; both over idle, as `peak_bytes`.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Measured:
     about: Mapping[str, Any] = field(default_factory=dict)
     idle_bytes: int = 0
     peak_bytes: int = 0
+    active_bytes: int = 0
+    reserved_bytes: int = 0
     host_bytes: int = 0
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
@@ -48,7 +52,8 @@ class Measured:
         """Add the answer of round `number`."""
         self.idle_bytes = answer["idle_bytes"]
         self.peak_bytes = max(self.peak_bytes, answer["peak_bytes"])
-        self.host_bytes = max(self.host_bytes, answer.get("host_bytes", 0))
+        for name in ("host_bytes", "active_bytes", "reserved_bytes"):
+            setattr(self, name, max(getattr(self, name), answer.get(name, 0)))
         self.losses[number] = answer["loss"]
         self.gradients[number] = answer["gradients_sha256"]
         self.moved = answer["moved"]
@@ -90,10 +95,15 @@ def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column
         found = ratios(arm.wall_s, plain.wall_s)
         return f"{median(found):.3f} ± {doubt(found):.3f}"
 
+    of_device: list[Column] = [
+        ("active MiB", lambda arm: mib(arm.active_bytes)),
+        ("reserved MiB", lambda arm: mib(arm.reserved_bytes)),
+    ]
     columns: list[Column] = [
         ("arm", lambda arm: str(arm.name)),
         ("peak MiB", lambda arm: mib(arm.peak_bytes)),
         ("/ plain", lambda arm: f"{memory_share(arm, plain):.2f}"),
+        *(of_device if plain.reserved_bytes else ()),
         ("step s", timed(lambda arm: f"{median(arm.wall_s):.3f}")),
         ("/ plain", timed(wall)),
         ("CPU s", timed(lambda arm: f"{median(arm.cpu_s):.3f}")),
@@ -103,6 +113,8 @@ def arm_table(title: str, arms: Mapping[str, Measured], note: str, *more: Column
         *more,
     ]
     times = f"Times: medians; ratios: medians over {len(plain.wall_s)} rounds ± about 95% confidence."
+    if plain.reserved_bytes:
+        note += " Active: with blocks that other streams still hold. Reserved: all that PyTorch's allocator took."
     return Grid.of(title, arms.values(), columns, f"{note} {times}")
 
 

@@ -161,6 +161,15 @@ def test_a_copy_from_other_memory_has_been_read_on_return(sim: ModuleType, devic
     assert target.unique().tolist() == [1.0]
 
 
+def test_a_row_of_a_larger_tensor_is_copied_both_ways(sim: ModuleType, device: torch.device) -> None:
+    wide = torch.arange(9.0).view(1, 9)
+    row = wide[:, :-1]  # contiguous, though its stride over the one row is another than of a tensor of its own
+    assert torch.equal(row.to(device).cpu(), row)
+    back = torch.empty(1, 8, pin_memory=True)
+    back.copy_(wide.to(device)[:, :-1])
+    assert torch.equal(back, row)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_delays_show_a_missing_wait(sim: ModuleType, device: torch.device, pinned: Tensor, seed: int) -> None:
     accelerator.configure(delay_s=0.01, seed=seed)

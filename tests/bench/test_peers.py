@@ -28,7 +28,7 @@ def test_peers_on_a_card(tmp_path: Path) -> None:
     out = str(tmp_path / "out")
     one = ("--peer", "save_on_cpu")
     found = run_benchmark("peers", "--device", "cuda", *one, "--threads", "1", "--out", out, scratch=tmp_path)
-    assert found["arms"].keys() == {"plain", "save_on_cpu", NVME, "SSDTrain's rule", "tba auto 0.40"}
+    assert found["arms"].keys() == {"plain", "save_on_cpu", NVME, "tba cpu", "SSDTrain's rule", "tba auto 0.40"}
     assert set(found["bit_equal"].values()) == {True}
     assert found["cases"]["save_on_cpu"]["double backward"]["kind"] == "right"
 

@@ -1,0 +1,34 @@
+"""Accelerator: PyTorch's module of the device that is trained on, loaded first if it is the one made of a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+SIMULATED = "sim"  # PyTorch's name of the accelerator made of a CPU
+
+
+def module_of(kind: str) -> Any:
+    """Return PyTorch's module of a kind of device. Raises RuntimeError if PyTorch has none."""
+    if kind == SIMULATED and not hasattr(torch, SIMULATED):
+        from tests.support import accelerator
+
+        if why := accelerator.why_not():
+            raise RuntimeError(why)
+        accelerator.load()
+    return torch.get_device_module(kind)
+
+
+def open_device(kind: str) -> torch.device:
+    """Return the device of a kind on which this process computes."""
+    if kind != "cpu":
+        module_of(kind)
+    return torch.device(kind)
+
+
+def in_use() -> Any:
+    """Return the module of this process's accelerator; None without one, or before its first use."""
+    found = torch.accelerator.current_accelerator()
+    module = None if found is None else module_of(found.type)
+    return module if module is not None and module.is_initialized() else None
