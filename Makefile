@@ -66,7 +66,7 @@ test-all: $(VENV)/.installed
 # compiler is the one that is here. A process that has loaded it is no more one of a machine without an accelerator.
 # Tests that take the fixture `device` run on the CPU in `make test`, and on the device here and in `make gpu`.
 BY_DEVICE := $(addprefix tests/,exact/test_checkpoint.py exact/test_identity.py exact/test_inplace.py exact/test_models.py \
-	compress/test_presets.py)
+	tba_compress/test_presets.py)
 
 accelerator: $(VENV)/.installed
 	DEVICE=simulated $(PYTEST) -n $(JOBS) --dist worksteal tests/accelerator tests/gpu
@@ -77,7 +77,7 @@ accelerator: $(VENV)/.installed
 TORCH ?= 2.15.0
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 TORCH_VENV := .venv-torch-$(TORCH)-python-$(PYTHON_VERSION)
-CORE := exact engine record plan seam blocks state derive compress memory transfer forecast integrations
+CORE := exact $(addprefix tba_,engine record plan torch blocks state derive compress memory transfer forecast integrations)
 
 # The constraints without those of torch and of what it pins itself. As a variable they also take the place of any that
 # pip's own configuration names, which may hold torch back.
@@ -146,7 +146,7 @@ matrix: .venv-matrix/.installed
 	OMP_NUM_THREADS=1 .venv-matrix/bin/python -m pytest -W default -o faulthandler_timeout=0 -n $(JOBS) --durations=15 \
 		tests/matrix --page out/matrix.md --filed docs/matrix.md
 
-GPU_TESTS ?= tests/gpu $(BY_DEVICE) tests/kernels/test_kernels.py tests/cli/test_device_probe.py tests/memory/test_free_memory.py
+GPU_TESTS ?= tests/gpu $(BY_DEVICE) tests/compact_kernels/test_kernels.py tests/tba_cli/test_device_probe.py tests/tba_memory/test_free_memory.py
 
 gpu: gpu-tests gpu-step
 

@@ -118,6 +118,6 @@ def _memory_table(forecasts: Mapping[str, Sequence[Mapping[str, Any]]], peaks: M
     ]
     note = (
         "Peak: saved tensors, gradients and operator workspace; measured: resident, over idle, under jemalloc. "
-        "tests/forecast checks that saved bytes equal what the engine counts."
+        "tests/tba_forecast checks that saved bytes equal what the engine counts."
     )
     return Grid.of("Memory here", forecasts, columns, note)

@@ -81,7 +81,9 @@ def library_files() -> list[Path]:
 def test_the_files_are_found() -> None:
     assert len(library_files()) > 20
     assert ("tba._errors", "ConfigError") in set(imports(ROOT / "tba" / "_config.py"))
-    assert "tba._memory.free_memory" in set(private_modules_of_ours(ROOT / "tests" / "memory" / "test_free_memory.py"))
+    assert "tba._memory.free_memory" in set(
+        private_modules_of_ours(ROOT / "tests" / "tba_memory" / "test_free_memory.py")
+    )
 
 
 @pytest.mark.parametrize("path", library_files(), ids=relative)

@@ -1,7 +1,7 @@
 """Operators: a table of those that can be run again, and where each saves its operands and its result.
 
 The names are those of autograd's nodes. A node's `_saved_NAME` has a partner `_raw_saved_NAME`, which shows what a pack
-hook returned for the tensor without calling the unpack hook. Observed on torch 2.13 and tested in `tests/derive/`:
+hook returned for the tensor without calling the unpack hook. Observed on torch 2.13 and tested in `tests/tba_derive/`:
 
 * a product or quotient saves an operand only if the *other* one requires grad (a quotient always saves its divisor);
 * sums, casts, copies and views save no operand;
