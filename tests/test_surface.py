@@ -142,6 +142,7 @@ FLOORS = {
         ("_record", "_state"),
         ("_blocks",),
         ("_compress", "_derive", "_transfer"),
+        ("_auto",),
         ("_engine",),
         ("_audit", "_report"),
         ("_offloader",),
@@ -191,6 +192,22 @@ def test_rooms_import_from_lower_floors_alone(top: str) -> None:
     assert rooms == set(floors)
     upward = [f"{file}: {a} -> {b}" for (a, b), file in arrows(top).items() if floors[b] >= floors[a]]
     assert upward == []
+
+
+def room_within(module: str) -> str:
+    """The file or folder of a room that a module is in; "" for the room itself."""
+    return [*module.split("."), "", ""][2]
+
+
+@pytest.mark.parametrize("top", FLOORS)
+def test_folders_within_a_room_are_imported_one_way(top: str) -> None:
+    ways = {
+        (room_of(target), room_within(module_name(path)), room_within(target))
+        for path in python_files(top)
+        for target in modules_of(path, top)
+        if room_of(target) == room_of(module_name(path)) and room_within(target) != room_within(module_name(path))
+    }
+    assert [way for way in sorted(ways) if (way[0], way[2], way[1]) in ways] == []
 
 
 @pytest.mark.parametrize("top", FLOORS)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from compact import Saved
 
+from .._auto.planner import Planner
 from .._compress.compressor import Compressor
 from .._config import OffloadConfig
 from .._device import streams
@@ -33,7 +34,6 @@ from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
 from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
-from .auto.planner import Planner
 from .pending import Pending
 from .read_ahead import ReadAhead
 from .step import COUNTING, DEPARTS, FOLLOWING, FULL, LIGHT, RECORDING, Step

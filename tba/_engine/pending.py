@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import deque
 
+from .._auto.planner import Planner
 from .._compress.compressor import Compressor
 from .._derive.derivations import Derivations
 from .._derive.worth import Worth
@@ -24,7 +25,6 @@ from .._plan.policy import DERIVED
 from .._record.record import PENDING, Record
 from .._stats import Counters
 from .._transfer.cost import Cost
-from .auto.planner import Planner
 from .write_behind import WriteBehind
 
 

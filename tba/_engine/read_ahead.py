@@ -15,6 +15,7 @@ from collections import OrderedDict, deque
 
 from io_backends import interrupts
 
+from .._auto.planner import Planner
 from .._memory import shortage
 from .._plan.policy import read_burst_bytes
 from .._plan.read_order import Orders, Walk
@@ -32,7 +33,6 @@ from .._record.record import (
     Remains,
 )
 from .._transfer.mover import Mover
-from .auto.planner import Planner
 from .pending import Pending
 from .write_behind import WriteBehind
 

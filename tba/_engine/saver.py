@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 from io_backends import ForkAware, Store, interrupts
 
+from .._auto.planner import Planner
+from .._auto.rest import Rest
 from .._compress.calls import SavedBy, unclassed
 from .._compress.compressor import compressor
 from .._config import OffloadConfig
@@ -54,8 +56,6 @@ from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
-from .auto.planner import Planner
-from .auto.rest import Rest
 from .packing import Packed, Packing, as_it_is
 from .pending import Pending
 from .read_ahead import ReadAhead

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from io_backends import interrupts
 
+from .._auto.course import Course, Entry, Notes
 from .._record.sighting import ODD, Sighting, Sizes, Stays
-from .auto.course import Course, Entry, Notes
 
 
 class StepMode(enum.Enum):

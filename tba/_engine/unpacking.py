@@ -24,6 +24,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from .._auto.planner import Planner
 from .._derive.derivations import again
 from .._memory import shortage
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
@@ -32,7 +33,6 @@ from .._record.user_code import look_for_code
 from .._record.view import View, is_edited
 from .._transfer.mover import Mover
 from . import backward
-from .auto.planner import Planner
 from .packing import Packing
 from .pending import Pending
 from .read_ahead import ReadAhead

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from support.exactness import assert_bit_equal
 from support.planned import gradients, records
 from tba import Offloader
-from tba._engine.auto.course import SMALL, Course, Entry
+from tba._auto.course import SMALL, Course, Entry
 
 ROWS, WIDTH, LAYERS = 64, 64, 8
 LAYER_BYTES = ROWS * WIDTH * 4

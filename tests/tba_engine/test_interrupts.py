@@ -36,7 +36,7 @@ def _handlers_are_as_before() -> Iterator[None]:
 
 def _plans(place: Any) -> bool:
     """Whether it is passed only when a plan is made, which depends on how long steps have taken."""
-    return Path(place.code.co_filename).parent.name in ("auto", "_plan")
+    return Path(place.code.co_filename).parent.name in ("_auto", "_plan")
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tba._engine.auto.kind import Kind
+from tba._auto.kind import Kind
 from tba._plan.facts import Link
 
 MB = 10**6

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tba._auto.pace import Pace
 from tba._config import OffloadConfig
-from tba._engine.auto.pace import Pace
 from tba._transfer.cost import Cost, Way
 
 MB = 10**6

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from support.planned import ROWS, SLOW, WIDTH, Block, Training, assert_equal, departures, follow, train
 from tba import Offloader
-from tba._engine.auto.planner import Planner
+from tba._auto.planner import Planner
 from tba._record.record import Record
 
 

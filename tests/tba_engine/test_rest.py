@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from support.exactness import assert_bit_equal
 from support.planned import WAYS, step, used
 from tba import Offloader, offload_context
-from tba._engine.auto.rest import Rest, covers
+from tba._auto.rest import Rest, covers
 from tba._torch import private
 
 

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor, nn
 
 from support.samples import examples
-from tba._engine.auto.course import Entry
+from tba._auto.course import Entry
 from tba._engine.step import (
     COUNTING,
     DEPARTS,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from io_backends import HostStore, PosixStore, StripedStore, TwoLevelStore
-from tba._engine.auto.write_cap import write_cap
+from tba._auto.write_cap import write_cap
 from tba._transfer.daily_allowance import Allowance
 
 MIB = 1 << 20

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from io_backends import interrupts
 
-from ..._config import OffloadConfig
-from ..._text import size
-from ..._torch.user_frames import Notices
+from .._config import OffloadConfig
+from .._text import size
+from .._torch.user_frames import Notices
 
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]

@@ -35,28 +35,28 @@ from torch import Tensor, nn
 
 from io_backends import interrupts
 
-from ..._blocks import find
-from ..._blocks.forwards import Forwards
-from ..._blocks.recompute import recompute
-from ..._blocks.shared_storages import AtHand
-from ..._blocks.timeline import Timeline
-from ..._blocks.trial import Trial
-from ..._blocks.watch import Places, Watch
-from ..._config import OffloadConfig
-from ..._errors import BudgetError
-from ..._memory.budgets import local_ranks
-from ..._memory.ledger import Ledger
-from ..._memory.pressure import release
-from ..._plan import clock
-from ..._plan.facts import OUTSIDE, Cap, Facts, Link
-from ..._plan.greedy import decide
-from ..._plan.plan import Measured, Plan
-from ..._plan.prefix import prefix
-from ..._plan.replan import Shown, follow_up, pace
-from ..._record.record import DERIVED, Record
-from ..._torch.private import recomputes, transforming
-from ..._transfer.cost import Cost
-from ..._transfer.daily_allowance import Allowance
+from .._blocks import find
+from .._blocks.forwards import Forwards
+from .._blocks.recompute import recompute
+from .._blocks.shared_storages import AtHand
+from .._blocks.timeline import Timeline
+from .._blocks.trial import Trial
+from .._blocks.watch import Places, Watch
+from .._config import OffloadConfig
+from .._errors import BudgetError
+from .._memory.budgets import local_ranks
+from .._memory.ledger import Ledger
+from .._memory.pressure import release
+from .._plan import clock
+from .._plan.facts import OUTSIDE, Cap, Facts, Link
+from .._plan.greedy import decide
+from .._plan.plan import Measured, Plan
+from .._plan.prefix import prefix
+from .._plan.replan import Shown, follow_up, pace
+from .._record.record import DERIVED, Record
+from .._torch.private import recomputes, transforming
+from .._transfer.cost import Cost
+from .._transfer.daily_allowance import Allowance
 from .course import Entry
 from .kind import Kind
 from .pace import Pace

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..._blocks.watch import Places
-from ..._memory.ledger import Expected
-from ..._plan.plan import Plan
+from .._blocks.watch import Places
+from .._memory.ledger import Expected
+from .._plan.plan import Plan
 from .course import Entry
 
 _OFF = 0.05  # share of a step by which it waits longer, or less, than its plan foresees, where more than chance does it

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..._plan.facts import Cap
-from ..._text import size
-from ..._transfer.daily_allowance import Allowance
+from .._plan.facts import Cap
+from .._text import size
+from .._transfer.daily_allowance import Allowance
 
 _ROUNDING_BYTES = 8192  # most by which a write is longer in the file than in memory, which is laid out in blocks
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 
-from ..._blocks.watch import Watch
-from ..._config import OffloadConfig
-from ..._plan import clock
-from ..._plan.facts import Link, Spill
-from ..._transfer.build import host_shares
-from ..._transfer.cost import Cost, Way
+from .._blocks.watch import Watch
+from .._config import OffloadConfig
+from .._plan import clock
+from .._plan.facts import Link, Spill
+from .._transfer.build import host_shares
+from .._transfer.cost import Cost, Way
 
 # Bytes/s of a link that has not carried enough to tell, and that no setting slows down: a disk, and PCIe.
 _UNKNOWN, _UNKNOWN_ON_DEVICE = 1e9, 20e9

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..._record.plain import Shell
-from ..._record.record import Record
-from ..._record.sighting import Sizes
+from .._record.plain import Shell
+from .._record.record import Record
+from .._record.sighting import Sizes
 
 _MOST_ENTRIES = 1 << 16  # beyond which forwards that have no backward are not written down
 
