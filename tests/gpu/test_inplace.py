@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from support.engine import Gate, save
 from support.exactness import assert_bit_equal
-from support.gpu import card, gpu_only, leaf_of, offloader, open_device
+from support.gpu import SIMULATED, card, gpu_only, leaf_of, offloader, open_device
 
 pytestmark = gpu_only
 
@@ -54,11 +55,14 @@ def test_an_edit_while_the_copy_is_held_back_is_noticed(
 
     def held_back(device: torch.device, direction: str) -> card.Stream:
         stream: card.Stream = real(device, direction)
-        with card.stream(stream):
-            card._sleep(1_000_000_000)  # half a second
+        if SIMULATED:
+            holding.enter_context(card.held(stream))
+        else:
+            with card.stream(stream):
+                card._sleep(1_000_000_000)  # half a second
         return stream
 
-    with offloader(tier, scratch, prefetch_bytes=0) as offload:
+    with offloader(tier, scratch, prefetch_bytes=0) as offload, ExitStack() as holding:
         with offload:  # opens the file, and makes the streams and pinned memory
             save(activation()[1])
         offload.flush()
@@ -66,8 +70,9 @@ def test_an_edit_while_the_copy_is_held_back_is_noticed(
         with monkeypatch.context() as patched, offload:
             patched.setattr(streams, "_side_stream", held_back)
             y = save(x)
-        with torch.no_grad():  # leaving the context has queued the copy, behind the sleep
+        with torch.no_grad():  # leaving the context has queued the copy, behind what holds it back
             x.add_(1)
+        holding.close()
         offload.flush()
         with pytest.raises(RuntimeError, match=MODIFIED):
             y.sum().backward()
