@@ -68,7 +68,7 @@ def _interrupt_at_each(settings: dict[str, Any], every: int, scratch: Path) -> N
             if not interrupted_at(place, bench.step) and not _plans(place):
                 missed.append(place)  # not passed this time, as it depends on when a worker has ended
             try:
-                assert not (bench.model._forward_hooks or bench.model._forward_pre_hooks)
+                assert len(bench.model._forward_hooks) == len(bench.model._forward_pre_hooks) == 0
                 bench.check()
                 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             except BaseException as error:
