@@ -42,6 +42,8 @@ def host_of(pool: Any, value: float) -> Tensor:
 def numbers(of: Buffer | Tensor) -> list[float]:
     """What is in memory of the host now, or of the device once all has run."""
     found: Any = of.owner if isinstance(of, Buffer) else of
+    if found.device.type != "cpu":
+        torch.accelerator.synchronize()  # whichever stream made it
     return found.cpu().view(torch.float32).unique().tolist()  # type: ignore[no-any-return]
 
 
