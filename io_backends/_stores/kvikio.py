@@ -101,6 +101,7 @@ class KvikioStore(FileStore[_File]):
         device: int | None = None,
     ) -> None:
         self._host_path_bytes = threshold_bytes
+        self._device_bytes: int | None = None
         self._kvikio, self._defaults, self._driver = _import_kvikio()
         _configure(self._defaults, threads, threshold_bytes)
         super().__init__(
@@ -121,10 +122,12 @@ class KvikioStore(FileStore[_File]):
     @property
     def threshold_bytes(self) -> int:
         """As given with GDS; without it beyond any size. Makes the file; a failure to do so is the next transfer's."""
-        with suppress(StoreError):
-            if self.mode == "gds":
-                return self._host_path_bytes
-        return sys.maxsize
+        if self._device_bytes is None:  # asked once, for every tensor asks
+            self._device_bytes = sys.maxsize
+            with suppress(StoreError):
+                if self.mode == "gds":
+                    self._device_bytes = self._host_path_bytes
+        return self._device_bytes
 
     # -- on the workers ------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class Kind:
         assert self.plan is not None
         found, link = self.plan.predicted, self.plan.facts.link
         carried_s = found.moved_bytes / link.write_bytes_per_s + found.read_bytes / link.read_bytes_per_s
+        if (spill := link.spill) is not None:
+            carried_s += found.spilled_bytes * (1 / spill.write_bytes_per_s + 1 / spill.read_bytes_per_s)
         late_s = waited_s - found.waited_s
         off = carried_s > 0 and abs(late_s) > _OFF * found.step_s
         self._off_steps = self._off_steps + 1 if off else 0

@@ -200,12 +200,12 @@ def out(
     if producer is None:
         return Buffer(storage.data_ptr() + begin, nbytes, source), None
     device = source.device
+    assert memory is not None
+    view, buffer = memory.lease(nbytes)  # first: it may be asked for again and again
     side = _side_stream(device, "out")
     launched = torch.Event(device)
     launched.record(producer)
     side.wait_event(launched)
-    assert memory is not None
-    view, buffer = memory.lease(nbytes)
     host = host_bytes(view)
     raw = raw_bytes(source, begin, nbytes)
     goes_early(raw, producer)

@@ -121,13 +121,15 @@ class _Host:
     def take(self, number: int, nbytes: int, copied_s: float) -> None:
         """Take what will have been copied by then. The oldest makes way for it."""
         there_s = copied_s
-        while self._kept and self._nbytes + nbytes > self._spill.host_bytes:
-            oldest, oldest_bytes, since_s = self._kept.popleft()
-            self._nbytes -= oldest_bytes
-            there_s = self._to_disk(oldest, oldest_bytes, max(copied_s, since_s))
         if nbytes > self._spill.host_bytes:
             there_s = self._to_disk(number, nbytes, copied_s)
         else:
+            while self._nbytes + nbytes > self._spill.host_bytes:
+                oldest, oldest_bytes, since_s = self._kept.popleft()
+                self._nbytes -= oldest_bytes
+                there_s = self._to_disk(oldest, oldest_bytes, max(copied_s, since_s))
+            if self._waiting:  # what it displaces may be one of a larger one's still
+                there_s = max(there_s, self._waiting[-1][1])
             self._kept.append((number, nbytes, there_s))
             self._nbytes += nbytes
         self._waiting.append((nbytes, there_s))
@@ -162,7 +164,11 @@ class _Host:
 
     def give(self, number: int, nbytes: int, now_s: float) -> float:
         """Return when a storage is in host memory, which asks the disk for it if it has gone there."""
-        if number not in self._spilled:
+        began_s, ended_s = self._spilled.get(number, (now_s, now_s))
+        if now_s <= ended_s:  # until then it is in host memory as well
+            if began_s > now_s:
+                del self._spilled[number]
+                self.spilled_bytes -= nbytes
             return now_s
         begin_s = max(now_s, self._reads_until_s)
         for began_s, ended_s in self._spilled.values():

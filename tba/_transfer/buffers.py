@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from io_backends import Buffer, BufferPool, Store, StoreFull
+from io_backends import Buffer, BufferPool, Store, StoreFull, interrupts
 
 from .._device import streams
 from .._memory.host_pools import HostMemory
@@ -36,10 +36,14 @@ _PERIOD_S = 0.0005  # how often a device is asked for its copies
 
 
 class Buffers:
-    """Memory for the transfers of one engine, from `memory` unless it is the tensors' own."""
+    """Memory for the transfers of one engine, from `memory` unless it is the tensors' own.
 
-    def __init__(self, memory: HostMemory) -> None:
+    A full pool is waited for, until copies of a device from there are over, for at most `timeout_s`.
+    """
+
+    def __init__(self, memory: HostMemory, timeout_s: float) -> None:
         self._memory = memory
+        self._timeout_s = timeout_s
         self._host: BufferPool | None = None  # for CPU tensors, once made: a lookup would cost each read
 
     def out(
@@ -59,7 +63,7 @@ class Buffers:
             return *streams.lend(alias, begin, nbytes, stream), False
         memory = self._memory.of(record.device, store.alignment)
         out = partial(streams.out, alias, begin, nbytes, stream, memory, timed=timed)
-        return *_wait_for_room(memory, out), True
+        return *_wait_for_room(memory, out, self._timeout_s), True
 
     def back(
         self, record: Record, store: Store, host: Buffer | None, *, asked: bool
@@ -85,7 +89,7 @@ class Buffers:
         skew = ticket.location.skew if host is None else host.address % memory.alignment
         try:
             lease = partial(memory.lease, nbytes, skew)
-            leased, buffer = _wait_for_room(memory, lease) if asked else lease()
+            leased, buffer = _wait_for_room(memory, lease, self._timeout_s) if asked else lease()
         except StoreFull:
             if not asked:
                 raise
@@ -108,17 +112,19 @@ class Buffers:
         return arrival
 
 
-def _wait_for_room(memory: BufferPool, lease: Callable[[], _Leased]) -> _Leased:
+def _wait_for_room(memory: BufferPool, lease: Callable[[], _Leased], timeout_s: float) -> _Leased:
     """Lease of a pool; where it is full, once copies that the device still has to make from there are over.
 
     A program launches ahead of its device, in backward by as many copies as the pool has room for. The device goes on
-    whoever holds the engine's lock. Raises StoreFull.
+    whoever holds the engine's lock, unless it waits for another rank or thread: there is an end to this, and a signal
+    ends it too. A device that computes is no slow tier, so the wait is not counted as one. Raises StoreFull.
     """
+    until_s = time.monotonic() + timeout_s
     while True:
         retains = memory.retains
         try:
             return lease()
         except StoreFull:
-            if not retains:
+            if not retains or interrupts.pending or time.monotonic() > until_s:
                 raise
         time.sleep(_PERIOD_S)

@@ -102,7 +102,9 @@ class Cost:
 
     def spilled(self, ticket: Ticket) -> None:
         """Count a write from host memory to the disk beneath it: of bytes that were counted on their way out."""
-        self.disk_out.add(ticket.moved_bytes, clock.current.carried(ticket))
+        carried = clock.current.carried(ticket)
+        self.disk_out.add(ticket.moved_bytes, carried)
+        self.cpu_s += carried.cpu_s
 
     def mark_waits(self, device: Aside | None) -> None:
         """Mark waits on a device from now on, if the model is on one."""

@@ -93,7 +93,7 @@ class Mover:
         self._store_goes.atexit = False
         self._open_store = open_store
         self.memory = memory
-        self._buffers = Buffers(memory)
+        self._buffers = Buffers(memory, limits.timeout_s)
         self.allowance = allowance
         self.ended: deque[Ticket] = deque()  # writes that have ended and are still to be landed
         self.copies = Copies()

@@ -76,6 +76,17 @@ def test_a_part_that_fails_or_hangs_is_done_again(tmp_path: Path, capsys: pytest
     assert "no luck" in (tmp_path / "tests.log").read_text()
 
 
+def test_a_part_that_fails_keeps_no_other_from_its_turn(tmp_path: Path) -> None:
+    every = parts(tests=60, step=60, curve=60)
+    commands = {part.name: write(tmp_path / f"{part.name}.txt") for part in every}
+    commands["tests"] = [sys.executable, "-c", "raise SystemExit(1)"]
+    assert not card.do_next(every, commands, tmp_path / "out", call_s=50)
+    for number in (1, 2):
+        assert card.do_next(every, commands, tmp_path / "out", call_s=50)
+        assert logs(tmp_path) == dict.fromkeys(["step", "curve"][:number], 1)
+    assert not card.do_next(every, commands, tmp_path / "out", call_s=50)
+
+
 def test_four_calls_do_all_parts() -> None:
     calls, left_s = 0, 0.0
     for part in PARTS:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tba._auto.kind import Kind
-from tba._plan.facts import Link
+from tba._plan.facts import Link, Spill
 
 MB = 10**6
 
@@ -26,6 +26,15 @@ def test_waiting_that_no_plan_foresees_makes_the_link_count_as_slower() -> None:
     assert kind.slower == pytest.approx(1.2)  # of a second that all of it took
     assert [kind.compare(0.2), kind.compare(0.2)] == [False, True]
     assert kind.slower == pytest.approx(1.44)
+
+
+def test_what_a_disk_beneath_host_memory_carries_counts_too() -> None:
+    kind = planned(0.0)
+    plan: Any = kind.plan
+    plan.predicted.spilled_bytes = 20 * MB
+    plan.facts.link = Link(1000 * MB, 1000 * MB, spill=Spill(0, 0, 40 * MB, 40 * MB))
+    assert [kind.compare(0.55), kind.compare(0.55)] == [False, True]
+    assert kind.slower == pytest.approx(1.5)  # of 1.1 seconds, one of them the disk's
 
 
 def test_one_such_step_tells_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.plans import MIB, layers
-from tba._plan.facts import Cap, Facts
+from tba._plan.facts import Cap, Facts, Spill
 from tba._plan.greedy import decide
 from tba._plan.plan import Measured, Plan
 from tba._plan.replan import Shown, follow_up, pace, reason_to_replan
@@ -29,6 +29,11 @@ def linked(times: float, *, back_times: float | None = None) -> Facts:
     link = FACTS.link
     rates = times * link.write_bytes_per_s, (times if back_times is None else back_times) * link.read_bytes_per_s
     return replace(FACTS, link=replace(link, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1]))
+
+
+def with_disk(times: float) -> Facts:
+    spill = Spill(8 * MIB, 4 * MIB, times * 1e8, times * 1e8)
+    return replace(FACTS, link=replace(FACTS.link, spill=spill))
 
 
 def holding(share: float) -> Facts:
@@ -51,6 +56,12 @@ REASONS = [
     (shown(capped(MIB)), "a step may write 1.0 MiB, not 192.0 MiB"),
     (shown(waited_s=0.5), f"steps wait 0.500 s for the link, not {PLAN.predicted.waited_s:.3f} s"),
 ]
+
+
+def test_a_disk_beneath_host_memory_that_changes_is_a_reason_of_its_own() -> None:
+    before = decide(with_disk(1.0), BUDGET)
+    reason = reason_to_replan(before, shown(with_disk(0.3)))
+    assert reason == "the disk carries 0.3 times what it did"
 
 
 @pytest.mark.parametrize(("step", "reason"), REASONS, ids=[reason for _, reason in REASONS])
