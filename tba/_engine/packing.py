@@ -181,10 +181,12 @@ class Packing:
                     return as_it_is(tensor)
                 self.turn(step)  # another graph grows, of which nothing is known
             return None
-        kept_bytes = step.kept_bytes(tensor, recognise(tensor, self._sizes, self._chains, casts=False))
         number = sequence_nr() if step.course is not None else 0
         if step.due:
             self.pass_on(step, number)
+            if step.over:  # waiting for room lets go of the lock: another thread has ended it
+                return None
+        kept_bytes = step.kept_bytes(tensor, recognise(tensor, self._sizes, self._chains, casts=False))
         if kept_bytes < 0:
             if kept_bytes == DEPARTS:
                 self.turn(step)

@@ -184,7 +184,8 @@ class Saver(ForkAware):
             step = self.steps.current
             # Ahead of all that would launch, wait or look around.
             if not tensor.is_cpu and streams.capturing(tensor):
-                self._packing.turn(step, departs=False)  # what is captured may not wait for room
+                if step.task == -1:
+                    self._packing.turn(step, departs=False)  # what is captured may not wait for room
                 return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             if (step.task != -1 or step.begun_s is None) and current_graph_task_id() == -1:
                 step = self._begin_step(step)
@@ -330,8 +331,12 @@ class Saver(ForkAware):
         """Forget what the step under way was, if all that it saved has died: nobody wanted that forward's gradients."""
         step = self.steps.current
         self._packing.pass_on(step, None)
+        if step.over:  # waiting for room lets go of the lock: another thread has ended it
+            return
         newest = next(reversed(self.read_ahead.records), -1)
         if newest < step.first_number and not self.ledger.graphs_live:
+            if step.mode is COUNTING:  # which knows no weights; the full hooks may come next
+                self._packing.mark_weights()
             self.steps.replace(step.anew())
             if self.planner is not None:
                 self.planner.forget()
@@ -458,7 +463,7 @@ class Saver(ForkAware):
         self.settle()
         self.read_ahead.end_walks()
         packing.pass_on(step, None)
-        if self.steps.current is not step:  # waiting for room lets go of the lock: another thread has ended it
+        if step.over:  # waiting for room lets go of the lock: another thread has ended it
             return
         self._learn(step)
         self.write_behind.end_step()

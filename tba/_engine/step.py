@@ -85,10 +85,12 @@ class Step:
         counted_bytes: of all memory that was saved while it was looked at.
         passed_bytes: let stay without a record.
         countable: where steps are counted, whether each tensor has told where its memory is.
+        over: another has taken its place.
     """
 
     def __init__(self, first_number: int, before_bytes: int, sizes: Sizes, fitted_bytes: int | None) -> None:
         self.mode = FULL
+        self.over = False
         self.begun_s: float | None = None
         self.task = -1
         self.first_number = first_number
@@ -119,6 +121,10 @@ class Step:
     def begin(self) -> None:
         """Begin: its first tensor is saved."""
         self.begun_s = time.perf_counter()
+
+    def end(self) -> None:
+        """End: another takes its place."""
+        self.over = True
 
     def ask(self, task: int) -> None:
         """Note that a backward, graph task `task`, asks; -1: none is under way that asks for anything of this step."""

@@ -77,10 +77,12 @@ class Steps:
 
     def replace(self, step: Step) -> None:
         """Have another step take the place of the current one, of which nothing is to be counted."""
+        self.current.end()
         self.current = step
 
     def end(self, following: Step, file_bytes: int) -> None:
         """End the open micro-batch; another one takes its place."""
+        self.current.end()
         begun_s, self.current = self.current.begun_s, following
         assert begun_s is not None
         self._counters.step_s += time.perf_counter() - begun_s

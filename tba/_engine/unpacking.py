@@ -116,17 +116,20 @@ class Unpacking:
         mover = self._mover
         with self._lock:
             step = self._meet(task)
-            if step.course is None or mover.closed:
-                return
-            self._packing.pass_on(step, None)
-            if self._planner is not None:
-                self._planner.asked(None)
-            held_bytes = self._write_behind.ledger.passed_bytes + self._write_behind.ledger.held_bytes
-            if held_bytes != self._held_bytes:
-                self._held_bytes = held_bytes
-                self._read_ahead.go_on(task, step.first_number)
+            if step.course is not None and not mover.closed:
+                self._read_on(step, task)
         if mover.ended:
             mover.catch_up()
+
+    def _read_on(self, step: Step, task: int) -> None:
+        """Read on in a step of which some stays without a record, where that has made room."""
+        self._packing.pass_on(step, None)
+        if self._planner is not None:
+            self._planner.asked(None)
+        held_bytes = self._write_behind.ledger.passed_bytes + self._write_behind.ledger.held_bytes
+        if held_bytes != self._held_bytes:
+            self._held_bytes = held_bytes
+            self._read_ahead.go_on(task, step.first_number)
 
     def _meet(self, task: int) -> Step:
         """Note that graph task `task` asks (-1: no backward does), and settle. Returns the step under way."""

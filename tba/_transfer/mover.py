@@ -128,7 +128,7 @@ class Mover:
         tracer = interrupts.tracer()
         self._sending = True  # a write may have ended before its ticket is known here
         try:
-            copies = self._queue(record, alias)
+            ticket, copy = self._queue(record, alias)
         except (StoreError, OSError, RuntimeError, MemoryError) as error:  # torch reports a lack of memory either way
             interrupts.pass_on(error, tracer)
             self.allowance.give_back(nbytes)
@@ -136,31 +136,31 @@ class Mover:
             return policy.NOT_WRITTEN
         finally:
             self._sending = False
+        record.send(ticket)
+        if copy is None:
+            self._writes.begin(ticket, record)
+        else:
+            self.copies.add(copy, record.device)
         self.sent_bytes += nbytes
         self.staging.depart(nbytes)
         self.counters.staging_peak_bytes = self.staging.peak_bytes
-        if copies and not self.copies.watched:
+        if copy is not None and not self.copies.watched:
             args = weakref.ref(self), record.device
             with suppress(RuntimeError):  # "can't start new thread": the hooks ask, then
                 threading.Thread(target=_watch, args=args, name="tba-copies", daemon=True).start()
                 self.copies.watch(True)
         return None
 
-    def _queue(self, record: Record, alias: Tensor) -> bool:
-        """Have the store write a record, or first a device copy it out: then True is returned."""
+    def _queue(self, record: Record, alias: Tensor) -> tuple[Ticket, Copy | None]:
+        """Have the store write a record, or first a device copy it out: that copy is returned too."""
         if self.store is None:
             self._made.append(self._open_store(record.stream is not None))
             self.store = self._made[-1]
         buffer, departure, frees = self._buffers.out(record, alias, self.store, timed=self._times(record.nbytes))
         if departure is None:
-            ticket = self.store.write(buffer, on_done=self._on_written)
-            record.send(ticket)
-            self._writes.begin(ticket, record)
-            return False
+            return self.store.write(buffer, on_done=self._on_written), None
         unbegun = Unbegun(buffer)
-        record.send(unbegun)
-        self.copies.add(Copy(unbegun, record.ref, buffer, departure, frees), record.device)
-        return True
+        return unbegun, Copy(unbegun, record.ref, buffer, departure, frees)
 
     def wait_for_room(self, nbytes: int, cap_bytes: int, *, staged: bool = False) -> bool:
         """Wait until so many bytes more fit; False when transfers have stalled, or for an interrupt (`Staging`)."""
