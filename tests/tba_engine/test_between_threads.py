@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support.engine import Gate, activation, chain, engine, parts_of, waits_for_room
 from support.exactness import assert_bit_equal
+from tba import OffloadConfig, Offloader
 
 NBYTES = 4096
 
@@ -101,3 +102,23 @@ def test_what_is_asked_for_while_its_write_waits_for_room_stays(scratch: Path) -
         (found,) = torch.autograd.grad(y, leaf, retain_graph=True)
         assert_bit_equal(found, _plain(1))
         assert offload.stats().written_bytes == 0
+
+
+def test_a_step_that_another_thread_ends_meanwhile_is_not_begun_anew(scratch: Path) -> None:
+    """A forward begins while another waits for room, which lets go of the lock."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    offload = Offloader(model, OffloadConfig(storage_paths=scratch, min_tensor_bytes=0, memory_budget=1 << 20))
+    with offload:
+        model(torch.ones(4, 8))  # nobody wants its gradients
+    saver = parts_of(offload)
+    packing, pass_on = saver._packing, saver._packing.pass_on
+
+    def meanwhile(step: Any, number: int | None) -> None:
+        packing.pass_on = pass_on  # type: ignore[method-assign]
+        pass_on(step, number)
+        saver.end_step()
+
+    packing.pass_on = meanwhile  # type: ignore[method-assign]
+    saver.begin_forward((torch.ones(4, 8),), {})
+    assert saver.steps.current.begun_s is None  # a new step, and not the one that has ended
+    offload.close()
