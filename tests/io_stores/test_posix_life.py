@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -207,7 +209,8 @@ def test_a_fork_in_the_middle_of_a_held_write_waits_for_it(scratch: Path) -> Non
     store.close()
 
 
-def test_two_threads_that_fork_at_once_and_stores_that_come_and_go(scratch: Path) -> None:
+def fork_from_threads(scratch: Path) -> None:
+    """Fork from two threads while stores come and go, in a process that has loaded nothing else."""
     stores = [PosixStore(scratch) for _ in range(3)]
     array = pattern_at(64, 50_000)
     answers: list[str] = []
@@ -233,6 +236,26 @@ def test_two_threads_that_fork_at_once_and_stores_that_come_and_go(scratch: Path
     assert answers == ["ended"] * 10
     for store in stores:
         store.close()
+
+
+def test_two_threads_that_fork_at_once_and_stores_that_come_and_go(scratch: Path) -> None:
+    """In a process of its own: a library that others have loaded may not survive a fork from a thread."""
+    program = (
+        "import pathlib, sys\n"
+        "from io_stores.test_posix_life import fork_from_threads\n"
+        "fork_from_threads(pathlib.Path(sys.argv[1]))"
+    )
+    tests = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program, str(scratch)],
+        cwd=tests,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])},
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("reused", [False, True])
