@@ -45,8 +45,7 @@ class Pace:
             spill = Spill(*self._shares, *below)
         else:
             rates, spill = _rates((cost.out, cost.back), link, _UNKNOWN, self._most, weight), None
-        taken, before = cost.busy_per_byte_s, 0.0 if link is None else link.step_s_per_byte
-        taken = before + (weight if link is not None else 1.0) * (taken - before) if taken else before
+        taken = _blend(cost.busy_per_byte_s, None if link is None else link.step_s_per_byte, 0.0, weight)
         self.link = Link(*rates, taken, self._in_flight_bytes, spill)
         return self.link
 
@@ -68,10 +67,14 @@ def _rates(
     before = (None, None) if known is None else (known.write_bytes_per_s, known.read_bytes_per_s)
 
     def rate(way: Way, was: float | None, limit: float) -> float:
-        new = min(way.bytes_per_s, limit)
-        if was is None:
-            return new or min(prior, limit)
-        return was + weight * (new - was) if new else was
+        return _blend(min(way.bytes_per_s, limit), was, min(prior, limit), weight)
 
     out, back = map(rate, seen, before, most)
     return out, back
+
+
+def _blend(new: float, was: float | None, prior: float, weight: float) -> float:
+    """Return a figure by what a step has shown (0: nothing) and what was known of it, if anything was."""
+    if was is None:
+        return new or prior
+    return was + weight * (new - was) if new else was

@@ -124,14 +124,22 @@ class Link:
         spill = None if self.spill is None else self.spill.slowed(times)
         return replace(self, write_bytes_per_s=rates[0], read_bytes_per_s=rates[1], spill=spill)
 
+    def change(self, before: Link) -> tuple[str, float]:
+        """Return which has changed most, the "link" or the "disk" beneath it, and how many times as fast it is."""
+        ends: list[tuple[str, Link | Spill, Link | Spill]] = [("link", self, before)]
+        if self.spill is not None and before.spill is not None:
+            ends.append(("disk", self.spill, before.spill))
+        ratios = [
+            (name, ratio)
+            for name, new, old in ends
+            for ratio in (new.write_bytes_per_s / old.write_bytes_per_s, new.read_bytes_per_s / old.read_bytes_per_s)
+        ]
+        return max(ratios, key=lambda each: max(each[1], 1 / each[1]))
+
     def times(self, other: Link) -> float:
         """How many times faster or slower it is than another, out or back, or its disk than the other's."""
-        ratios = [mine / theirs for mine, theirs in zip(self._rates(), other._rates(), strict=False)]
-        return max(max(ratio, 1 / ratio) for ratio in ratios)
-
-    def _rates(self) -> list[float]:
-        ends: list[Link | Spill] = [self] if self.spill is None else [self, self.spill]
-        return [rate for end in ends for rate in (end.write_bytes_per_s, end.read_bytes_per_s)]
+        _, ratio = self.change(other)
+        return max(ratio, 1 / ratio)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from .._text import size
-from .facts import Facts, Link, Spill
+from .facts import Facts
 from .plan import Measured, Plan
 
 _SURPRISE = 1.25  # a link this many times faster or slower than the plan was made for: it is made anew
@@ -54,7 +54,7 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     if shown.waited_s is not None:
         return f"steps wait {shown.waited_s:.3f} s for the link, not {predicted.waited_s:.3f} s"
     if now.link.times(before.link) > _SURPRISE:
-        name, ratio = _change(now.link, before.link)
+        name, ratio = now.link.change(before.link)
         return f"the {name} carries {ratio:.2g} times what it did"
     if abs(shown.pace - 1) > _OTHER_PACE:
         return f"computation takes {shown.pace:.2g} times as long"
@@ -84,22 +84,9 @@ def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) ->
     if reason is None:
         if still.fits:
             return still
-        name, ratio = _change(link, plan.facts.link)
+        name, ratio = link.change(plan.facts.link)
         reason = f"with a {name} that carries {ratio:.2g} times what it did, it no longer fits"
     new = decide(facts, shown.budget_bytes)
     if still.fits and still.predicted.step_s <= _WORTH * new.predicted.step_s:
         return still
     return replace(new, reason=reason)
-
-
-def _change(now: Link, before: Link) -> tuple[str, float]:
-    """Return how many times as fast the link is, or the disk beneath it, out or back, whichever has changed most."""
-    ends: list[tuple[str, Link | Spill, Link | Spill]] = [("link", now, before)]
-    if now.spill is not None and before.spill is not None:
-        ends.append(("disk", now.spill, before.spill))
-    ratios = [
-        (name, ratio)
-        for name, new, old in ends
-        for ratio in (new.write_bytes_per_s / old.write_bytes_per_s, new.read_bytes_per_s / old.read_bytes_per_s)
-    ]
-    return max(ratios, key=lambda each: max(each[1], 1 / each[1]))

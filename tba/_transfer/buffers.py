@@ -62,8 +62,11 @@ class Buffers:
         if store.takes_device_memory and nbytes >= store.threshold_bytes:
             return *streams.lend(alias, begin, nbytes, stream), False
         memory = self._memory.of(record.device, store.alignment)
-        out = partial(streams.out, alias, begin, nbytes, stream, memory, timed=timed)
-        return *_wait_for_room(memory, out, self._timeout_s), True
+        try:
+            return *streams.out(alias, begin, nbytes, stream, memory, timed=timed), True
+        except StoreFull:
+            out = partial(streams.out, alias, begin, nbytes, stream, memory, timed=timed)
+            return *_wait_for_room(memory, out, self._timeout_s), True
 
     def back(
         self, record: Record, store: Store, host: Buffer | None, *, asked: bool
@@ -88,13 +91,19 @@ class Buffers:
                 self._host = memory
         skew = ticket.location.skew if host is None else host.address % memory.alignment
         try:
-            lease = partial(memory.lease, nbytes, skew)
-            leased, buffer = _wait_for_room(memory, lease, self._timeout_s) if asked else lease()
+            leased, buffer = memory.lease(nbytes, skew)
         except StoreFull:
             if not asked:
                 raise
-            leased, buffer = BufferPool(memory.alignment).lease(nbytes, skew)
+            leased, buffer = self._lease_late(memory, nbytes, skew)
         return leased, buffer, None, None
+
+    def _lease_late(self, memory: BufferPool, nbytes: int, skew: int) -> tuple[memoryview, Buffer]:
+        """Lease of a pool that was full, or memory of its own."""
+        try:
+            return _wait_for_room(memory, partial(memory.lease, nbytes, skew), self._timeout_s)
+        except StoreFull:
+            return BufferPool(memory.alignment).lease(nbytes, skew)
 
     def restore(self, record: Record, host: Tensor, *, timed: bool = False) -> streams.Arrival | None:
         """Give a record its bytes; a device's are copied from here. Raises RuntimeError if the device has no memory.
@@ -113,7 +122,7 @@ class Buffers:
 
 
 def _wait_for_room(memory: BufferPool, lease: Callable[[], _Leased], timeout_s: float) -> _Leased:
-    """Lease of a pool; where it is full, once copies that the device still has to make from there are over.
+    """Lease of a pool that was full, once copies that the device still has to make from there are over.
 
     A program launches ahead of its device, in backward by as many copies as the pool has room for. The device goes on
     whoever holds the engine's lock, unless it waits for another rank or thread: there is an end to this, and a signal
