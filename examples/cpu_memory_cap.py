@@ -1,6 +1,6 @@
 """Fine-tune on a CPU under a cap on memory: tier "auto" reads the cap and moves only what would not fit.
 
-pip install tba-offload transformers
+pip install . transformers
 systemd-run --user --scope -p MemoryMax=6G tba run -- python examples/cpu_memory_cap.py     # or: ... MODEL BUDGET
 """
 

@@ -1,6 +1,6 @@
 """Train with DeepSpeed ZeRO: a section "tba" in its configuration, and `initialize` from here.
 
-pip install 'tba-offload[deepspeed]' transformers
+pip install '.[deepspeed]' transformers
 torchrun --nproc-per-node 2 examples/deepspeed_zero.py            # or: deepspeed examples/deepspeed_zero.py MODEL
 """
 

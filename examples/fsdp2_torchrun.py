@@ -1,6 +1,6 @@
 """Train with FSDP2: `attach` after `fully_shard`, on every rank. Ranks of a node share its disk and write allowance.
 
-pip install tba-offload transformers
+pip install . transformers
 torchrun --nproc-per-node 2 examples/fsdp2_torchrun.py            # or: ... fsdp2_torchrun.py MODEL
 """
 

@@ -1,6 +1,6 @@
 """Train a LightningModule: the callback offloads every training batch, and leaves validation alone.
 
-pip install 'tba-offload[lightning]' transformers
+pip install '.[lightning]' transformers
 python examples/lightning_fit.py               # or: python examples/lightning_fit.py MODEL
 """
 

@@ -2,7 +2,7 @@
 
 The least budget is that of the largest tensor, here a float for each token and word of the vocabulary (4.6 GiB).
 
-pip install tba-offload transformers
+pip install . transformers
 python examples/long_context.py                # or: python examples/long_context.py MODEL TOKENS BUDGET
 """
 

@@ -1,6 +1,6 @@
 """Train with Ray's TorchTrainer: `attach` in the function that each worker runs.
 
-pip install tba-offload 'ray[train]' transformers
+pip install . 'ray[train]' transformers
 python examples/ray_train.py                   # or: python examples/ray_train.py MODEL
 """
 

@@ -1,6 +1,6 @@
 """Fine-tune with transformers' Trainer: one line offloads its activations.
 
-pip install 'tba-offload[hf]' datasets
+pip install '.[hf]' datasets
 python examples/trainer.py                     # or a name or folder of your own: python examples/trainer.py MODEL
 """
 

@@ -1,6 +1,6 @@
 """Fine-tune adapters with TRL and PEFT: the Trainer's callback works for every trainer of TRL.
 
-pip install 'tba-offload[hf]' trl peft
+pip install '.[hf]' trl peft
 python examples/trl_lora.py                    # or: python examples/trl_lora.py MODEL
 """
 

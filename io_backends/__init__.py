@@ -1,5 +1,7 @@
 """Asynchronous stores for large buffers. Knows bytes, buffers, files, devices and threads, but not autograd or models.
 
+    from io_backends import PosixStore
+
     store = PosixStore("/scratch")
     ticket = store.write(array)                      # a NumPy array, a torch tensor, a CuPy array, a Buffer ...
     ticket.wait()

@@ -142,5 +142,13 @@ def test_the_page_of_errors_has_every_error_and_the_api_every_name() -> None:
     assert [name for name in tba.__all__ if f":: {name}\n" not in api] == []
 
 
+def test_the_page_of_versions_has_the_releases_that_the_matrix_installs() -> None:
+    table = (ROOT / "docs" / "versions.md").read_text().partition("## Frameworks")[2]
+    named = dict(re.findall(r"^\| ([a-z-]+) \| ([\d.]+) \|", table, re.MULTILINE))
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints-matrix.txt").read_text(), re.MULTILINE))
+    assert len(named) == 10
+    assert named == {name: pins[name] for name in named}
+
+
 def test_the_readme_shows_python() -> None:
     assert _PYTHON.search((ROOT / "README.md").read_text())

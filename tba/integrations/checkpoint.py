@@ -1,5 +1,7 @@
 """Selective checkpointing whose chosen results are compressed and moved like any other saved tensor.
 
+    import functools
+
     from tba.integrations.checkpoint import create_selective_checkpoint_contexts
 
     context_fn = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])

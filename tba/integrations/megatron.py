@@ -3,7 +3,7 @@
 from tba.integrations.megatron import OffloadedForwardStep
 
 forward_step = OffloadedForwardStep(forward_step, tier="nvme")
-forward_backward_func(forward_step_func=forward_step, ...)  # or: pretrain(..., forward_step_func=forward_step)
+forward_backward_func(forward_step_func=forward_step, **others)  # or: pretrain(..., forward_step_func=forward_step)
 """
 
 from __future__ import annotations
