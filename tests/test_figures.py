@@ -86,7 +86,7 @@ def test_each_figure_of_a_table_is_filed_under_its_name(page: Path, table: re.Ma
     filed = [row for name in table[1].split(", ") for row in rows(result(name))]
     _head, *shown = rows(table[2])
     for row in shown:
-        label = next(cell for cell in row if cell)
+        label = next(cell for cell in row if cell).partition(':')[0]
         name = NAMES.get(label, label)
         if not any(row[1:]):
             continue  # a heading
