@@ -188,7 +188,7 @@ def test_a_plan_is_shown(scratch: Path) -> None:
     with engine(scratch, tier="auto", memory_budget=4 * X_BYTES) as offload:
         _train(offload, steps=4)
         page = _read(offload, scratch)
-        assert offload.plan is not None
+        assert offload.plan
         assert "Plan" in page.titles
         assert ["budget", size(4 * X_BYTES), "50%"] in page.rows
         assert page.paths == 6
