@@ -43,8 +43,8 @@ class Course:
 
 
 def course(events: Sequence[TraceEvent], kinds: Iterable[str]) -> Course | None:
-    """Follow the events of a region; None if there are none. Spans are only made for these kinds."""
-    if not events:
+    """Follow the events of a region; None if no byte is in them. Spans are only made for these kinds."""
+    if not any(event.nbytes for event in events):
         return None
     begun_s = min(event.start_s for event in events)
     seconds = max(event.end_s for event in events) - begun_s
