@@ -131,7 +131,7 @@ def _course(seen: Course | None, number: int) -> Iterator[str]:
     which = f"micro-batch {number:,}" if number else "the region inside trace()"
     lines = [
         Line("in memory", "held", seen.held),
-        Line("if none was moved, compressed or recomputed", "plain", seen.plain, filled=False),
+        Line("in plain PyTorch", "plain", seen.plain, filled=False),
     ]
     key = legend([(line.label, line.colour) for line in lines])
     yield _section(f"Saved tensors in memory, {which}", memory(lines, seen.seconds) + key)
