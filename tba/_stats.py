@@ -329,7 +329,7 @@ def _verdict(stats: OffloadStats) -> str:
         said = f"saved tensors {short(plain_bytes)}, all {_why_in_memory(now, last)}"
     if stats.errors:
         said += f"; {stats.errors:,} transfers failed"
-    if stats.unseen_bytes:
+    if last.unseen_bytes:
         said += f"; {short(last.unseen_bytes)} more in the cache of selective checkpointing"
     return f"{said}; closed" if now.closed else said
 

@@ -220,8 +220,7 @@ class Saver(ForkAware):
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
             step = self.steps.current
-            recorded = self.recorder.trace is not None
-            if (step.task == -1 or step.course is not None or recorded) and not self.dead:
+            if (step.task == -1 or step.course is not None or self.recorder.trace is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
@@ -402,7 +401,8 @@ class Saver(ForkAware):
             return self._readings.as_counted(self._situation())
 
     def _situation(self) -> Situation:
-        plan, rest, steps = self.plan, self.rest, self.steps
+        rest, steps = self.rest, self.steps
+        plan = self.plan if rest.hooks == "on" else None
         return Situation(
             tier=self._tier,
             entered=steps.entered or steps.tied,

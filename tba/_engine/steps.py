@@ -34,12 +34,12 @@ from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
 from .footprint import Footprint
-from .step import LIGHT, Step
+from .step import LIGHT, TURNED, Step
 
 # So often must optimizers have stepped trained parameters of an attached model whose forward nothing has called: before
 # the first such step a forward may have run, and attach come after it.
 _BYPASSES = 2
-_MOST_LOOKS = 64  # at steps of optimizers, of a context that is not entered; then it is for something else
+_MOST_LOOKS = 64  # at steps of optimizers, of a context that is not entered: then it is for something else
 
 
 class Steps:
@@ -92,6 +92,7 @@ class Steps:
     def tie(self) -> None:
         """Note that it is attached to the model, whose forward enters it from now on."""
         self.entered, self.tied = False, True
+        self._watches = self._tier != "keep"
 
     def give_up(self) -> None:
         """Note that nothing is to be offloaded any more."""
@@ -110,7 +111,7 @@ class Steps:
     def end(self, following: Step, file_bytes: int, peaks: Peaks) -> None:
         """End the open micro-batch; another one takes its place."""
         self.current.end()
-        self.footprint.end_micro_batch(peaks, light=self.current.mode in LIGHT, first=not self._of_step)
+        self.footprint.end_micro_batch(peaks, light=self.current.mode in (TURNED, *LIGHT), first=not self._of_step)
         begun_s, self.current = self.current.begun_s, following
         assert begun_s is not None
         self._counters.step_s += time.perf_counter() - begun_s
@@ -166,7 +167,7 @@ class Steps:
     def _look_for_bypass(self, optimizer: Optimizer) -> None:
         """Say once that the model is trained outside of the context."""
         model = self._model()
-        self._looks += 1
+        self._looks += not self.tied
         if model is None or self._looks > _MOST_LOOKS:
             self._watches = False
             return

@@ -115,7 +115,7 @@ def _cards(stats: OffloadStats) -> Iterator[str]:
         size(stats.step_peak_bytes), f"most in memory at once, of {size(stats.plain_peak_bytes)} in plain PyTorch"
     )
     yield _card(size(last.written_bytes), "written in the last step" if stats.last_step else "written")
-    yield _card(size(last.kept_bytes), "kept in memory in the last step" if stats.last_step else "kept in memory")
+    yield _card(size(last.read_bytes), "read back in the last step" if stats.last_step else "read back")
     waited_s = last.wait_s + last.backpressure_s
     yield _card(f"{waited_s / last.step_s:.1%}" if last.step_s else "0%", "of the step waited for the tier")
 

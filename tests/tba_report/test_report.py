@@ -99,7 +99,7 @@ def test_the_numbers_are_those_of_stats(scratch: Path) -> None:
     }
     assert stats.last_step is not None
     last = stats.last_step
-    assert page.cards[:3] == list(map(size, (stats.step_peak_bytes, last.written_bytes, last.kept_bytes)))
+    assert page.cards[:3] == list(map(size, (stats.step_peak_bytes, last.written_bytes, last.read_bytes)))
     assert stats.plain_peak_bytes == 8 * X_BYTES
     table = {row[0]: row[1:] for row in page.rows}
     assert table["handed to the tier"] == [size(16 * X_BYTES), "100%", size(8 * X_BYTES), "100%"]
