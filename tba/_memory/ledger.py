@@ -125,18 +125,18 @@ class Ledger:
         """Count a record that a graph owns, wherever its bytes are; below 0, one that has died."""
         self._recorded_bytes += nbytes
         if nbytes > 0:
-            self._note_plain(self.passed_bytes)
+            self._note_plain()
 
     def await_operator(self, nbytes: int) -> None:
         """Count what stays without a record until its operator has finished; below 0, once it has."""
         self.due_bytes += nbytes
         if nbytes > 0:
-            self._note_plain(self.passed_bytes)
+            self._note_plain()
 
     def recompute(self, graph: object, nbytes: int) -> None:
         """Count what a block would have saved that runs again, for as long as its graph lives."""
         self._recomputed.add(graph, nbytes)
-        self._note_plain(self.passed_bytes)
+        self._note_plain()
 
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""
@@ -158,6 +158,7 @@ class Ledger:
         """Count a tensor that stays without a record while it lives; one that the program may own too, in this step."""
         (self._passed_shared if shared else self._passed).add(tensor, nbytes)
         self._meet(nbytes)
+        self._note_plain()
         self.note()
 
     def sent(self, nbytes: int) -> None:
@@ -210,11 +211,7 @@ class Ledger:
     @property
     def plain_bytes(self) -> int:
         """Bytes that saved tensors would hold now if none was moved, compressed or recomputed."""
-        return self.passed_bytes + self._unpassed_bytes
-
-    @property
-    def _unpassed_bytes(self) -> int:
-        return self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
+        return self.passed_bytes + self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
 
     @property
     def limit_bytes(self) -> int:
@@ -273,18 +270,17 @@ class Ledger:
 
     def note(self, twice_bytes: int = 0) -> None:
         """Note the bytes in memory, for peaks and timelines; `twice_bytes` of the sum are counted twice."""
-        passed_bytes = self.passed_bytes
-        nbytes = passed_bytes + self.held_bytes + self._in_flight.bytes + self.read_back_bytes - twice_bytes
+        nbytes = self.in_memory_bytes - twice_bytes
         if nbytes > self.watched_peak_bytes:  # of a step, so it may be no more than the peak of all
             self.watched_peak_bytes = nbytes
             self._counters.peak_bytes = max(self._counters.peak_bytes, nbytes)
         if self._recorder.trace is not None:
             now_s = time.perf_counter()
             self._recorder.note("held", now_s, now_s, nbytes, "")
-        self._note_plain(passed_bytes)
+            self._note_plain()  # it may have fallen
 
-    def _note_plain(self, passed_bytes: int) -> None:
-        nbytes = passed_bytes + self._unpassed_bytes
+    def _note_plain(self) -> None:
+        nbytes = self.plain_bytes
         if nbytes > self._plain_peak_bytes:
             self._plain_peak_bytes = nbytes
         if self._recorder.trace is not None:
