@@ -164,7 +164,7 @@ class OffloadStats:
         plain_peak_bytes: maximum that saved tensors would have held in memory at once in the last step, if nothing was
             moved, compressed or recomputed; weights and duplicates aside.
         step_peak_bytes: maximum that they did hold at once in the last step. Unlike `peak_bytes`, both include what is
-            not worth moving.
+            not worth moving, and this what the largest block makes again that recomputes.
         unseen_bytes: results in the cache of torch's own selective checkpointing, where no hook sees them; not in
             `saved_bytes`.
         errors: transfers that failed.

@@ -59,7 +59,10 @@ class Expected(NamedTuple):
 
 
 class Peaks(NamedTuple):
-    """The most that saved tensors of a step held in memory at once, and would have held (`plain_bytes`)."""
+    """The most that saved tensors of a step held in memory at once, and would have held (`plain_bytes`).
+
+    What is held has the largest block that runs again in it: the first does when what is held is at its peak, or near.
+    """
 
     plain_bytes: int
     held_bytes: int
@@ -107,7 +110,7 @@ class Ledger:
         self.due_bytes = 0
         self._recorded_bytes = 0  # of records that graphs own, as they were saved
         self._recomputed = Passed()  # what blocks would have saved that run again
-        self._plain_peak_bytes = 0
+        self._plain_peak_bytes = self._replay_bytes = 0  # in this step; the largest block that runs again
         self.expected = Expected()
         self.watched_peak_bytes = 0
         self._limits = limits
@@ -136,6 +139,7 @@ class Ledger:
     def recompute(self, graph: object, nbytes: int) -> None:
         """Count what a block would have saved that runs again, for as long as its graph lives."""
         self._recomputed.add(graph, nbytes)
+        self._replay_bytes = max(self._replay_bytes, nbytes)
         self._note_plain()
 
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
@@ -179,8 +183,8 @@ class Ledger:
 
     def end_step(self) -> Peaks:
         """End a step, and return its peaks; memory is looked at anew in the next one."""
-        peaks = Peaks(self._plain_peak_bytes, self.watched_peak_bytes)
-        self._plain_peak_bytes = self.watched_peak_bytes = 0
+        peaks = Peaks(self._plain_peak_bytes, self.watched_peak_bytes + self._replay_bytes)
+        self._plain_peak_bytes = self.watched_peak_bytes = self._replay_bytes = 0
         self._room.look_soon()
         self._step_largest_bytes = 0
         self._passed_shared = Passed()

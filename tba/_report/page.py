@@ -85,7 +85,12 @@ def page(contents: Contents) -> str:
     """Write the page."""
     stats = contents.stats
     seen = course(contents.events, [kind for kind, _, _ in _ROWS])
-    sections = [*_course(seen, contents.number), _classes(stats), _plan(contents.plan), _settings(contents.settings)]
+    sections = [
+        *_course(seen, contents.number, contents.plan),
+        _classes(stats),
+        _plan(contents.plan),
+        _settings(contents.settings),
+    ]
     data = {
         "stats": stats.asdict(),
         "settings": [[each.name, str(each.value), each.origin] for each in contents.settings],
@@ -124,13 +129,13 @@ def _card(figure: str, text: str) -> str:
     return f"<div><b>{html.escape(figure)}</b><span>{html.escape(text)}</span></div>"
 
 
-def _course(seen: Course | None, number: int) -> Iterator[str]:
+def _course(seen: Course | None, number: int, plan: Plan | NoPlan) -> Iterator[str]:
     if seen is None:
         yield _section("Memory and transfers", "<p>No tensor was handed to the tier, so there is nothing to draw.</p>")
         return
     which = f"micro-batch {number:,}" if number else "the region inside trace()"
     lines = [
-        Line("in memory", "held", seen.held),
+        Line("in memory, beside what blocks recompute" if plan and plan.recomputed else "in memory", "held", seen.held),
         Line("in plain PyTorch", "plain", seen.plain, filled=False),
     ]
     key = legend([(line.label, line.colour) for line in lines])
