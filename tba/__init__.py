@@ -27,6 +27,7 @@ from ._errors import (
     TransferError,
 )
 from ._offloader import Offloader
+from ._plan.no_plan import NoPlan
 from ._plan.plan import Plan
 from ._stats import OffloadStats, TraceEvent
 from ._torch import private
@@ -36,6 +37,7 @@ __all__ = [
     "BudgetError",
     "ClosedError",
     "ConfigError",
+    "NoPlan",
     "OffloadConfig",
     "OffloadError",
     "OffloadStats",

@@ -25,6 +25,7 @@ from ._config import OffloadConfig, describe
 from ._engine import backward
 from ._engine.saver import Saver
 from ._errors import ClosedError, ConfigError
+from ._plan.no_plan import NoPlan
 from ._plan.plan import Plan
 from ._report.page import Contents, page
 from ._stats import OffloadStats, TraceEvent
@@ -112,7 +113,7 @@ class Offloader:
         state = "closed" if self.closed else "entered" if self.entered else "not entered"
         counters = self._saver.counters
         steps = f"{counters.steps:,} step{'s' * (counters.steps != 1)}"
-        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.offloaded_bytes)} offloaded>"
+        return f"<Offloader tier={self.config.tier!r} {state}, {steps}, {size(counters.written_bytes)} written>"
 
     def __enter__(self) -> Self:
         if self.closed:
@@ -308,13 +309,12 @@ class Offloader:
         Path(path).write_text(page(contents), encoding="utf-8")
 
     @property
-    def plan(self) -> Plan | None:
-        """The plan of tier "auto" for the next steps, with predicted and measured figures; None without a plan.
+    def plan(self) -> Plan | NoPlan:
+        """The plan of tier "auto" for the next steps, with predicted and measured figures.
 
-        A run that fits in memory is not planned.
+        Without one, as for a run that fits in memory, it is a `NoPlan`, which is false and, printed, says why.
         """
-        planner = self._saver.planner
-        return planner.plan if planner is not None else None
+        return self._saver.plan
 
     @property
     def tied(self) -> bool:

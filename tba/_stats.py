@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from ._text import as_html, as_text, size
+from ._text import as_html, as_text, short, size
 
 
 class TraceEvent(NamedTuple):
@@ -17,7 +18,8 @@ class TraceEvent(NamedTuple):
 
     `kind` is "saved" or "freed" for a tensor that its graph now owns, or no longer does; "write" or "read" for a
     transfer; "forwarded" for a tensor that backward needed while it was still in memory; "wait" or "room" when backward
-    waited for a tensor, or forward for room; "held" when saved tensors now hold `nbytes` in memory.
+    waited for a tensor, or forward for room; "held" when saved tensors now hold `nbytes` in memory; "plain" when they
+    would hold `nbytes` if none was moved, compressed or recomputed.
     """
 
     kind: str
@@ -105,9 +107,32 @@ def _line(label: str, *, of: str = "", now: bool = False, default: float = 0) ->
 
 
 @dataclass(frozen=True, kw_only=True)
+class Situation:
+    """What an Offloader is at, as far as counters do not tell.
+
+    Attributes:
+        tier: as set.
+        entered: its context has been entered.
+        closed: it was closed.
+        hooks: "on", "off", or "count" where they only count.
+        since: the step from which on they are off or only count; 0 where that is not known.
+        planned: a plan moves or recomputes something.
+        step_ratio: times as long as a step that keeps everything, that a planned step took; 0 where that is not known.
+    """
+
+    tier: str = "auto"
+    entered: bool = True
+    closed: bool = False
+    hooks: str = "on"
+    since: int = 0
+    planned: bool = False
+    step_ratio: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class OffloadStats:
-    """Bytes and seconds since the start, and in the last complete step (`last_step`). Prints as a table; a notebook
-    shows it too.
+    """Bytes and seconds since the start, and in the last complete step (`last_step`). Prints as a verdict in one line
+    (`verdict`) and a table; a notebook shows both too.
 
     Always `saved_bytes == weight_bytes + duplicate_bytes + kept_bytes + offloaded_bytes`. A view counts the bytes it
     shows, or those of the range it spans if that is less (an expanded tensor). Under tier "auto", tensors that are
@@ -118,7 +143,7 @@ class OffloadStats:
         weight_bytes: recognised as parameters or buffers, which stay.
         duplicate_bytes: views of a storage that the engine already has.
         kept_bytes: kept in memory; `kept_by_reason` says why.
-        offloaded_bytes: handed to a tier (logical bytes).
+        offloaded_bytes: handed to a tier (logical bytes), written or still held back in memory.
         encoded_bytes, packed_bytes: bytes before and after codecs; tiers move and budgets count the latter.
         derived_bytes: kept tensors that are stored nowhere, because backward recomputes them from others.
         written_bytes, read_bytes: physically moved, including padding.
@@ -136,6 +161,10 @@ class OffloadStats:
         file_bytes: blocks that the tier occupies (for a scratch file, its allocated blocks, not its size).
         peak_bytes: maximum that saved tensors held in memory at once: waiting, being written, read back. Tensors that
             are not worth moving are extra, and so is memory that compiled code or a custom Function has taken over.
+        plain_peak_bytes: maximum that saved tensors would have held in memory at once in the last step, if nothing was
+            moved, compressed or recomputed; weights and duplicates aside.
+        step_peak_bytes: maximum that they did hold at once in the last step. Unlike `peak_bytes`, both include what is
+            not worth moving, and this what the largest block makes again that recomputes.
         unseen_bytes: results in the cache of torch's own selective checkpointing, where no hook sees them; not in
             `saved_bytes`.
         errors: transfers that failed.
@@ -145,6 +174,7 @@ class OffloadStats:
             of any optimizer), or with each backward until an optimizer has stepped.
         micro_batches: forwards whose backward has ended; several per step if gradients accumulate.
         kept_by_reason: bytes kept, by reason or by type of tensor.
+        situation: what the Offloader is at, for `verdict`.
     """
 
     steps: int = _line("steps")
@@ -153,7 +183,7 @@ class OffloadStats:
     saved_bytes: int = _line("saved by autograd")
     weight_bytes: int = _line("  weights, left alone", of="saved_bytes")
     duplicate_bytes: int = _line("  saved before", of="saved_bytes")
-    offloaded_bytes: int = _line("  offloaded", of="saved_bytes")
+    offloaded_bytes: int = _line("  handed to the tier", of="saved_bytes")
     kept_bytes: int = _line("  kept", of="saved_bytes")
     encoded_bytes: int = _line("given to codecs")
     packed_bytes: int = _line("  encoded", of="encoded_bytes")
@@ -174,22 +204,36 @@ class OffloadStats:
     written_today_bytes: int = _line("written today", now=True)
     projected_bytes_per_day: int = _line("written per day at this rate", now=True)
     kept_by_reason: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    plain_peak_bytes: int = 0
+    step_peak_bytes: int = 0
+    situation: Situation = Situation()
     last_step: OffloadStats | None = None
 
+    @property
+    def verdict(self) -> str:
+        """One line, such as "saved tensors 244 -> 80 MiB (-67%), step +1%, waited 0%".
+
+        The figures are of the last step: `plain_peak_bytes` and `step_peak_bytes`; times as long as a step that keeps
+        everything, by what a plan has measured of waiting, transfers and recomputation (left out without a plan); and
+        the share of its time that it waited for the tier.
+        """
+        return _verdict(self)
+
     def __str__(self) -> str:
-        return as_text(list(_rows(self)), self.notes())
+        return f"{self.verdict}\n{as_text(list(_rows(self)), self.notes())}"
 
     def _repr_html_(self) -> str:
-        """Show the table in a notebook."""
-        return as_html(list(_rows(self)), self.notes())
+        """Show the verdict and the table in a notebook."""
+        return f"<p><b>{html.escape(self.verdict)}</b></p>\n{as_html(list(_rows(self)), self.notes())}"
 
     def notes(self) -> list[str]:
         """List what the numbers do not show: what failed or waits, why nothing was written, what is unseen."""
         return list(_notes(self))
 
     def asdict(self) -> dict[str, Any]:
-        """Convert to JSON types: bytes, counts and seconds by field; `last_step` likewise, or None."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        """Convert to JSON types: the verdict; bytes, counts and seconds by field; `last_step` likewise, or None."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "situation"}
+        values["verdict"] = self.verdict
         last = None if self.last_step is None else self.last_step.asdict()
         return values | {"kept_by_reason": dict(self.kept_by_reason), "last_step": last}
 
@@ -237,11 +281,11 @@ class Counters:
         self.kept_by_reason[reason] -= nbytes
         self.offloaded_bytes += nbytes
 
-    def snapshot(self, *, last_step: OffloadStats | None = None, **others: int) -> OffloadStats:
+    def snapshot(self, **others: Any) -> OffloadStats:
         """Take a snapshot of the counters, with readings of other parts (such as `file_bytes`)."""
         values = {name: getattr(self, name) for name in (*_COUNTED, "saved_bytes", "kept_bytes")}
         kept = MappingProxyType({reason: nbytes for reason, nbytes in self.kept_by_reason.items() if nbytes})
-        return OffloadStats(**values, **others, kept_by_reason=kept, last_step=last_step)
+        return OffloadStats(**values, **others, kept_by_reason=kept)
 
 
 _COUNTED = tuple(f.name for f in fields(Counters) if f.name != "kept_by_reason")
@@ -261,6 +305,52 @@ def difference(now: OffloadStats, before: OffloadStats) -> OffloadStats:
 _MUCH_WAITING = 0.1  # share of a step, above which a note says so
 
 # -- for people ------------------------------------------------------------------------------------------------------
+
+
+def _verdict(stats: OffloadStats) -> str:
+    """Tell in one line what became of a step's saved tensors, and what that cost."""
+    now, last = stats.situation, stats.last_step or stats
+    plain_bytes, held_bytes = stats.plain_peak_bytes, stats.step_peak_bytes
+    moved = last.written_bytes or last.encoded_bytes or last.derived_bytes or now.planned
+    if not stats.saved_bytes:
+        said = "nothing saved yet" if now.entered else "nothing saved yet: the context was not entered"
+    elif not stats.micro_batches:
+        so_far_bytes = stats.saved_bytes - stats.weight_bytes - stats.duplicate_bytes
+        said = f"saved tensors {short(so_far_bytes)} so far: the first step is not over"
+    elif not plain_bytes:
+        said = "no saved tensors but weights"
+    elif moved:
+        said = _change(plain_bytes, held_bytes)
+        if now.step_ratio:
+            said += f", step {now.step_ratio - 1:+.0%}"
+        if last.step_s:
+            said += f", waited {(last.wait_s + last.backpressure_s) / last.step_s:.0%}"
+    else:
+        said = f"saved tensors {short(plain_bytes)}, all {_why_in_memory(now, last)}"
+    if stats.errors:
+        said += f"; {stats.errors:,} transfers failed"
+    if last.unseen_bytes:
+        said += f"; {short(last.unseen_bytes)} more in the cache of selective checkpointing"
+    return f"{said}; closed" if now.closed else said
+
+
+def _change(before_bytes: int, after_bytes: int) -> str:
+    """Tell two counts of bytes, the unit once if it is the same, and the change in per cent."""
+    before, after = short(before_bytes), short(after_bytes)
+    if before.split()[1] == after.split()[1]:
+        before = before.split()[0]
+    return f"saved tensors {before} -> {after} ({round(100 * (after_bytes / before_bytes - 1)):d}%)"
+
+
+def _why_in_memory(now: Situation, last: OffloadStats) -> str:
+    if last.offloaded_bytes:
+        return "held back in memory: nothing was written"
+    reason = max(last.kept_by_reason, key=lambda each: last.kept_by_reason[each], default="")
+    why = "they fit" if reason == "fits in memory" else reason
+    hooks = {"off": "hooks off", "count": "hooks only count"}.get(now.hooks)
+    if hooks:
+        why += f"; {hooks}" + (f" since step {now.since:,}" if now.since else "")
+    return f"in memory: {why}"
 
 
 def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:

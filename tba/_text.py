@@ -23,6 +23,13 @@ def size(nbytes: float) -> str:
     return f"{amount:.1f} {_UNITS[unit]}" if unit else f"{amount:.0f} B"
 
 
+def short(nbytes: float) -> str:
+    """Format a count of bytes in a sentence: "512 B", "1.5 KiB", "244 MiB", "8 GiB"."""
+    number, unit = size(nbytes).split()
+    amount = float(number)
+    return f"{amount:.0f} {unit}" if abs(amount) >= 100 else f"{amount:.3g} {unit}"
+
+
 def value_text(value: Any) -> str:
     """Format the value of a setting: a size, a switch, several paths, or anything else."""
     if isinstance(value, ByteSize):

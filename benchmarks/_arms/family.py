@@ -97,7 +97,7 @@ class FamilyArm(TrainArm):
     def turn(self, index: int) -> dict[str, Any]:
         answer = super().turn(index)
         plan = None if self.offload is None else self.offload.plan
-        if plan is None:
+        if not plan:
             return answer
         if plan.measured is not None and self._predicted is not None:
             # `measured` is the step before: the engine sees a step's end when the next one begins.

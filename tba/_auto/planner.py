@@ -233,11 +233,25 @@ class Planner:
         seen, kind = self._seen(), self.kind
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
-                return recompute(module, forward, args, kwargs, self._keep, self._give)
+                return self._recompute(visit, kind.plan, module, forward, args, kwargs)
         elif not self._lossy:
             trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart)
             return trial.call(args, kwargs)
         return forward(*args, **kwargs)
+
+    @interrupts.lets_through
+    def _recompute(
+        self, visit: int, plan: Plan, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Run a block that runs again in backward, and count what it would have saved beside what it has."""
+        with self._lock:
+            before_bytes = self._ledger.plain_bytes
+        out, graph = recompute(module, forward, args, kwargs, self._keep, self._give)
+        if graph is not None:
+            with self._lock:
+                saved_bytes = self._ledger.plain_bytes - before_bytes
+                self._ledger.recompute(graph, max(0, plan.facts.replayed_bytes(visit) - saved_bytes))
+        return out
 
     # -- saved tensors -----------------------------------------------------------------------------------------------
 
@@ -388,11 +402,12 @@ class Planner:
             before_s = before_s if plan.measured is None else plan.measured.step_s
             step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
         facts = plan.facts.holding(seen.held_by_place())
+        pace_now = pace(plan, step_s, lost_s, replays=line is None)
         shown = Shown(
             facts=replace(facts, cap=self._cap(facts), link=link.slowed(kind.slower)),
             budget_bytes=budget_bytes,
-            measured=Measured(step_s, self._ledger.watched_peak_bytes),
-            pace=pace(plan, step_s, lost_s, replays=line is None),
+            measured=Measured(step_s, self._ledger.watched_peak_bytes, plan.facts.step_s * pace_now),
+            pace=pace_now,
             replays=line is None,
             waited_s=self._cost.waited_s if waits_otherwise else None,
         )

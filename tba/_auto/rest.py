@@ -14,6 +14,7 @@ Under a limit that was set they stay on, since only they can keep to it, but the
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -51,12 +52,15 @@ class Rest:
 
     Attributes:
         fitted_bytes: counted in the largest step that has fitted; None where steps are not counted, or cannot be.
+        since: the step from which on they rest; 0 while they do not, and once steps have passed without hooks.
     """
 
     def __init__(self, possible: bool, model: Callable[[], nn.Module | None], *, counts: bool = False) -> None:
         self.possible = possible
         self.counts = counts
         self.resting = False
+        self.since = 0
+        self._rests = self._rested = False  # from a forward that began so, to a step that did not fit; ever, hooks off
         self.fitted_bytes = 0 if possible and counts else None
         self._model = model
         self._times = 1 if counts else _TIMES
@@ -78,6 +82,11 @@ class Rest:
         rest._tells = config.tier == "auto"
         return rest
 
+    @property
+    def hooks(self) -> str:
+        """What the hooks do: "on", "off", or "count"."""
+        return "on" if not self._rests else "count" if self.counts else "off"
+
     def end_step(
         self, *, kept_bytes: int, moved_bytes: int, failures: int, room_bytes: int, planned: bool = False
     ) -> None:
@@ -88,6 +97,8 @@ class Rest:
         met, self._met = self._met, []
         fitted = not (moved_bytes or failures or planned) and kept_bytes * self._times <= room_bytes
         self.resting = bool(self.possible and met) and fitted
+        if not self.resting:
+            self._rests, self.since = False, 0
         self._tell(kept_bytes, moved_bytes, room_bytes)
         if self.resting:
             self._fitted = [*met, *(known for known in self._fitted if known not in met)][:_MOST_KEYS]
@@ -121,13 +132,14 @@ class Rest:
         due = self._forwards_left <= 0 or self._learn_in <= 1
         return due and self._kept_bytes > 0 and self.resting and self._has_fitted(key)
 
-    def begins(self, key: Key | None, *, room_bytes: int = 0, watched: bool = False) -> bool:
+    def begins(self, key: Key | None, *, room_bytes: int = 0, watched: bool = False, step: int = 0) -> bool:
         """Begin a forward of the model that is called as `key` describes; whether the hooks are to rest.
 
         Args:
             key: None if the arguments do not tell.
             room_bytes: that saved tensors may take now, where it `looks`.
             watched: somebody wants to know what it saves, so they are not.
+            step: its number.
         """
         self._asked = True
         if not self.possible:
@@ -136,6 +148,9 @@ class Rest:
             self.resting = self.possible = False
             return False
         if not watched and self.resting and self._has_fitted(key) and self._fits_still(room_bytes):
+            if not self._rests:
+                self._rests, self.since = True, 0 if self._rested else step
+                self._rested = not self.counts
             return True
         self.resting = False
         if key not in self._met:
@@ -187,7 +202,8 @@ class Rest:
     def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
         """Say once what was decided, and why."""
         if self._tells and os.environ.get("RANK", "0") == "0":
-            self._notices.say("decision", self._decision(kept_bytes, moved_bytes, room_bytes), advice=True)
+            level = logging.WARNING if moved_bytes else logging.INFO
+            self._notices.say("decision", self._decision(kept_bytes, moved_bytes, room_bytes), level=level)
 
     def _decision(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> str:
         """Tell in one line what tier `auto` has decided in the first step."""

@@ -43,7 +43,7 @@ def recompute(
     kwargs: dict[str, Any],
     keep: Keep,
     give: Give,
-) -> Any:
+) -> tuple[Any, object | None]:
     """Call a block's forward; it runs again in backward, if that can be.
 
     It runs once where what it finds cannot be read, a mode of the program's is on, or it turns out to change anything.
@@ -51,18 +51,21 @@ def recompute(
     Args:
         keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
 
+    Returns:
+        What it returns, and what lives as long as the graph that it may run again for; None where it will not.
+
     Raises:
         OffloadError: by `backward`: its weights, or a large tensor that it reaches, were edited in place since.
         RuntimeError: by `backward`, PyTorch's own: what it was given was edited in place since.
     """
     if modes.programs() or (found := Found.of(module, forward, args, kwargs)).unseen:
-        return forward(*args, **kwargs)
+        return forward(*args, **kwargs), None
     twice = _Twice(module, forward, Call(module, args, kwargs, found), keep, give)
     steps_aside(twice.pack)
     with torch.autograd.graph.saved_tensors_hooks(twice.pack, twice.unpack), Communication() as communication:
         out = forward(*args, **kwargs)
-    twice.settle(stays=communication.possible)
-    return out
+    again = twice.settle(stays=communication.possible)
+    return out, twice if again else None
 
 
 class _Saved:
@@ -107,8 +110,11 @@ class _Twice:
         self._saved.append((weakref.ref(saved), shape(tensor)))
         return saved
 
-    def settle(self, *, stays: bool) -> None:
-        """End the first call: let go of what it has saved, or keep it if it `stays` or anything has changed."""
+    def settle(self, *, stays: bool) -> bool:
+        """End the first call: let go of what it has saved, or keep it if it `stays` or anything has changed.
+
+        Whether it was let go of.
+        """
         self._again = not (stays or self._call.change())
         self._call.end()
         for reference, _ in self._saved:
@@ -119,6 +125,7 @@ class _Twice:
                 saved.tensor = None
             elif version(saved.tensor) == saved.version:
                 saved.kept, saved.tensor = (self._keep(saved.tensor),), None
+        return self._again
 
     def unpack(self, saved: _Saved) -> Tensor:
         """Unpack what the first call has saved. Raises what `recompute` says."""

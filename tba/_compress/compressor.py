@@ -19,6 +19,7 @@ Assumption: callers hold the engine's lock.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -131,7 +132,7 @@ class Compressor:
             codec_s = _CODEC_TURNS * self._encode_s + derive_s
             gain_s = (self._spared_bytes + derived_bytes) * further_byte_s
             if line := advice(self._preset.name, codec_s, gain_s, now_s - self._begun_s):
-                self._notices.say("preset", line, advice=True)
+                self._notices.say("preset", line, level=logging.WARNING)
         self._spared_bytes, self._encode_s, self._begun_s = 0, 0.0, now_s
 
     def kind(self, tensor: Tensor) -> Saved:

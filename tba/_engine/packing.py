@@ -198,6 +198,7 @@ class Packing:
             return packed
         if kept_bytes:
             step.due.append((number, packed, kept_bytes))
+            self._write_behind.ledger.await_operator(kept_bytes)
         if self._pending.local.queue:
             self._pending.pass_on(number)
         return packed
@@ -316,6 +317,7 @@ class Packing:
         )
         self.numbers += 1
         self._read_ahead.records[record.number] = record.ref
+        self._write_behind.ledger.save(record.nbytes)
         if within is not None:
             record.belong(within.root, within.counter)
         Known.add_to(seen.storage, record)

@@ -174,6 +174,7 @@ class ReadAhead:
     def _bury(self, remains: Remains) -> None:
         """Forget a record that has died."""
         self.records.pop(remains.number, None)
+        self._ledger.save(-remains.nbytes)
         self._leave(remains.number)
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()

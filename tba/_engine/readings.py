@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from .._stats import Counters, OffloadStats
+from .._stats import Counters, OffloadStats, Situation
 from .._torch.foreign import Caches
 from .._transfer.daily_allowance import projected_bytes_per_day
 from .._transfer.mover import Mover
@@ -36,18 +36,20 @@ class Readings:
         """Count what torch's selective checkpointing keeps, while it is there: a backward empties its caches."""
         self._counters.unseen_bytes += self._caches.count()
 
-    def snapshot(self) -> OffloadStats:
-        """Take a snapshot of everything; a step that nothing more can belong to ends here."""
+    def close_step(self) -> None:
+        """Take everything, and end a step that nothing more can belong to."""
         self.take()
         self._steps.close()
-        return self.as_counted()
 
-    def as_counted(self) -> OffloadStats:
+    def as_counted(self, situation: Situation) -> OffloadStats:
         """Take a snapshot of what the counters have summed up, and change nothing."""
         since_s = time.monotonic() - self._started_s
         return self._counters.snapshot(
             file_bytes=self._mover.file_bytes(),
             last_step=self._steps.last,
+            plain_peak_bytes=self._steps.footprint.plain_bytes,
+            step_peak_bytes=self._steps.footprint.held_bytes,
+            situation=situation,
             written_today_bytes=self._mover.allowance.written_today_bytes,
             projected_bytes_per_day=projected_bytes_per_day(self._counters.written_bytes, since_s),
         )

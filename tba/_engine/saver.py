@@ -43,6 +43,8 @@ from .._device import streams
 from .._errors import OffloadError, OffloadWarning, edited_in_place
 from .._memory import shortage
 from .._memory.ledger import Ledger
+from .._plan.no_plan import NoPlan, no_plan
+from .._plan.plan import Plan
 from .._plan.policy import ASIDE, FITS
 from .._record.plain import Shell, shown_bytes
 from .._record.record import Record
@@ -50,12 +52,13 @@ from .._record.restore import restore_apart, restore_in_child
 from .._record.sighting import Sizes
 from .._record.user_code import Detached, goes_to_code, kept_for_code
 from .._record.view import View
-from .._stats import Counters, OffloadStats
+from .._stats import Counters, OffloadStats, Situation
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
+from .footprint import Footprint
 from .packing import Packed, Packing, as_it_is
 from .pending import Pending
 from .read_ahead import ReadAhead
@@ -125,7 +128,10 @@ class Saver(ForkAware):
             mover=mover, write_behind=write_behind, pending=pending, planner=planner
         )
         self._sizes = Sizes.of(int(config.min_tensor_bytes))
-        self.steps = Steps(config.tier, self.counters, model, Step(0, 0, self._sizes, self.rest.fitted_bytes))
+        footprint = Footprint(self.counters, compresses=config.compress is not None)
+        first = Step(0, 0, self._sizes, self.rest.fitted_bytes)
+        self.steps = Steps(config.tier, self.counters, model, first, footprint)
+        self._tier = config.tier
         self._caches = Caches(config.tier)
         self._readings = Readings(self.counters, mover, self.steps, read_ahead, self._caches)
         self._packing = Packing(
@@ -214,7 +220,7 @@ class Saver(ForkAware):
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
             step = self.steps.current
-            if (step.task == -1 or step.course is not None) and not self.dead:
+            if (step.task == -1 or step.course is not None or self.recorder.trace is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
@@ -295,12 +301,12 @@ class Saver(ForkAware):
 
     def enter(self) -> bool:
         """Enter the context; whether the hooks are to be pushed."""
-        self.steps.unentered = False
+        self.steps.enter()
         return not self.rest.enter()
 
     def tie(self) -> None:
         """Note that the model's own forward enters from now on."""
-        self.steps.unentered = True
+        self.steps.tie()
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Begin a forward of the model; whether the hooks are to be off in it. Raises BudgetError."""
@@ -316,7 +322,7 @@ class Saver(ForkAware):
             step.wake()
             key = rest.key(args, kwargs) if self.watches else None
             room_bytes = self.ledger.look_at_room() if rest.looks(key) else 0
-            rests = rest.begins(key, room_bytes=room_bytes, watched=asked)
+            rests = rest.begins(key, room_bytes=room_bytes, watched=asked, step=self.counters.steps + 1)
             if rests and not rest.counts:
                 step.rest()
             elif rests and (step.mode in LIGHT or self.ledger.has_room(rest.fitted_bytes or 0)):
@@ -384,14 +390,45 @@ class Saver(ForkAware):
     def stats(self, *, inside: bool) -> OffloadStats:
         """Take a snapshot of the counters; `inside` the context a step may still go on."""
         if self.torn or self.came_back() or streams.capturing_here():
-            return self._readings.as_counted()
+            return self._readings.as_counted(self._situation())
         with self.locked(), quiet():
             if self.steps.over and not inside:
                 self.settle()
                 if not self.read_ahead.records:
                     self.end_step()
             self.settle()
-            return self._readings.snapshot()
+            self._readings.close_step()
+            return self._readings.as_counted(self._situation())
+
+    def _situation(self) -> Situation:
+        rest, steps = self.rest, self.steps
+        plan = self.plan if rest.hooks == "on" else None
+        return Situation(
+            tier=self._tier,
+            entered=steps.entered or steps.tied,
+            closed=self.closed,
+            hooks=rest.hooks,
+            since=rest.since,
+            planned=not plan.idle if plan else False,
+            step_ratio=plan.step_ratio if plan else 0.0,
+        )
+
+    @property
+    def plan(self) -> Plan | NoPlan:
+        """The plan for the next steps, or why there is none."""
+        planner, footprint, last = self.planner, self.steps.footprint, self.steps.last
+        if planner is not None and planner.plan is not None:
+            return planner.plan
+        moved = last is not None and last.offloaded_bytes > 0
+        return no_plan(
+            self._tier,
+            step_bytes=footprint.plain_bytes if moved else footprint.held_bytes,
+            room_bytes=self.ledger.room_bytes,
+            limited=self.ledger.limited,
+            moved=moved,
+            steps=self.counters.steps,
+            hooks=self.rest.hooks,
+        )
 
     def stop(self) -> bool:
         """Move nothing any more; False if that was so already."""
@@ -401,6 +438,7 @@ class Saver(ForkAware):
                 return False
             if not (self.torn or came_back):
                 self.settle()
+            self.steps.give_up()
             self.mover.stop()
         return True
 
@@ -467,11 +505,11 @@ class Saver(ForkAware):
             return
         self._learn(step)
         self.write_behind.end_step()
-        self.ledger.end_step()
+        peaks = self.ledger.end_step()
         self.mover.end_step()
         self._readings.take()
         following = Step(packing.numbers, packing.worth_bytes, self._sizes, self.rest.fitted_bytes)
-        self.steps.end(following, self.mover.file_bytes())
+        self.steps.end(following, self.mover.file_bytes(), peaks)
 
     def _learn(self, step: Step) -> None:
         """Tell what decides about later steps of one that ends."""
@@ -504,6 +542,7 @@ class Saver(ForkAware):
     def forget(self) -> None:
         """In a forked child: hooks pass tensors through, finalisers do nothing, stored bytes are gone."""
         self.dead = True
+        self.steps.give_up()
         self._tensor = restore_in_child
         self.lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         self.came_back = ownership(self.lock)

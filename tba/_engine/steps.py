@@ -12,6 +12,7 @@ therefore counts micro-batches.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import logging
 import os
@@ -26,16 +27,19 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import checkpoint
 
 from .._memory import heap
+from .._memory.ledger import Peaks
 from .._stats import Counters, OffloadStats, difference
 from .._text import size
 from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
 from .._torch.user_frames import warn
-from .step import Step
+from .footprint import Footprint
+from .step import LIGHT, TURNED, Step
 
 # So often must optimizers have stepped trained parameters of an attached model whose forward nothing has called: before
 # the first such step a forward may have run, and attach come after it.
 _BYPASSES = 2
+_MOST_LOOKS = 64  # at steps of optimizers, of a context that is not entered: then it is for something else
 
 
 class Steps:
@@ -43,14 +47,25 @@ class Steps:
 
     Attributes:
         current: micro-batch, perhaps still to begin.
-        unentered: attached to the model, whose forward has not been seen since.
+        footprint: of the last step, and of the one under way once a micro-batch of it has ended.
+        entered: the context has been entered; if it is attached to the model, since then.
+        tied: it is attached to the model.
     """
 
-    def __init__(self, tier: str, counters: Counters, model: Callable[[], nn.Module | None], first: Step) -> None:
+    def __init__(
+        self,
+        tier: str,
+        counters: Counters,
+        model: Callable[[], nn.Module | None],
+        first: Step,
+        footprint: Footprint,
+    ) -> None:
         self.current = first
-        self.unentered = False
+        self.footprint = footprint
+        self.entered = self.tied = False
         self.last: OffloadStats | None = None
-        self._bypasses = 0  # steps of the model's parameters while that was so
+        self._watches = tier != "keep"  # whether the model is trained outside of the context
+        self._bypasses = self._looks = 0  # steps of the model's parameters while it was, and of any
         self._tier = tier
         self._counters = counters
         self._model = model
@@ -70,6 +85,19 @@ class Steps:
         """Whether the open micro-batch's backward has run, or begun."""
         return self.current.begun_s is not None and self.current.task != -1
 
+    def enter(self) -> None:
+        """Note that the context is entered."""
+        self.entered = True
+
+    def tie(self) -> None:
+        """Note that it is attached to the model, whose forward enters it from now on."""
+        self.entered, self.tied = False, True
+        self._watches = self._tier != "keep"
+
+    def give_up(self) -> None:
+        """Note that nothing is to be offloaded any more."""
+        self._watches = False
+
     def begin(self) -> None:
         """Begin a micro-batch."""
         self.close()
@@ -80,9 +108,10 @@ class Steps:
         self.current.end()
         self.current = step
 
-    def end(self, following: Step, file_bytes: int) -> None:
+    def end(self, following: Step, file_bytes: int, peaks: Peaks) -> None:
         """End the open micro-batch; another one takes its place."""
         self.current.end()
+        self.footprint.end_micro_batch(peaks, light=self.current.mode in (TURNED, *LIGHT), first=not self._of_step)
         begun_s, self.current = self.current.begun_s, following
         assert begun_s is not None
         self._counters.step_s += time.perf_counter() - begun_s
@@ -105,7 +134,11 @@ class Steps:
         self._stepped = False
         self._of_step = 0
         self._counters.steps += 1
-        now = self._counters.snapshot(file_bytes=self._file_bytes)
+        now = self._counters.snapshot(
+            file_bytes=self._file_bytes,
+            plain_peak_bytes=self.footprint.plain_bytes,
+            step_peak_bytes=self.footprint.held_bytes,
+        )
         self.last, self._at_start = difference(now, self._at_start), now
         self.tell_if_idle(self.last, forward_seen=True)
 
@@ -119,7 +152,7 @@ class Steps:
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped, perhaps ours after a backward of ours. Called without the lock."""
-        if self.unentered and self._tier != "keep":
+        if self._watches and not self.entered:
             self._look_for_bypass(optimizer)
         ended = self._of_step if self._by_optimizer else self._micro_batches
         if self._stepped or not (self.over or ended):
@@ -132,21 +165,44 @@ class Steps:
         self._stepped = True
 
     def _look_for_bypass(self, optimizer: Optimizer) -> None:
-        """Say once that the model is trained, although the forward that it is attached to is not called."""
+        """Say once that the model is trained outside of the context."""
         model = self._model()
-        if model is None:
+        self._looks += not self.tied
+        if model is None or self._looks > _MOST_LOOKS:
+            self._watches = False
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         self._bypasses += any(id(parameter) in trained for parameter in model.parameters())
-        if self._bypasses >= _BYPASSES:
-            self.unentered = False
-            name = type(model).__name__
-            warn(
-                f"tier={self._tier!r} gets nothing: an optimizer steps parameters of the attached {name}, but nothing "
-                f"has called that {name} since: what took its place, or wraps it, calls its parts or its `forward`. "
-                "Write attach(...) for the module that is called, or `with offload_context(model, ...):` around the "
-                "training"
-            )
+        if self._bypasses < _BYPASSES:
+            return
+        name = type(model).__name__
+        if not self.tied:
+            self._tell_unentered(model)
+            return
+        self._watches = False
+        warn(
+            f"tier={self._tier!r} gets nothing: an optimizer steps parameters of the attached {name}, but nothing has "
+            f"called that {name} since: what took its place, or wraps it, calls its parts or its `forward`. Write "
+            "attach(...) for the module that is called, or `with offload_context(model, ...):` around the training"
+        )
+
+    def end_program(self) -> None:
+        """Say once that the model was trained outside of the context, where no optimizer of torch has told."""
+        model = self._model()
+        if model is None or not self._watches or self.entered or self.tied:
+            return
+        if any(parameter.grad is not None for parameter in model.parameters()):
+            self._tell_unentered(model)
+
+    def _tell_unentered(self, model: nn.Module) -> None:
+        self._watches = False
+        if any(other.entered and other._model() is model for other in list(_all)):
+            return  # this one was for something else
+        warn(
+            f"tier={self._tier!r} gets nothing: the {type(model).__name__} was trained, and the context that "
+            "offload_context(...) returned was not entered. Write `with offload_context(model, ...):` around the "
+            "training, or attach(model, ...), which needs no `with`"
+        )
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
         """Say once why a tier that was asked for moved nothing. What backward packs is nothing to judge by."""
@@ -214,9 +270,15 @@ _all: weakref.WeakSet[Steps] = weakref.WeakSet()
 def _watch_optimizers() -> None:
     """Have torch say when an optimizer steps, once for the process."""
     register_optimizer_step_post_hook(_optimizer_stepped)
+    atexit.register(_end_program)
 
 
 @untraced
 def _optimizer_stepped(optimizer: Optimizer, *_: Any) -> None:
     for steps in list(_all):
         steps.optimizer_stepped(optimizer)
+
+
+def _end_program() -> None:
+    for steps in list(_all):
+        steps.end_program()

@@ -116,6 +116,8 @@ class Unpacking:
         mover = self._mover
         with self._lock:
             step = self._meet(task)
+            if mover.recorder.trace is not None:
+                self._write_behind.ledger.note()
             if step.course is not None and not mover.closed:
                 self._read_on(step, task)
         if mover.ended:

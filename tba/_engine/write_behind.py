@@ -67,7 +67,8 @@ class WriteBehind:
         self.ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached)
 
     def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
-        """Count them, and wait if they are too much."""
+        """Count them, as their operator has finished, and wait if they are too much."""
+        self.ledger.await_operator(-nbytes)
         self.count(packed, nbytes)
         self._make_room(False)
 

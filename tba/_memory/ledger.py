@@ -58,6 +58,16 @@ class Expected(NamedTuple):
     trial_bytes: int = 0
 
 
+class Peaks(NamedTuple):
+    """The most that saved tensors of a step held in memory at once, and would have held (`plain_bytes`).
+
+    What is held has the largest block that runs again in it: the first does when what is held is at its peak, or near.
+    """
+
+    plain_bytes: int
+    held_bytes: int
+
+
 class InFlight(Protocol):
     """Bytes on their way out of memory, as `Staging` counts them."""
 
@@ -80,6 +90,7 @@ class Ledger:
         read_ahead_bytes: of the window, most to be read ahead.
         expected: of the step under way.
         watched_peak_bytes: most in memory since `watch_peak`.
+        due_bytes: that stay without a record, whose operators may still be running.
     """
 
     def __init__(
@@ -96,6 +107,10 @@ class Ledger:
         self.limited = self._adapts and config.memory_budget is not None
         self.held_bytes = self.read_back_bytes = 0
         self._passed, self._passed_shared = Passed(), Passed()
+        self.due_bytes = 0
+        self._recorded_bytes = 0  # of records that graphs own, as they were saved
+        self._recomputed = Passed()  # what blocks would have saved that run again
+        self._plain_peak_bytes = self._replay_bytes = 0  # in this step; the largest block that runs again
         self.expected = Expected()
         self.watched_peak_bytes = 0
         self._limits = limits
@@ -108,6 +123,24 @@ class Ledger:
         self.sent(0)
 
     # -- what happens ------------------------------------------------------------------------------------------------
+
+    def save(self, nbytes: int) -> None:
+        """Count a record that a graph owns, wherever its bytes are; below 0, one that has died."""
+        self._recorded_bytes += nbytes
+        if nbytes > 0:
+            self._note_plain()
+
+    def await_operator(self, nbytes: int) -> None:
+        """Count what stays without a record until its operator has finished; below 0, once it has."""
+        self.due_bytes += nbytes
+        if nbytes > 0:
+            self._note_plain()
+
+    def recompute(self, graph: object, nbytes: int) -> None:
+        """Count what a block would have saved that runs again, for as long as its graph lives."""
+        self._recomputed.add(graph, nbytes)
+        self._replay_bytes = max(self._replay_bytes, nbytes)
+        self._note_plain()
 
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""
@@ -129,6 +162,7 @@ class Ledger:
         """Count a tensor that stays without a record while it lives; one that the program may own too, in this step."""
         (self._passed_shared if shared else self._passed).add(tensor, nbytes)
         self._meet(nbytes)
+        self._note_plain()
         self.note()
 
     def sent(self, nbytes: int) -> None:
@@ -147,11 +181,14 @@ class Ledger:
         """Reserve nothing for replays: the step that had them has ended."""
         self.expected = self.expected._replace(replay_bytes=0)
 
-    def end_step(self) -> None:
-        """End a step; memory is looked at anew in the next one."""
+    def end_step(self) -> Peaks:
+        """End a step, and return its peaks; memory is looked at anew in the next one."""
+        peaks = Peaks(self._plain_peak_bytes, self.watched_peak_bytes + self._replay_bytes)
+        self._plain_peak_bytes = self.watched_peak_bytes = self._replay_bytes = 0
         self._room.look_soon()
         self._step_largest_bytes = 0
         self._passed_shared = Passed()
+        return peaks
 
     def _meet(self, nbytes: int) -> None:
         if nbytes > self._step_largest_bytes:
@@ -174,6 +211,11 @@ class Ledger:
     def in_memory_bytes(self) -> int:
         """Bytes of saved tensors that are in memory."""
         return self.passed_bytes + self.held_bytes + self._in_flight.bytes + self.read_back_bytes
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes that saved tensors would hold now if none was moved, compressed or recomputed."""
+        return self.passed_bytes + self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
 
     @property
     def limit_bytes(self) -> int:
@@ -239,6 +281,15 @@ class Ledger:
         if self._recorder.trace is not None:
             now_s = time.perf_counter()
             self._recorder.note("held", now_s, now_s, nbytes, "")
+            self._note_plain()  # it may have fallen
+
+    def _note_plain(self) -> None:
+        nbytes = self.plain_bytes
+        if nbytes > self._plain_peak_bytes:
+            self._plain_peak_bytes = nbytes
+        if self._recorder.trace is not None:
+            now_s = time.perf_counter()
+            self._recorder.note("plain", now_s, now_s, nbytes, "")
 
     def may_peak(self) -> bool:
         """Whether `note` might have something to tell."""

@@ -24,10 +24,14 @@ class Measured:
 
     Those are the bytes that saved tensors held in memory: kept, on their way out, read back. What a block has
     recomputed is not counted.
+
+    Attributes:
+        plain_s: what the same computation takes that moves and recomputes nothing; 0 where that is not known.
     """
 
     step_s: float
     peak_bytes: int
+    plain_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,13 @@ class Plan:
     def missing_bytes(self) -> int:
         """Bytes by which the predicted step exceeds the budget; what is left of it below 0."""
         return max(self.predicted.over_bytes, self.predicted.peak.nbytes - self.budget_bytes)
+
+    @property
+    def step_ratio(self) -> float:
+        """Times as long as one that keeps everything that the last step by it took; 0 where that is not known."""
+        return (
+            self.measured.step_s / self.measured.plain_s if self.measured is not None and self.measured.plain_s else 0
+        )
 
     @cached_property
     def bound_s(self) -> float:

@@ -21,6 +21,7 @@ _PLAN_BURSTS = 16
 # Reasons for keeping a tensor in memory, as statistics name them.
 FITS = "fits in memory"
 NOT_WRITTEN = "write failed"
+TIER_KEEP = "tier keep"
 IN_HOST = "already in host memory"
 DECLINED = "write allowance of the day used up"
 TOO_SMALL = "below min_tensor_bytes"
@@ -49,7 +50,7 @@ def decisions(tier: str, *, compresses: bool) -> Mapping[tuple[bool, bool], tupl
     tensor is used at once if it is packed within a backward that frees its graph: a checkpoint has recomputed it.
     """
     stays = SHRINK if compresses else KEEP
-    by_tier = {"keep": (stays, "tier keep"), "auto": (HOLD, FITS)}
+    by_tier = {"keep": (stays, TIER_KEEP), "auto": (HOLD, FITS)}
     found = by_tier.get(tier, (SEND, ""))
     on_host = (stays, IN_HOST) if tier == "cpu" else found
     at_once = KEEP, USED_AT_ONCE

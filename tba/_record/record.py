@@ -49,7 +49,8 @@ class Remains(weakref.ref["Record"]):
     Its callback is `deque.append`: no Python code runs at a record's end, so nothing can interrupt it halfway.
     """
 
-    __slots__ = ("number", "write")
+    __slots__ = ("nbytes", "number", "write")
+    nbytes: int
     number: int
     write: Ticket | None
 
@@ -155,6 +156,7 @@ class Record(Source):
         self.remains = remains
         ref = Remains(self, died or remains.append)
         ref.number = number
+        ref.nbytes = self.nbytes
         ref.write = None
         self.ref = ref  # last: a record that could not be made leaves nothing to give back
 

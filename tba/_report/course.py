@@ -20,7 +20,7 @@ class Course:
     Attributes:
         seconds: until the end of the last event.
         held: bytes that saved tensors held in memory from each time on.
-        plain: what they would hold if none moved or was compressed.
+        plain: what they would hold if none was moved, compressed or recomputed.
         spans: when at least one event of a kind was in progress, by kind.
         nbytes: the bytes of all events of a kind, by kind.
     """
@@ -38,28 +38,24 @@ class Course:
 
     @property
     def most_plain_bytes(self) -> int:
-        """Maximum bytes at once, if none moved or was compressed."""
+        """Maximum bytes at once, if none was moved, compressed or recomputed."""
         return max((nbytes for _, nbytes in self.plain), default=0)
 
 
 def course(events: Sequence[TraceEvent], kinds: Iterable[str]) -> Course | None:
-    """Follow the events of a region; None if there are none. Spans are only made for these kinds."""
-    if not events:
+    """Follow the events of a region; None if no byte is in them. Spans are only made for these kinds."""
+    if not any(event.nbytes for event in events):
         return None
     begun_s = min(event.start_s for event in events)
     seconds = max(event.end_s for event in events) - begun_s
     held: Points = [(0.0, 0)]
     plain: Points = [(0.0, 0)]
-    alive: dict[str, int] = {}  # bytes of each tensor, by its number
     for event in sorted(events, key=lambda event: event.end_s):
         at_s = event.end_s - begun_s
         if event.kind == "held":
             held.append((at_s, event.nbytes))
-        elif event.kind == "saved":
-            alive[event.label.rpartition("#")[2]] = event.nbytes
-            plain.append((at_s, plain[-1][1] + event.nbytes))
-        elif event.kind == "freed" and (nbytes := alive.pop(event.label.removeprefix("#"), 0)):
-            plain.append((at_s, plain[-1][1] - nbytes))
+        elif event.kind == "plain":
+            plain.append((at_s, event.nbytes))
     of_kind = {kind: [event for event in events if event.kind == kind] for kind in kinds}
     return Course(
         seconds=seconds,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from .._config import Setting
+from .._plan.no_plan import NoPlan
 from .._plan.plan import Plan
 from .._stats import OffloadStats, TraceEvent
 from .._text import size, value_text
@@ -31,7 +32,7 @@ class Contents(NamedTuple):
     settings: Sequence[Setting]
     events: Sequence[TraceEvent]
     number: int
-    plan: Plan | None
+    plan: Plan | NoPlan
 
 
 # Rows of the timeline, from the top: kind of event, label, color.
@@ -42,7 +43,7 @@ _ROWS = (
     ("wait", "bwd waits", "wait"),
 )
 _CLASSES = (
-    ("offloaded", "out", "offloaded_bytes"),
+    ("handed to the tier", "out", "offloaded_bytes"),
     ("kept", "held", "kept_bytes"),
     ("saved before", "again", "duplicate_bytes"),
     ("weights, left alone", "weight", "weight_bytes"),
@@ -60,6 +61,7 @@ main{max-width:1040px;margin:0 auto;padding:32px 20px 48px}
 h1{font-size:24px;font-weight:650;margin:0 0 2px}
 h2{font-size:16px;font-weight:650;margin:0 0 10px}
 p{margin:6px 0 0;color:var(--soft)}
+.verdict{font-size:17px;font-weight:600;color:var(--text)}
 .cards{display:grid;grid-template-columns:repeat(auto-fit,minmax(200px,1fr));gap:14px;margin:22px 0 14px}
 .cards div,section{background:var(--card);border:1px solid var(--rule);border-radius:10px}
 .cards div{padding:14px 16px}
@@ -83,7 +85,12 @@ def page(contents: Contents) -> str:
     """Write the page."""
     stats = contents.stats
     seen = course(contents.events, [kind for kind, _, _ in _ROWS])
-    sections = [*_course(seen, contents.number), _classes(stats), _plan(contents.plan), _settings(contents.settings)]
+    sections = [
+        *_course(seen, contents.number, contents.plan),
+        _classes(stats),
+        _plan(contents.plan),
+        _settings(contents.settings),
+    ]
     data = {
         "stats": stats.asdict(),
         "settings": [[each.name, str(each.value), each.origin] for each in contents.settings],
@@ -95,8 +102,9 @@ def page(contents: Contents) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<title>tba: {title}</title><style>{_STYLE}</style></head><body><main>",
             f"<h1>{title}</h1>",
+            f'<p class="verdict">{html.escape(stats.verdict)}</p>',
             f"<p>{stats.steps:,} steps, {stats.micro_batches:,} micro-batches, {stats.step_s:,.1f} s</p>",
-            f'<div class="cards">{"".join(_cards(stats, seen))}</div>',
+            f'<div class="cards">{"".join(_cards(stats))}</div>',
             *(f'<p class="note">{html.escape(note)}</p>' for note in stats.notes()),
             *sections,
             f"<footer>{html.escape(contents.about)}</footer>",
@@ -106,13 +114,13 @@ def page(contents: Contents) -> str:
     )
 
 
-def _cards(stats: OffloadStats, seen: Course | None) -> Iterator[str]:
+def _cards(stats: OffloadStats) -> Iterator[str]:
     last = stats.last_step or stats
-    worth = stats.saved_bytes - stats.weight_bytes
-    yield _card(size(last.offloaded_bytes), "offloaded in the last step" if stats.last_step else "offloaded")
-    yield _card(f"{stats.offloaded_bytes / worth:.0%}" if worth else "0%", "of what was saved, weights aside")
-    if seen is not None and seen.most_plain_bytes:
-        yield _card(size(seen.most_held_bytes), f"most in memory at once, of {size(seen.most_plain_bytes)}")
+    yield _card(
+        size(stats.step_peak_bytes), f"most in memory at once, of {size(stats.plain_peak_bytes)} in plain PyTorch"
+    )
+    yield _card(size(last.written_bytes), "written in the last step" if stats.last_step else "written")
+    yield _card(size(last.read_bytes), "read back in the last step" if stats.last_step else "read back")
     waited_s = last.wait_s + last.backpressure_s
     yield _card(f"{waited_s / last.step_s:.1%}" if last.step_s else "0%", "of the step waited for the tier")
 
@@ -121,14 +129,14 @@ def _card(figure: str, text: str) -> str:
     return f"<div><b>{html.escape(figure)}</b><span>{html.escape(text)}</span></div>"
 
 
-def _course(seen: Course | None, number: int) -> Iterator[str]:
+def _course(seen: Course | None, number: int, plan: Plan | NoPlan) -> Iterator[str]:
     if seen is None:
         yield _section("Memory and transfers", "<p>No tensor was handed to the tier, so there is nothing to draw.</p>")
         return
     which = f"micro-batch {number:,}" if number else "the region inside trace()"
     lines = [
-        Line("in memory", "held", seen.held),
-        Line("if none moved or was compressed", "plain", seen.plain, filled=False),
+        Line("in memory, beside what blocks recompute" if plan and plan.recomputed else "in memory", "held", seen.held),
+        Line("in plain PyTorch", "plain", seen.plain, filled=False),
     ]
     key = legend([(line.label, line.colour) for line in lines])
     yield _section(f"Saved tensors in memory, {which}", memory(lines, seen.seconds) + key)
@@ -142,13 +150,13 @@ def _classes(stats: OffloadStats) -> str:
     parts = [(label, colour, [getattr(each, name) for each in columns]) for label, colour, name in _CLASSES]
     parts = [part for part in parts if any(part[2])]
     chart = bars(["total", "last step"][: len(columns)], parts)
-    table = stats._repr_html_().partition("</table>")[0] + "</table>"
+    table = "<table>" + stats._repr_html_().partition("<table>")[2].partition("</table>")[0] + "</table>"
     return _section("Bytes by class", chart + legend([part[:2] for part in parts]) + f"<br/>{table}")
 
 
-def _plan(plan: Plan | None) -> str:
-    if plan is None:
-        return ""
+def _plan(plan: Plan | NoPlan) -> str:
+    if not plan:
+        return _section("Plan", plan._repr_html_())
     seconds = plan.predicted.step_s
     points = [(moment.at_s, moment.nbytes) for moment in plan.predicted.moments] or [(0.0, 0)]
     lines = [

@@ -60,11 +60,14 @@ class Notices:
     def __init__(self) -> None:
         self.said: set[str] = set()
 
-    def say(self, key: str, text: str, *, advice: bool = False) -> None:
-        """Warn the first time. Mere `advice` is logged instead, so that `python -W error` continues."""
+    def say(self, key: str, text: str, *, level: int | None = None) -> None:
+        """Warn the first time; with a `level`, log it at that instead, so that `python -W error` continues."""
         if key not in self.said:
             self.said.add(key)  # first, as the warning may be raised
-            (logging.getLogger("tba").warning if advice else warn)(text)
+            if level is None:
+                warn(text)
+            else:
+                logging.getLogger("tba").log(level, text)
 
 
 def _frames() -> dict[int, FrameType]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
 
 import torch
@@ -16,6 +18,14 @@ def figures(offload: Offloader) -> dict[str, float]:
     stats = offload.stats()
     shown = {f"tba/{name}": float(getattr(stats, name)) for name in _SHOWN}
     return shown | {"tba/peak_memory_bytes": float(_peak_bytes())}
+
+
+def end(offload: Offloader) -> None:
+    """Close an Offloader whose training has ended, and log its verdict."""
+    if not offload.closed:
+        if os.environ.get("RANK", "0") == "0":
+            logging.getLogger("tba").info(offload.stats().verdict)
+        offload.close()
 
 
 def _peak_bytes() -> int:

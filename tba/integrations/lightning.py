@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .. import Offloader, offload_context
-from ._figures import figures
+from ._figures import end, figures
 from ._framework import check_settings, framework, of_deepspeed, refuse
 
 _Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
@@ -78,7 +78,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
 
     def _end(self) -> None:
         if self.offload is not None:
-            self.offload.close()
+            end(self.offload)
 
 
 def _others(trainer: Any) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import ConfigError, Offloader, offload_context
-from ._figures import figures
+from ._figures import end, figures
 from ._framework import check_settings, framework, refuse
 
 __all__ = ["OffloadedForwardStep", "figures"]
@@ -77,7 +77,7 @@ class OffloadedForwardStep:
     def close(self) -> None:
         """End. Statistics of `offloads` still work."""
         for offload in self.offloads:
-            offload.close()
+            end(offload)
 
     def _of(self, model: nn.Module) -> Offloader:
         offload = self._made.get(model)

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from .. import ConfigError, Offloader, attach
-from ._figures import figures
+from ._figures import end, figures
 from ._framework import check_settings, framework, refuse
 from .checkpoint import create_selective_checkpoint_contexts
 
@@ -117,7 +117,7 @@ def _offloading(owner: Any) -> Any:
         def close(self) -> None:
             """End. Statistics of `offloads` can still be asked."""
             for each in self.offloads:
-                each.close()
+                end(each)
             super().close()
 
     return Offloading

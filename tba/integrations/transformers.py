@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import ConfigError, Offloader, attach, offload_context
-from ._figures import figures
+from ._figures import end, figures
 from ._framework import check_settings, framework, of_accelerate, refuse
 
 _library = framework("transformers", extra="hf")
@@ -105,7 +105,7 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
             guard.remove()
         self._trainer = self._model = None
         if self.offload is not None:
-            self.offload.close()
+            end(self.offload)
 
 
 def _calling(kind: type[Any]) -> Any:

@@ -78,11 +78,11 @@ def test_families_by_plan(family: Family, share: float, rates: dict[str, str], a
     ours, offload, plans = _planned(train, share, {"storage_paths": scratch, "min_tensor_bytes": 512, **rates})
     ours.assert_equals(plain)
     plan = offload.plan
-    assert plan is not None
+    assert plan
     assert plan.sends or plan.recomputed
     assert offload.stats().read_bytes > 0
     alike = {"gpt", "gpt2", "bert", "t5", "llama"}  # blocks of the others change buffers, route at random or are one
-    assert not rates or family.name not in alike or any(each is not None and each.recomputed for each in plans)
+    assert not rates or family.name not in alike or any(each and each.recomputed for each in plans)
 
 
 # -- random programs ---------------------------------------------------------------------------------------------------
@@ -174,9 +174,9 @@ def test_random_programs_by_plan(scratch: Path) -> None:
                 raise
             continue  # what is derived from an edited tensor is refused too
         assert_bit_equal(ours, plain, f"seed {seed}")
-        planned += offload.plan is not None
-        moved += offload.plan is not None and bool(offload.plan.sends)
-        recomputed += offload.plan is not None and bool(offload.plan.recomputed)
+        planned += bool(offload.plan)
+        moved += bool(offload.plan and offload.plan.sends)
+        recomputed += bool(offload.plan and offload.plan.recomputed)
     assert planned >= seeds * 3 / 8, (planned, moved, recomputed)
     assert moved >= seeds / 4, (planned, moved, recomputed)
     assert recomputed >= 2, (planned, moved, recomputed)
@@ -204,9 +204,9 @@ def test_compiled_blocks_by_plan(scratch: Path) -> None:
     rates = {"max_write_rate": "30MB", "max_read_rate": "30MB"}
     ours, offload, plans = _planned(train, 0.45, {"storage_paths": scratch, "min_tensor_bytes": 4096, **rates})
     assert_bit_equal(ours, plain, "weights")
-    assert offload.plan is not None
-    assert any(plan is not None and plan.sends for plan in plans)
-    assert any(plan is not None and plan.recomputed for plan in plans)
+    assert offload.plan
+    assert any(plan and plan.sends for plan in plans)
+    assert any(plan and plan.recomputed for plan in plans)
     assert len(offload.plan.facts.blocks) == LAYERS // 2
 
 
@@ -238,6 +238,6 @@ def test_a_planned_model_is_copied_and_loaded_between_steps(scratch: Path) -> No
 
     ours = train(context)
     assert_bit_equal(ours, plain, "weights")
-    assert made[-1].plan is not None
+    assert made[-1].plan
     assert made[-1].plan.recomputed
     made[-1].close()

@@ -74,7 +74,7 @@ def test_a_small_budget_for_host_memory_is_filled_and_the_rest_goes_to_disk(
     card.synchronize()
     plan = offload.plan
     offload.close()
-    assert plan is not None
+    assert plan
     assert plan.fits
     assert plan.facts.link.spill is not None
     assert not plan.recomputed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ def test_training_that_raises_leaves_nothing_alive(tmp_path: Path, event: str, e
 
 
 @pytest.mark.parametrize("event", ["on_train_begin", "on_epoch_begin"])
-def test_a_callback_that_raises_before_the_first_epoch_leaves_nothing_attached(tmp_path: Path, event: str) -> None:
+def test_a_callback_that_raises_before_the_first_epoch_leaves_nothing_attached(
+    tmp_path: Path, event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "tba")
     offload, failing = OffloadCallback(**SMALL), Failing(event, ValueError("mine"), steps=0)
     made = trainer(tmp_path, offload, failing)
     with pytest.raises(ValueError, match="mine"):
@@ -40,8 +44,12 @@ def test_a_callback_that_raises_before_the_first_epoch_leaves_nothing_attached(t
     assert not made.model._forward_hooks
     assert alive() == []
     made.remove_callback(failing)
+    caplog.clear()
     made.train()
     stats = ended(offload)
+    assert [message for message in caplog.messages if message.startswith("saved tensors")] == [
+        stats.verdict.removesuffix("; closed")
+    ]
     assert stats.steps == 3
     assert stats.offloaded_bytes > 0
     assert not {"_run_epoch", "_finalize_training"} & set(vars(made))

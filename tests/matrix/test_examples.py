@@ -51,4 +51,4 @@ def test_it_runs_and_moves_something(name: str, model: Path, tmp_path: Path) -> 
     status, printed = launch(command, tmp_path, LIMIT_S, **environment)
     assert status is not None, f"took longer than {LIMIT_S} s: {printed[-4000:]}"
     assert status == 0, printed[-4000:]
-    assert re.search(r"offloaded +[\d.]+ [KMG]iB", printed), printed[-2000:]
+    assert re.search(r"handed to the tier +[\d.]+ [KMG]iB", printed), printed[-2000:]

@@ -72,8 +72,8 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
         offload.close()
         assert_bit_equal(moved, plain, f"rank {rank}:")
         assert not stats.errors
-        assert (plan is not None) == (rank == 0)
-        if plan is not None:
+        assert bool(plan) == (rank == 0)
+        if plan:
             assert len(plan.facts.blocks) == BLOCKS
             assert {"communicates" in block.why_not for block in plan.facts.blocks} == {communicates}
             assert bool(plan.recomputed) != communicates

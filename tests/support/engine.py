@@ -17,7 +17,7 @@ from io_backends import Buffer, HostStore, PosixStore, Store, StripedStore, TwoL
 from io_backends.testing import Fault, FaultyStore, Operation
 from support.exactness import assert_bit_equal
 from support.stores import Copying
-from tba import OffloadConfig, Offloader
+from tba import OffloadConfig, Offloader, TraceEvent
 from tba._engine.saver import Saver
 
 # Whatever is saved becomes smaller, and loses a little.
@@ -161,6 +161,11 @@ def in_flight(offload: Offloader) -> tuple[int, int, int]:
     """Writes in flight, their bytes, and the bytes held back from writing."""
     saver = offload._saver
     return saver.mover.staging.count, saver.mover.staging.bytes, saver.ledger.held_bytes
+
+
+def last_recorded(offload: Offloader) -> tuple[list[TraceEvent], int]:
+    """Events of the micro-batch that a page shows, and its number."""
+    return offload._saver.recorder.latest()
 
 
 def reserved_bytes(offload: Offloader) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tba import Offloader, attach, offload_context
+from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
 
 MIB = 1 << 20
@@ -81,7 +82,7 @@ def train(offload: Offloader | None, training: Training, steps: int = 6, **kwarg
 
 def follow(
     offload: Offloader, training: Training, steps: int = 6, *, first: int = 0, **kwargs: Any
-) -> list[Plan | None]:
+) -> list[Plan | NoPlan]:
     """Train for some steps; the plan after each of them."""
     plans = []
     for number in range(first, first + steps):
@@ -95,13 +96,13 @@ def follow_as_plain(offload: Offloader, training: Training, steps: int = 6, **kw
     """Train from the beginning, to the last bit as plain PyTorch does; the last plan."""
     follow(offload, training, steps, **kwargs)
     assert_equal(training.state(), train(None, training.again(), steps, **kwargs))
-    assert offload.plan is not None
+    assert offload.plan
     return offload.plan
 
 
-def departures(plans: Sequence[Plan | None]) -> int:
+def departures(plans: Sequence[Plan | NoPlan]) -> int:
     """Steps that departed from their plan, of plans after each step: one that kept to it has measured it anew."""
-    return sum(before is not None and after is before for before, after in pairwise(plans))
+    return sum(bool(before) and after is before for before, after in pairwise(plans))
 
 
 @contextmanager

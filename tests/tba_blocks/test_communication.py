@@ -68,7 +68,7 @@ def _two_ranks(rank: int, folder: str) -> None:
         block, x = Sometimes(), torch.ones(3, 4, requires_grad=True) * 1.0
         for communicates in (False, True):
             block.communicates = communicates
-            out = recompute(block, block.forward, (x,), {}, lambda tensor: tensor.detach(), lambda kept: kept)
+            out, _ = recompute(block, block.forward, (x,), {}, lambda tensor: tensor.detach(), lambda kept: kept)
             dist.all_reduce(torch.ones(1))  # between its runs, by others
             with Communication() as communication:
                 out.sum().backward(retain_graph=True)

@@ -50,7 +50,7 @@ def test_what_is_named_is_what_recomputes(
     training = Training(Pair)
     offload = auto(training.model, memory_budget=int(1.2 * saved_bytes()), blocks=blocks(training.model), **SLOW)
     assert_equal(train(offload, training), train(None, Training(Pair)))
-    assert offload.plan is not None
+    assert offload.plan
     assert len(offload.plan.facts.blocks) == count
     assert offload.plan.recomputed
 
@@ -78,7 +78,7 @@ def test_attach_takes_blocks_too(scratch: Path) -> None:
     budget, settings = int(0.4 * saved_bytes()), {"storage_paths": scratch, "min_tensor_bytes": 4096, **SLOW}
     offload = attach(training.model, "auto", memory_budget=budget, blocks="layers", **settings)
     assert_equal(train(None, training), train(None, Training()))
-    assert offload.plan is not None
+    assert offload.plan
     assert len(offload.plan.facts.blocks) == LAYERS
     offload.close()
 

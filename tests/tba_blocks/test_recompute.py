@@ -61,7 +61,7 @@ def _runs() -> int:
 
 
 def _call(layer: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    out: Tensor = recompute(layer, layer.forward, args, kwargs, _keep, _give)
+    out: Tensor = recompute(layer, layer.forward, args, kwargs, _keep, _give)[0]
     return out
 
 

@@ -59,7 +59,7 @@ def _step(model: nn.Module, offload: Offloader | None, seed: int = 0) -> list[Te
 
 def _course(offload: Offloader) -> list[Entry] | None:
     assert offload._saver.planner is not None
-    return next((kind.course for kind in offload._saver.planner._kinds.values() if kind.plan is not None), None)
+    return next((kind.course for kind in offload._saver.planner._kinds.values() if kind.plan), None)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_only_what_moves_hasrecords(followed: Callable[..., tuple[Model, Offload
             _step(model, offload, seed)
             continue
         plan, before, stats = offload.plan, records(offload), offload.stats()
-        assert plan is not None
+        assert plan
         assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
         made = records(offload) - before
         assert made == len({entry.first for entry in entries if entry.moves})
@@ -122,7 +122,7 @@ def test_a_step_that_departs_is_exact_and_within_the_budget(
     stood = False
     for seed in range(8):
         assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
-        stood = stood or (offload.plan is not None and offload.plan.measured is not None)  # not made anew just now
+        stood = stood or bool(offload.plan and offload.plan.measured is not None)  # not made anew just now
     assert stood
     assert offload.stats().peak_bytes <= 20 * LAYER_BYTES
 
@@ -176,7 +176,7 @@ def test_a_default_device_leaves_plans_alone(auto: Auto) -> None:
     with torch.device("cpu"):  # a mode of torch functions
         for seed in range(10):
             assert_bit_equal(_step(model, offload, seed), _step(plain, None, seed))
-    assert offload.plan is not None
+    assert offload.plan
     assert _course(offload) is not None
     assert all(not kind.departures for kind in offload._saver.planner._kinds.values())  # type: ignore[union-attr]
 
@@ -216,7 +216,7 @@ def test_codecs_see_every_tensor(auto: Auto) -> None:
     offload = auto(model, memory_budget=8 * LAYER_BYTES, compress="exact")
     for seed in range(8):
         _step(model, offload, seed)
-    assert offload.plan is not None
+    assert offload.plan
     assert _course(offload) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import logging
 import os
 import subprocess
 import sys
@@ -188,7 +189,7 @@ def test_a_notice_is_said_once_for_each_key_though_it_is_raised(caplog: pytest.L
                 notices.say(key, f"the {key}")
             notices.say(key, f"the {key} again")
         for _ in range(2):
-            notices.say("third", "the third", advice=True)
+            notices.say("third", "the third", level=logging.WARNING)
     assert caplog.messages == ["the third"]
 
 

@@ -19,13 +19,13 @@ def test_other_errors_stay_as_they_are() -> None:
 
 def test_an_offloader_tells_its_tier_and_its_state(scratch: Path) -> None:
     with engine(scratch) as offload:
-        assert repr(offload) == "<Offloader tier='nvme' not entered, 0 steps, 0 B offloaded>"
+        assert repr(offload) == "<Offloader tier='nvme' not entered, 0 steps, 0 B written>"
         leaf, x = activation(1 << 18)
         with offload:
             y = chain(x, 3)
-            assert repr(offload) == "<Offloader tier='nvme' entered, 0 steps, 3.0 MiB offloaded>"
+            assert repr(offload) == "<Offloader tier='nvme' entered, 0 steps, 0 B written>"
         y.sum().backward()
         offload.stats()
-        assert repr(offload) == "<Offloader tier='nvme' not entered, 1 step, 3.0 MiB offloaded>"
-    assert repr(offload) == "<Offloader tier='nvme' closed, 1 step, 3.0 MiB offloaded>"
+        assert repr(offload) == "<Offloader tier='nvme' not entered, 1 step, 0 B written>"
+    assert repr(offload) == "<Offloader tier='nvme' closed, 1 step, 0 B written>"
     assert leaf.grad is not None

@@ -44,11 +44,11 @@ def test_gradients_are_plain_ones_and_the_plan_is_kept_to(
     offload = auto(training.model, memory_budget=budget, **rates)
     plans = follow(offload, training, 8)
     assert_equal(training.state(), train(None, Training(), steps=8))
-    measured = [plan.measured for plan in plans if plan is not None and plan.measured is not None]
+    measured = [plan.measured for plan in plans if plan and plan.measured is not None]
     assert measured  # a plan made in the last step has not been carried out
     assert max(each.peak_bytes for each in measured) <= budget
     plan, stats = plans[-2], offload.stats()  # the plan that the last step was carried out by
-    assert plan is not None
+    assert plan
     assert plan.fits
     assert stats.last_step is not None
     gone = sum(plan.facts.block_bytes(block) - plan.facts.blocks[block].input_bytes for block in plan.recomputed)
@@ -70,7 +70,7 @@ def test_autocast_and_keyword_tensors_survive_recomputation(auto: Callable[..., 
     training = Training()
     offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
     assert_equal(run(training, offload), run(Training(), None))
-    assert offload.plan is not None
+    assert offload.plan
     assert offload.plan.recomputed
 
 
@@ -136,7 +136,7 @@ def test_a_plan_takes_no_room_from_steps_that_are_not_its_own(auto: Callable[...
     training = Training()
     offload = auto(training.model, memory_budget=int(0.5 * saved_bytes()), **SLOW)
     plan = follow(offload, training, 4)[-1]
-    assert plan is not None
+    assert plan
     assert plan.recomputed
     assert reserved_bytes(offload) == (0, 0)
     with offload:  # not by the model's own forward
@@ -152,7 +152,7 @@ def test_two_kinds_of_forward_before_a_backward_have_room_to_replay_either(auto:
     room_bytes = {}
     for rows in (ROWS, ROWS * 3 // 4):
         plan = follow(offload, training, 4, rows=rows)[-1]
-        assert plan is not None
+        assert plan
         room_bytes[rows] = plan.facts.replay_bytes(plan.recomputed)
     assert 0 < room_bytes[ROWS * 3 // 4] < room_bytes[ROWS]
     with offload:
@@ -182,7 +182,7 @@ def test_the_model_is_untouched_outside_of_its_forward(auto: Callable[..., Offlo
             assert now == before
             copied = copy.deepcopy(training.model)
             pickle.dumps(training.model)
-    assert offload.plan is not None
+    assert offload.plan
     assert offload.plan.recomputed
     assert [type(module) for module in copied.modules()] == [type(module) for module in training.model.modules()]
 
@@ -200,7 +200,7 @@ def test_a_new_shape_is_planned_anew_and_an_old_one_is_remembered(auto: Callable
     training = Training()
     offload = auto(training.model, memory_budget=int(0.3 * saved_bytes()))
     assert_equal(run(training, offload), run(Training(), None))
-    sizes = [plan.facts.saved_bytes if plan is not None else 0 for plan in plans]
+    sizes = [plan.facts.saved_bytes if plan else 0 for plan in plans]
     assert sizes[4] > sizes[9] > 0
     assert sizes[-1] == sizes[4]
 
@@ -213,7 +213,7 @@ def test_a_loop_that_enters_nothing_is_planned(attached: bool, auto: Callable[..
         offload.tie_to(training.model)
     with nothing() if attached else offload:
         trained = train(None, training)
-        assert offload.plan is not None
+        assert offload.plan
         assert offload.plan.recomputed
     assert_equal(trained, train(None, Training()))
 
@@ -243,7 +243,7 @@ def test_what_the_user_checkpoints_is_left_alone(auto: Callable[..., Offloader])
     training = Training(checkpointed)
     offload = auto(training.model, memory_budget=int(0.2 * saved_bytes() / 10), **SLOW)
     assert_equal(train(offload, training), train(None, Training(checkpointed)))
-    assert offload.plan is None or not offload.plan.recomputed
+    assert not offload.plan or not offload.plan.recomputed
 
 
 def test_two_forwards_before_one_backward(auto: Callable[..., Offloader]) -> None:
@@ -263,7 +263,7 @@ def test_two_forwards_before_one_backward(auto: Callable[..., Offloader]) -> Non
     training = Training()
     offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
     assert_equal(run(training, offload), run(Training(), None))
-    assert offload.plan is not None
+    assert offload.plan
 
 
 def test_a_budget_that_cannot_be_met_is_an_error_with_numbers(auto: Callable[..., Offloader]) -> None:
@@ -317,8 +317,8 @@ def test_an_allowance_that_runs_out_turns_moves_into_recomputation(
     plans = follow(offload, training, 14)
     assert_equal(training.state(), train(None, Training(), steps=14))
     assert 0 < offload.stats().written_bytes <= allowance
-    assert all(plan is None or plan.fits for plan in plans)
-    recomputed = [0 if plan is None else len(plan.recomputed) for plan in plans]
+    assert all(not plan or plan.fits for plan in plans)
+    recomputed = [0 if not plan else len(plan.recomputed) for plan in plans]
     assert recomputed[-1] > recomputed[3]
 
 

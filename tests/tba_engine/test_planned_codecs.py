@@ -16,6 +16,7 @@ from support.gpt import GPT, GPTConfig
 from support.models import Made, llama
 from support.planned import ROWS, WIDTH, Training, assert_equal, nothing
 from tba import Offloader, offload_context
+from tba._plan.no_plan import NoPlan
 from tba._plan.plan import Plan
 
 STEPS = 7
@@ -35,7 +36,7 @@ LANGUAGE: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Any]]] = {
         lambda tokens: {"input_ids": tokens, "labels": tokens},
     ),
 }
-plans: list[Plan | None] = []  # of every step of the last training
+plans: list[Plan | NoPlan] = []  # of every step of the last training
 
 
 def train(kind: str, make: Callable[[nn.Module], Offloader] | None) -> tuple[Run, list[Offloader]]:
@@ -78,7 +79,7 @@ def test_exact_codecs_are_planned_with_and_change_no_bit(
 ) -> None:
     budget = int(share * held_bytes(kind, auto, "exact"))
     ours, (offload,) = train(kind, lambda model: auto(model, memory_budget=budget, compress="exact", **rates))
-    made, stats = [plan for plan in plans if plan is not None], offload.stats()
+    made, stats = [plan for plan in plans if plan], offload.stats()
     ours.assert_equals(train(kind, None)[0])
     measured = [plan.measured for plan in made if plan.measured is not None]
     assert measured  # a plan that the last step has made is still to be carried out
@@ -102,7 +103,7 @@ def test_what_a_lossy_preset_loses_does_not_depend_on_the_plan(
 ) -> None:
     budget = int(0.6 * held_bytes(kind, auto, "safe8"))
     ours, (offload,) = train(kind, lambda model: auto(model, memory_budget=budget, compress="safe8"))
-    plan, measured = offload.plan, [each.measured for each in plans if each is not None and each.measured is not None]
+    plan, measured = offload.plan, [each.measured for each in plans if each and each.measured is not None]
     nvme = {"storage_paths": scratch, "min_tensor_bytes": 4096, "prefetch_bytes": 0}
     theirs, (other,) = train(kind, lambda model: offload_context(model, "nvme", compress="safe8", **nvme))
     other.close()
@@ -110,7 +111,7 @@ def test_what_a_lossy_preset_loses_does_not_depend_on_the_plan(
     assert difference(ours.gradients, train(kind, None)[0].gradients)
     assert measured
     assert max(each.peak_bytes for each in measured) <= budget
-    assert plan is not None
+    assert plan
     assert plan.sends
     assert not plan.recomputed
     assert {block.why_not for block in plan.facts.blocks} == {
@@ -134,7 +135,7 @@ def test_a_codec_may_leave_other_bytes_than_before(auto: Callable[..., Offloader
             most[0] = ROWS * WIDTH if number > 6 else 2
             with offload if offload is not None else nothing():
                 training.step(number=number)
-            if offload is not None and offload.plan is not None:
+            if offload is not None and offload.plan:
                 held.append(offload.plan.facts.saved_bytes)
         return training.state()
 

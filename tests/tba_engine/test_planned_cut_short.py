@@ -23,7 +23,7 @@ def test_a_copy_after_an_interrupted_forward_has_weights_of_its_own(scratch: Pat
     training = Training()
     offload = attach(training.model, memory_budget=int(0.4 * saved_bytes()), storage_paths=scratch, **SLOW)
     train(None, training)
-    assert offload.plan is not None
+    assert offload.plan
     assert offload.plan.recomputed
 
     def interrupt(*_: Any) -> None:
@@ -82,7 +82,7 @@ def test_a_forward_without_a_backward_is_no_part_of_the_step_that_follows(
                 for _ in range(forwards if number == step else 0):
                     training.model(torch.zeros(ROWS, WIDTH))
                 training.step(number=number)
-            if offload.plan is not None:
+            if offload.plan:
                 planned_bytes.add(offload.plan.facts.saved_bytes)
     assert len(planned_bytes) == 1
 
@@ -94,7 +94,7 @@ def test_a_forward_that_is_given_up_leaves_the_plan_as_it_is(auto: Callable[...,
     offload = auto(training.model, memory_budget=int(0.4 * saved_bytes()), **SLOW)
     plans = follow(offload, training)
     plan = plans[-1]
-    assert plan is not None
+    assert plan
     assert not plan.idle
 
     def fail(*_: Any) -> None:
@@ -111,5 +111,5 @@ def test_a_forward_that_is_given_up_leaves_the_plan_as_it_is(auto: Callable[...,
             training.step(number=number)
         plans.append(offload.plan)
     assert not departures(plans)
-    assert offload.plan is not None
+    assert offload.plan
     assert offload.plan.decides_as(plan)

@@ -58,7 +58,7 @@ def test_a_peak_is_the_predicted_one(block: type[nn.Module], share: float) -> No
         for number in range(14):
             expected = offload.plan
             (plan,) = follow(offload, training, 1, first=number)
-            if expected is None or plan is None or plan.measured is None:
+            if not expected or not plan or plan.measured is None:
                 continue
             # Its first step reads in the order of the watched one, in which trials have asked too; the second, in which
             # only what moves has records, has to learn that order.
@@ -80,14 +80,14 @@ def test_a_plan_made_anew_says_at_which_step_and_why(monkeypatch: pytest.MonkeyP
                 monkeypatch.setattr(clock, "current", Counted(rate=1 << 30))
             with offload:
                 training.step(number=number)
-            said.append(str(offload.plan).splitlines()[-1] if offload.plan is not None else "")
+            said.append(str(offload.plan).splitlines()[-1] if offload.plan else "")
     assert not any(line.startswith("planned anew") for line in said[:5])
     assert said[5:] == ["planned anew at step 6: the link carries 32 times what it did"] * 3
 
 
 def test_a_run_that_fits_moves_nothing_and_is_not_planned() -> None:
     with planned(Block, 1.1) as (training, offload):
-        assert follow(offload, training, 4) == [None] * 4
+        assert not any(follow(offload, training, 4))
         stats = offload.stats()
         assert (stats.offloaded_bytes, stats.written_bytes, stats.read_bytes, stats.file_bytes) == (0, 0, 0, 0)
         assert stats.staging_peak_bytes == 0

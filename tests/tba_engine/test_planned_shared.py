@@ -45,7 +45,7 @@ def test_a_plan_is_kept_to(auto: Callable[..., Offloader], share: float, shares:
     plans = follow(offload, training, 8, **given)
     assert_equal(training.state(), train(None, Training(Rectified), steps=8, **given))
     assert not departures(plans)
-    assert any(plan is not None and 0 < len(plan.recomputed) < len(plan.facts.blocks) for plan in plans)
+    assert any(plan and 0 < len(plan.recomputed) < len(plan.facts.blocks) for plan in plans)
 
 
 class _Masks(nn.Module):
@@ -91,7 +91,7 @@ def test_what_blocks_share_beside_their_arguments_hides_nothing_else(
     for number in range(8):
         before, plan = sum(sent), offload.plan
         plans += follow(offload, ours, 1, first=number)
-        assert sum(sent) - before == (0 if plan is None else sum(plan.sends.values()))
+        assert sum(sent) - before == (0 if not plan else sum(plan.sends.values()))
     assert_equal(ours.state(), train(None, ours.again(), steps=8))
-    assert plans[-1] is not None
+    assert plans[-1]
     assert not departures(plans)

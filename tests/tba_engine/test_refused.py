@@ -96,7 +96,7 @@ def _plan(auto: Callable[..., Offloader], block: type[Block]) -> Plan:
     training = Training(block)
     offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
     assert_equal(_run(training, offload), _run(Training(block), None))
-    assert offload.plan is not None
+    assert offload.plan
     return offload.plan
 
 
@@ -135,4 +135,4 @@ def test_a_block_that_saves_other_tensors_each_time_does_not_recompute(auto: Cal
 
     training = Training(Growing)
     offload = auto(training.model, memory_budget=int(0.6 * saved_bytes()), **SLOW)
-    assert not any(plan is not None and plan.recomputed for plan in follow(offload, training))
+    assert not any(plan and plan.recomputed for plan in follow(offload, training))

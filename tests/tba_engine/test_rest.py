@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support.exactness import assert_bit_equal
 from support.planned import WAYS, step, used
-from tba import Offloader, offload_context
+from tba import ConfigError, Offloader, offload_context
 from tba._auto.rest import Rest, covers
 from tba._torch import private
 
@@ -139,27 +140,45 @@ def test_a_closed_engine_leaves_nothing_at_the_model(scratch: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "line"),
+    ("settings", "line", "verdict", "plan"),
     [
         (
             {},
             r"first step saved .* KiB, memory has room for .* GiB of it: nothing moves, the hooks are off",
+            r"saved tensors [\d.]+ KiB, all in memory: they fit; hooks off since step 2",
+            r"no plan: [\d.]+ KiB fits [\d.]+ GiB of free memory; hooks are off",
+        ),
+        (
+            {"memory_budget": "8GiB"},
+            r"first step saved .* KiB, memory has room for 8\.0 GiB of it: nothing moves, the hooks only count",
+            r"saved tensors [\d.]+ KiB, all in memory: they fit; hooks only count since step 2",
+            r"no plan: [\d.]+ KiB fits 8 GiB; hooks only count",
         ),
         (
             {"memory_budget": 8192},
             r"first step saved .* KiB, memory has room for 8\.0 KiB of it: .* went out of memory",
+            r"saved tensors [\d.]+ -> [\d.]+ KiB \(-\d+%\), .*waited \d+%",
+            r"a step saves +[\d.]+ KiB",
         ),
     ],
 )
 def test_the_first_step_says_what_was_decided(
-    settings: Any, line: str, scratch: Path, caplog: pytest.LogCaptureFixture
+    settings: Any, line: str, verdict: str, plan: str, scratch: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Model()
+    caplog.set_level(logging.INFO, "tba")
     with used("", model, scratch, **settings) as offload:
         for _ in range(3):
             _step("around the step", offload, model)
-    assert len(caplog.messages) == 1
-    assert re.search(line, caplog.messages[0]), caplog.messages
+        assert re.fullmatch(verdict, offload.stats().verdict)
+        assert re.match(plan, str(offload.plan))
+        if not offload.plan:
+            with pytest.raises(ConfigError, match=f"there is no plan to draw: {plan}"):
+                offload.plan.picture(scratch / "plan.png")
+            assert offload.plan._repr_html_() == f"<p>{offload.plan}</p>"
+    (said,) = caplog.records
+    assert re.search(line, said.getMessage())
+    assert said.levelno == (logging.WARNING if "went out" in line else logging.INFO)
 
 
 # -- by itself -----------------------------------------------------------------------------------------------------

@@ -5,16 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from types import MappingProxyType
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from tba import OffloadStats
-from tba._stats import _SUMS, Counters, difference
+from tba._stats import _SUMS, Counters, Situation, difference
 from tba._text import size
 
 DERIVED = {"saved_bytes", "kept_bytes"}
-OTHERS = {"file_bytes", "written_today_bytes", "projected_bytes_per_day"}  # readings that are no counters
+OTHERS = {
+    "file_bytes",
+    "written_today_bytes",
+    "projected_bytes_per_day",
+    "plain_peak_bytes",
+    "step_peak_bytes",
+}  # readings that are no counters
 READINGS = {"live_records", "resident_bytes", "peak_bytes", "held_bytes", "staging_peak_bytes", *OTHERS}
 
 
@@ -32,8 +39,8 @@ def take(counters: Counters, file_bytes: int = 0) -> OffloadStats:
 def test_every_field_is_a_sum_or_a_reading() -> None:
     """A field that is neither would be wrong in `last_step`."""
     names = {field.name for field in dataclasses.fields(OffloadStats)}
-    assert names == {*_SUMS, *DERIVED, *READINGS, "kept_by_reason", "last_step"}
-    assert set(Counters.__slots__) == names - {*DERIVED, *OTHERS, "last_step"}
+    assert names == {*_SUMS, *DERIVED, *READINGS, "kept_by_reason", "situation", "last_step"}
+    assert set(Counters.__slots__) == names - {*DERIVED, *OTHERS, "situation", "last_step"}
 
 
 def test_a_snapshot_shows_every_counter() -> None:
@@ -115,6 +122,9 @@ STEP = OffloadStats(
     wait_s=0.25,
     step_s=2.0,
     steps=1,
+    micro_batches=1,
+    plain_peak_bytes=80 * MIB,
+    step_peak_bytes=20 * MIB,
     staging_peak_bytes=16 * MIB,
     kept_by_reason=MappingProxyType({"below min_tensor_bytes": 5 * MIB}),
 )
@@ -152,12 +162,14 @@ def test_a_size_has_one_decimal_and_the_largest_unit_below_it(nbytes: int, text:
 def test_printed_it_is_a_table_of_what_is_not_zero() -> None:
     lines = str(TOTAL).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
+        "saved tensors 80 -> 20 MiB (-75%), waited 12%",
         "total last step",
         "steps 10 1",
         "took 500.00 s 2.00 s",
+        "micro-batches 1 1",
         "saved by autograd 1000.0 MiB 100.0 MiB",
         "weights, left alone 200.0 MiB 20% 20.0 MiB 20%",
-        "offloaded 750.0 MiB 75% 75.0 MiB 75%",
+        "handed to the tier 750.0 MiB 75% 75.0 MiB 75%",
         "kept 50.0 MiB 5% 5.0 MiB 5%",
         "below min_tensor_bytes 50.0 MiB 5% 5.0 MiB 5%",
         "written 600.0 MiB 60.0 MiB",
@@ -166,23 +178,110 @@ def test_printed_it_is_a_table_of_what_is_not_zero() -> None:
         "a step waits 12% of its time for the tier: `tba doctor` measures the disks; a larger memory_budget, "
         "compress='exact' or another storage path reduces the waiting.",
     ]
-    assert lines[6].startswith("  kept")  # parts are indented below what they are parts of
-    assert lines[7].startswith("    below")
-    assert len({line.index(".0 MiB") for line in lines[3:7]}) == 1  # numbers stand below one another
+    assert lines[8].startswith("  kept")  # parts are indented below what they are parts of
+    assert lines[9].startswith("    below")
+    assert len({line.index(".0 MiB") for line in lines[5:9]}) == 1  # numbers stand below one another
 
 
 def test_without_a_step_there_is_one_column() -> None:
-    assert str(OffloadStats(steps=2)).split() == ["total", "steps", "2"]
-    assert str(OffloadStats()).split() == ["total"]
+    assert str(OffloadStats(steps=2)).split() == ["nothing", "saved", "yet", "total", "steps", "2"]
+    assert str(OffloadStats()).split() == ["nothing", "saved", "yet", "total"]
+
+
+FITS = OffloadStats(
+    **dict.fromkeys(("saved_bytes", "kept_bytes", "plain_peak_bytes", "step_peak_bytes"), 244 * MIB),
+    steps=1,
+    micro_batches=1,
+    step_s=1.0,
+    kept_by_reason=MappingProxyType({"below min_tensor_bytes": MIB, "fits in memory": 243 * MIB}),
+)
+MOVED = dataclasses.replace(FITS, written_bytes=MIB, offloaded_bytes=MIB, step_peak_bytes=80 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("stats", "changes", "situation", "line"),
+    [
+        (OffloadStats(), {}, {}, "nothing saved yet"),
+        (OffloadStats(), {}, {"entered": False}, "nothing saved yet: the context was not entered"),
+        (
+            OffloadStats(),
+            {},
+            {"entered": False, "closed": True},
+            "nothing saved yet: the context was not entered; closed",
+        ),
+        (
+            FITS,
+            {"micro_batches": 0, "weight_bytes": 144 * MIB},
+            {},
+            "saved tensors 100 MiB so far: the first step is not over",
+        ),
+        (FITS, {"plain_peak_bytes": 0}, {}, "no saved tensors but weights"),
+        (FITS, {}, {}, "saved tensors 244 MiB, all in memory: they fit"),
+        (FITS, {}, {"hooks": "off"}, "saved tensors 244 MiB, all in memory: they fit; hooks off"),
+        (
+            FITS,
+            {},
+            {"hooks": "off", "since": 2},
+            "saved tensors 244 MiB, all in memory: they fit; hooks off since step 2",
+        ),
+        (
+            FITS,
+            {},
+            {"hooks": "count", "since": 1024},
+            "saved tensors 244 MiB, all in memory: they fit; hooks only count since step 1,024",
+        ),
+        (
+            FITS,
+            {"kept_by_reason": {"tier keep": 1}},
+            {"tier": "keep"},
+            "saved tensors 244 MiB, all in memory: tier keep",
+        ),
+        (
+            FITS,
+            {"kept_by_reason": {"write failed": 1}, "errors": 3},
+            {},
+            "saved tensors 244 MiB, all in memory: write failed; 3 transfers failed",
+        ),
+        (
+            FITS,
+            {"offloaded_bytes": MIB},
+            {"tier": "nvme"},
+            "saved tensors 244 MiB, all held back in memory: nothing was written",
+        ),
+        (
+            FITS,
+            {"unseen_bytes": MIB},
+            {},
+            "saved tensors 244 MiB, all in memory: they fit; 1 MiB more in the cache of selective checkpointing",
+        ),
+        (MOVED, {}, {"planned": True, "step_ratio": 1.012}, "saved tensors 244 -> 80 MiB (-67%), step +1%, waited 0%"),
+        (MOVED, {"wait_s": 0.1, "backpressure_s": 0.02}, {}, "saved tensors 244 -> 80 MiB (-67%), waited 12%"),
+        (
+            MOVED,
+            {"errors": 1000},
+            {"closed": True},
+            "saved tensors 244 -> 80 MiB (-67%), waited 0%; 1,000 transfers failed; closed",
+        ),
+        (MOVED, {"plain_peak_bytes": 1536 * MIB}, {}, "saved tensors 1.5 GiB -> 80 MiB (-95%), waited 0%"),
+        (FITS, {"encoded_bytes": 1, "step_peak_bytes": 61 * MIB}, {}, "saved tensors 244 -> 61 MiB (-75%), waited 0%"),
+        (FITS, {"step_peak_bytes": 61 * MIB}, {"planned": True}, "saved tensors 244 -> 61 MiB (-75%), waited 0%"),
+    ],
+)
+def test_a_verdict_is_one_line_for_each_state(
+    stats: OffloadStats, changes: dict[str, Any], situation: dict[str, Any], line: str
+) -> None:
+    stats = dataclasses.replace(stats, **changes, situation=Situation(**situation))
+    assert stats.verdict == line
+    assert str(stats).splitlines()[0] == stats.asdict()["verdict"] == line
 
 
 def test_a_step_that_fits_in_what_is_held_back_says_why_nothing_was_written() -> None:
     held = dataclasses.replace(STEP, written_bytes=0, staging_peak_bytes=0, held_bytes=75 * MIB)
-    (note,) = [line for line in str(held).splitlines() if "nothing was written" in line]
+    (note,) = [note for note in held.notes() if "nothing was written" in note]
     assert "held back for backward, which needs it first (75.0 MiB at most)" in note
     assert "TBA_PREFETCH_BYTES" in note
     for other in (STEP, dataclasses.replace(held, staging_peak_bytes=1), OffloadStats()):
-        assert "nothing was written" not in str(other)
+        assert not [note for note in other.notes() if "nothing was written" in note]
 
 
 def test_failures_and_unseen_bytes_are_told() -> None:
@@ -197,9 +296,11 @@ def test_a_notebook_shows_the_cells_of_the_table_escaped() -> None:
     stats = dataclasses.replace(TOTAL, kept_by_reason=MappingProxyType({"<b>&": MIB}))
     page = ElementTree.fromstring(f"<div>{stats._repr_html_()}</div>")
     rows = [[cell.text or "" for cell in row] for row in page.iter("tr")]
-    notes = [note.text for note in page.iter("p")]
+    verdict, *notes = [note.text or note[0].text for note in page.iter("p")]
     text = str(stats).splitlines()
-    assert [" ".join(" ".join(row).split()) for row in rows] + notes == [" ".join(line.split()) for line in text]
+    assert [verdict, *(" ".join(" ".join(row).split()) for row in rows), *notes] == [
+        " ".join(line.split()) for line in text
+    ]
     assert ["<b>&", "1.0 MiB", "<1%", "0", ""] in rows
     assert notes == stats.notes() != []
 
@@ -207,7 +308,8 @@ def test_a_notebook_shows_the_cells_of_the_table_escaped() -> None:
 def test_asdict_is_what_json_gives_back() -> None:
     data = TOTAL.asdict()
     assert json.loads(json.dumps(data)) == data
-    assert set(data) == {field.name for field in dataclasses.fields(OffloadStats)}
+    names = {field.name for field in dataclasses.fields(OffloadStats)}
+    assert set(data) == names - {"situation"} | {"verdict"}
     assert data["kept_by_reason"] == {"below min_tensor_bytes": 50 * MIB}
     assert data["last_step"]["saved_bytes"] == 100 * MIB
     assert data["last_step"]["last_step"] is None

@@ -36,7 +36,7 @@ def real_facts(name: str) -> Facts:
             (out if isinstance(out, Tensor) else out.loss).backward()
             model.zero_grad()
     offload.close()
-    assert offload.plan is not None
+    assert offload.plan
     return offload.plan.facts
 
 

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import time
+from functools import partial
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from matplotlib.image import imread
+from torch import Tensor, nn
 
-from support.engine import activation, chain, engine
-from tba import ConfigError, Offloader, TraceEvent, describe
+from support.engine import activation, chain, engine, last_recorded
+from tba import ConfigError, Offloader, TraceEvent, describe, offload_context
 from tba._report.course import course, thinned
 from tba._stats import Recorder
 from tba._text import size
@@ -93,17 +98,18 @@ def test_the_numbers_are_those_of_stats(scratch: Path) -> None:
         k: v for k, v in stats.asdict().items() if k not in now
     }
     assert stats.last_step is not None
-    assert page.cards[:2] == [size(stats.last_step.offloaded_bytes), "100%"]
-    assert page.cards[2] == size(stats.peak_bytes)
+    last = stats.last_step
+    assert page.cards[:3] == list(map(size, (stats.step_peak_bytes, last.written_bytes, last.read_bytes)))
+    assert stats.plain_peak_bytes == 8 * X_BYTES
     table = {row[0]: row[1:] for row in page.rows}
-    assert table["offloaded"] == [size(16 * X_BYTES), "100%", size(8 * X_BYTES), "100%"]
+    assert table["handed to the tier"] == [size(16 * X_BYTES), "100%", size(8 * X_BYTES), "100%"]
     assert table["written"][0] == size(stats.written_bytes)
     assert page.data["settings"] == [[s.name, str(s.value), s.origin] for s in describe(offload.config)]
     assert table["tier"] == ["nvme", "argument"]
     assert table["min_tensor_bytes"] == ["0 B", "argument"]
     assert page.titles == [
         *("Saved tensors in memory, micro-batch 2", "Transfers and waits, micro-batch 2"),
-        *("Bytes by class", "Settings"),
+        *("Bytes by class", "Plan", "Settings"),
     ]
     assert page.paths == 3  # two courses, one of them filled
     assert page.loads == []
@@ -125,6 +131,87 @@ def test_the_course_is_that_of_the_engine(scratch: Path) -> None:
     assert found.held[-1][1] == 0
     assert found.nbytes["write"] == found.nbytes["read"] > 0
     assert page.titles[0] == "Saved tensors in memory, the region inside trace()"
+
+
+class Sines(nn.Module):
+    """A block that saves what it is given, and what each of its operators but the last makes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(6):
+            x = x.sin()
+        return x
+
+
+class Marked(nn.Module):
+    """Blocks; where one ends, in forward or backward, it marks the time and the bytes that plain PyTorch holds then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(N))
+        self.blocks = nn.ModuleList(Sines() for _ in range(6))
+        self.marks: list[tuple[float, int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.marks = [(time.perf_counter(), 0)]
+        x = x * self.weight
+        for number, block in enumerate(self.blocks):
+            x.register_hook(partial(self._mark, 1 + 6 * number))
+            x = block(x)
+            self._mark(1 + 6 * (number + 1))
+        return x.sum()
+
+    def _mark(self, count: int, *_: Tensor) -> None:
+        self.marks.append((time.perf_counter(), count * 64 * X_BYTES))
+
+
+@pytest.mark.parametrize(
+    ("settings", "does"),
+    [
+        ({"memory_budget": "1GiB"}, "count"),
+        ({}, "off"),
+        ({"memory_budget": 20 * 64 * X_BYTES}, "move"),
+        ({"memory_budget": 20 * 64 * X_BYTES, "nvme_budget": 4 * 64 * X_BYTES}, "recompute"),
+        ({"memory_budget": 12 * 64 * X_BYTES, "compress": "exact"}, "derive"),
+        ({"tier": "nvme"}, "move all"),
+        ({"tier": "keep", "compress": "exact"}, "keep"),
+    ],
+)
+def test_a_page_has_what_plain_pytorch_would_hold_at_every_instant(
+    scratch: Path, settings: dict[str, Any], does: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba._report.course._COLUMNS", 1 << 40)  # points are not thinned
+    model, marks = Marked(), list[list[tuple[float, int]]]()
+    blocks = {} if "tier" in settings else {"blocks": Sines}
+    offload = offload_context(model, **{"storage_paths": scratch, "min_tensor_bytes": 4096} | blocks | settings)
+    for _ in range(8):
+        with offload:
+            model(torch.ones(64 * N, N)).backward()
+        marks.append([*model.marks, (time.perf_counter(), 0)])
+        stats = offload.stats()
+    (events, number), plan = last_recorded(offload), offload.plan
+    offload.close()
+    assert number == (1 if does == "off" else 8)
+    if does in ("move", "recompute"):
+        assert plan
+        assert plan.sends if does == "move" else plan.recomputed
+    assert stats.plain_peak_bytes == 37 * 64 * X_BYTES
+    found = course(events, [])
+    assert found is not None
+    begun_s = min(event.start_s for event in events)
+    looked = 0
+    for (start_s, before), (end_s, after) in pairwise(marks[number - 1]):
+        inside = [nbytes for at_s, nbytes in found.plain if start_s <= begun_s + at_s < end_s]
+        # An operator's tensor is let go of where the next one asks.
+        assert all(min(before, after) <= each <= max(before, after) + X_BYTES * 64 * 2 for each in inside), (
+            before,
+            after,
+        )
+        looked += len(inside)
+    assert looked > 12
+    assert found.most_plain_bytes == stats.plain_peak_bytes
+    assert found.most_held_bytes <= stats.step_peak_bytes <= found.most_plain_bytes
+    if does == "recompute":  # a block has six tensors, of which it saves the first as it is given it
+        assert stats.step_peak_bytes >= found.most_held_bytes + 5 * 64 * X_BYTES
 
 
 def test_only_some_micro_batches_are_recorded(scratch: Path) -> None:
@@ -159,13 +246,12 @@ def test_forwards_without_a_backward_are_not_recorded_for_ever(monkeypatch: pyte
 def test_a_course_is_pure_arithmetic() -> None:
     assert course([], []) is None
     events = [
-        TraceEvent("saved", 10.0, 10.0, 8 * MIB, "float32[2] #1"),
+        TraceEvent("plain", 10.0, 10.0, 8 * MIB, ""),
         TraceEvent("held", 10.0, 10.0, 8 * MIB, ""),
         TraceEvent("write", 10.5, 11.0, 8 * MIB, "float32[2] #1"),
         TraceEvent("write", 10.8, 12.0, 4 * MIB, "float32[2] #7"),
         TraceEvent("held", 12.0, 12.0, 0, ""),
-        TraceEvent("freed", 13.0, 13.0, 0, "#1"),
-        TraceEvent("freed", 13.0, 13.0, 0, "#9"),  # saved before the region
+        TraceEvent("plain", 13.0, 13.0, 0, ""),
         TraceEvent("write", 14.0, 15.0, 1 * MIB, "float32[2] #8"),
     ]
     found = course(events, ["write", "read"])
@@ -188,7 +274,7 @@ def test_a_plan_is_shown(scratch: Path) -> None:
     with engine(scratch, tier="auto", memory_budget=4 * X_BYTES) as offload:
         _train(offload, steps=4)
         page = _read(offload, scratch)
-        assert offload.plan is not None
+        assert offload.plan
         assert "Plan" in page.titles
         assert ["budget", size(4 * X_BYTES), "50%"] in page.rows
         assert page.paths == 6
@@ -199,7 +285,7 @@ def test_where_nothing_moves_the_page_says_so(scratch: Path) -> None:
     with engine(scratch, tier="keep") as offload:
         _train(offload)
         page = _read(offload, scratch)
-        assert page.titles == ["Memory and transfers", "Bytes by class", "Settings"]
+        assert page.titles == ["Memory and transfers", "Bytes by class", "Plan", "Settings"]
         assert page.paths == 0
 
 

@@ -189,7 +189,7 @@ def test_a_transform_runs_in_a_recomputed_block(scratch: Path) -> None:
     assert_equal(train(offload, training), train(None, Training(Penalised)))
     plan = offload.plan
     offload.close()
-    assert plan is not None
+    assert plan
     assert len(plan.recomputed) > 0
 
 

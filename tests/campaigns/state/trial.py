@@ -114,7 +114,7 @@ def _planned(program: Program, budget: int, directory: Path, outcome: Outcome) -
         if made:
             plans.append(made[-1].plan)
             made[-1].close()
-        for plan in {id(plan): plan for plan in plans if plan is not None}.values():
+        for plan in {id(plan): plan for plan in plans if plan}.values():
             outcome.blocks = len(plan.facts.blocks)
             outcome.recomputed = max(outcome.recomputed, len(plan.recomputed))
             outcome.sent_bytes += sum(plan.sends.values())

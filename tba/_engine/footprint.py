@@ -1,0 +1,53 @@
+"""Footprint: what saved tensors of the last step held in memory at once, and would have held in plain PyTorch.
+
+The ledger counts what is worth moving. All else that stays is added to both: small tensors, those of types that never
+move. Where the hooks only count or follow a plan they do not see these; then it is as much as they last saw.
+
+Wants the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from .._memory.ledger import Peaks
+from .._plan import policy
+from .._stats import Counters, difference
+
+_UNWRITTEN = (policy.NOT_WRITTEN, policy.DECLINED)  # in memory, and no longer in the ledger
+_IN_PLACE = (policy.TIER_KEEP, policy.IN_HOST)  # with a codec: records that become smaller in memory
+_WITH_RECORDS = (policy.FITS, policy.DERIVED, *_UNWRITTEN)
+
+
+class Footprint:
+    """Peaks of the last step: of its largest micro-batch, if it has several.
+
+    Attributes:
+        plain_bytes: if nothing was moved, compressed or recomputed.
+        held_bytes: as it was.
+    """
+
+    def __init__(self, counters: Counters, *, compresses: bool) -> None:
+        self.plain_bytes = self.held_bytes = 0
+        self._counters = counters
+        self._compresses = compresses
+        self._aside_bytes = 0
+        self._before = counters.snapshot()
+
+    def end_micro_batch(self, peaks: Peaks, *, light: bool, first: bool) -> None:
+        """Add a micro-batch that has ended, the `first` of its step or another; `light`: it saw only what may move."""
+        now = self._counters.snapshot()
+        seen, self._before = difference(now, self._before), now
+        kept = seen.kept_by_reason
+        in_place = _IN_PLACE if self._compresses else ()
+        if not light:
+            own = (*_WITH_RECORDS, *in_place, policy.USED_AT_ONCE)
+            self._aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in own)
+        plain_bytes = peaks.plain_bytes + self._aside_bytes
+        held_bytes = peaks.held_bytes + self._aside_bytes + sum(kept.get(reason, 0) for reason in _UNWRITTEN)
+        if smaller := sum(kept.get(reason, 0) for reason in in_place):
+            held_bytes += max(0, smaller - seen.encoded_bytes + seen.packed_bytes - seen.derived_bytes)
+        held_bytes = min(held_bytes, plain_bytes)
+        if first:
+            self.plain_bytes, self.held_bytes = plain_bytes, held_bytes
+        else:
+            self.plain_bytes = max(self.plain_bytes, plain_bytes)
+            self.held_bytes = max(self.held_bytes, held_bytes)
