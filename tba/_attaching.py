@@ -11,7 +11,6 @@ import atexit
 import os
 import sys
 import threading
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -48,33 +47,37 @@ class _Attaching:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # attached or left alone, with all inside
+        # Attached or left alone, with all inside. Plain references: torch.compile must find no Python code to compile.
+        self._known: set[weakref.ref[nn.Module]] = set()
         self._attached: list[_Attached] = []
         self._count = 0
         self._told = 0
 
+    @private.not_compiled
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Look at a module as its forward begins: the global forward pre-hook."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         try:
-            if module not in self._known:
+            if weakref.ref(module) not in self._known:
                 self._consider(module, args)
         except Exception as error:
             if interrupts.is_foreign(error):
                 raise
             self._leave_alone(module, str(error))
 
+    @private.untraced
     @interrupts.whole
     def _consider(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        traced = torch.jit.is_tracing() or any(isinstance(each, Proxy) for each in (*args, *_keywords().values()))
+        tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        traced = tracing or any(isinstance(each, Proxy) for each in (*args, *_keywords().values()))
         if traced or private.current_graph_task_id() != -1 or not _trains(module):
             return
         with self._lock:
             entered = [owner for owner in owners() if isinstance(owner, Offloader)]
             if any(owner is each.offload for owner in entered for each in self._attached):
                 return  # a part of that model's forward which is no module of it
-            if entered or any(is_offloaded(part) for part in module.modules() if part not in self._known):
+            if entered or any(is_offloaded(part) for part in module.modules() if weakref.ref(part) not in self._known):
                 self._leave_alone(module, "the program offloads it by itself")
             else:
                 self._attach(module, args)
@@ -90,12 +93,15 @@ class _Attaching:
             offload.close()
             raise
         self._attached.append(attached)
-        self._known.update(model.modules())
+        self._know(model)
         self._tell(f"attached to {attached.name} ({_parameters(model)}), {_settings(offload)}")
+
+    def _know(self, model: nn.Module) -> None:
+        self._known.update(weakref.ref(part, self._known.discard) for part in model.modules())
 
     def _leave_alone(self, module: nn.Module, why: str) -> None:
         with suppress(TypeError):  # of a module that cannot be hashed
-            self._known.update(module.modules())
+            self._know(module)
         self._tell(f"not attached to {_name(module)}: {' '.join(why.split())}")
 
     def forked(self) -> None:
@@ -135,8 +141,6 @@ os.register_at_fork(after_in_child=_attaching.forked)
 
 def start(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Attach to the module, whose forward begins, and to others from now on."""
-    # torch.compile warns of any global hook; ours does nothing twice.
-    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
     nn.modules.module.register_module_forward_pre_hook(_attaching.begin)
     atexit.register(_attaching.finish)
     _attaching.begin(module, args)

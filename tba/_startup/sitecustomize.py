@@ -46,6 +46,8 @@ class _WaitForTorch:
 
 def _watch(torch: Any) -> None:
     """Hand over to tba at the first forward with gradients of a module that has parameters to train."""
+    import warnings
+
     process, missing = os.getpid(), ""
 
     def begin(module: Any, args: Any) -> None:
@@ -53,7 +55,9 @@ def _watch(torch: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not torch.is_grad_enabled():
-            missing = missing or "no forward ran with gradients"
+            missing = missing or (
+                "no forward with gradients was seen; of a model that is compiled whole none is: compile each block"
+            )
         elif not any(parameter.requires_grad for parameter in module.parameters()):
             missing = "no module whose forward ran with gradients has a parameter that requires grad"
         else:
@@ -70,6 +74,8 @@ def _watch(torch: Any) -> None:
         if missing and os.getpid() == process:
             _say(f"attached to nothing: {missing}")
 
+    # torch.compile warns of any global hook: theirs would act twice, ours does nothing the second time.
+    warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks")
     hook = torch.nn.modules.module.register_module_forward_pre_hook(begin)
     atexit.register(tell)
 
@@ -92,7 +98,7 @@ if __name__ == "sitecustomize":
             if "torch" in sys.modules:  # a .pth file of the environment has imported it
                 _watch(sys.modules["torch"])
             else:
-                sys.meta_path.insert(0, _WaitForTorch())  # type: ignore[arg-type]
+                sys.meta_path.insert(0, _WaitForTorch())
         except Exception as problem:
             _say(f"attached to nothing: {problem}")
     _run_shadowed()
