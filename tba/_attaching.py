@@ -31,7 +31,7 @@ from ._text import size
 from ._torch import private
 from ._torch.hook_stack import owners
 
-_MOST_TOLD = 4  # some programs make a model in each step
+_MOST_TOLD = 8  # some programs make a model in each step
 
 
 class _Attached(NamedTuple):

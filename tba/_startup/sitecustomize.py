@@ -52,7 +52,7 @@ def _watch(torch: Any) -> None:
 
     def begin(module: Any, args: Any) -> None:
         nonlocal missing
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return
         if not torch.is_grad_enabled():
             missing = missing or (
@@ -63,7 +63,10 @@ def _watch(torch: Any) -> None:
         else:
             hook.remove()
             try:
-                from tba._attaching import start
+                from torch.utils._python_dispatch import _disable_current_modes
+
+                with _disable_current_modes():  # tba tries what it needs of torch as it is imported
+                    from tba._attaching import start
             except Exception as error:
                 missing = f"cannot import tba in {sys.executable}: {' '.join(str(error).split())}"
             else:
