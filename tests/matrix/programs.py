@@ -5,7 +5,9 @@ python -m matrix.programs NAME
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -175,4 +177,5 @@ if __name__ == "__main__":
     globals()[sys.argv[1]]()
     if dist.is_initialized():
         dist.barrier()
-        dist.destroy_process_group()
+        atexit._run_exitfuncs()
+        os._exit(0)  # past the end of torch's own threads, which aborts now and then

@@ -1,4 +1,4 @@
-"""Zero lines: under `tba run --memory-budget` every framework trains unchanged, to the same bits, and says what moves."""
+"""Zero lines: under `tba run --memory-budget` each framework trains unchanged, to the same bits, and moves bytes."""
 
 from __future__ import annotations
 

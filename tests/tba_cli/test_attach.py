@@ -233,6 +233,10 @@ if dist.get_rank():
     print = lambda *_: None
 train([model], lambda x: model(x).sum())
 dist.destroy_process_group()
+import atexit, os, sys
+sys.stdout.flush()
+atexit._run_exitfuncs()
+os._exit(0)  # past the end of torch's own threads, which aborts now and then
 """
     )
     command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program))
