@@ -106,7 +106,7 @@ class _Attaching:
 
     def forked(self) -> None:
         """Begin anew in a forked child: what its parent attached has ended there."""
-        self.__init__()  # type: ignore[misc]
+        vars(self).update(vars(_Attaching()))
 
     def finish(self) -> None:
         """Tell what was moved, at the program's end. Not in a child that a process made with os.fork."""
