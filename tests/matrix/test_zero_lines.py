@@ -36,8 +36,9 @@ def test_a_program_trains_unchanged_to_the_same_bits_and_moves_bytes(name: str, 
     for arguments in (command, [*budget, *command]):
         status, printed = launch(arguments, tmp_path, LIMIT_S, **SMALL)
         assert status == 0, printed[-6000:]
-        results.append(sorted(re.findall(r"RESULT .*", printed)))
+        results.append({*re.findall(r"RESULT .*", printed)})  # Ray prints what a worker does twice
     assert len(results[0]) == ranks
     assert results[1] == results[0]
-    assert re.findall(r"tba: attached to (\S+) \(.* parameters\), .*memory_budget=1MiB", printed) == [model]
+    begun = re.findall(r"tba: attached to (\S+) \(.* parameters\), .*memory_budget=1MiB", printed)
+    assert begun == [model] * (2 if name == "ray" else 1)
     assert re.search(r"the first step saved .* MiB, .*: [\d.]+ [KM]iB went out of memory", printed)

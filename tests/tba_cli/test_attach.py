@@ -187,7 +187,7 @@ def test_a_program_that_trains_nothing_is_told_why() -> None:
     assert other.startswith("tba: attached to nothing: no module whose forward ran with gradients has a parameter that")
 
 
-def test_a_program_without_torch_imports_nothing_of_ours_and_runs_its_own_sitecustomize(tmp_path: Path) -> None:
+def test_a_program_without_torch_keeps_its_sitecustomize_and_imports_no_tba(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('mine', __file__)")
     program = """
 import subprocess, sys
@@ -200,7 +200,7 @@ if len(sys.argv) == 1:
     assert printed.splitlines() == [f"mine {tmp_path}/sitecustomize.py", "[] False"] * 2
 
 
-def test_the_programs_own_end_stays_and_a_broken_tba_leaves_it_alone(tmp_path: Path) -> None:
+def test_a_programs_exit_status_stays_and_a_broken_tba_leaves_it_alone(tmp_path: Path) -> None:
     ends = "model = mlp('M')\ntrain([model], lambda x: model(x).sum())\nraise SystemExit(7)"
     status, printed, said = under(attaching(tier="nvme"), "-c", BEGIN + ends)
     assert (status, len(said)) == (7, 2)
