@@ -19,6 +19,8 @@ from ._errors import ConfigError
 _PREFIX = "TBA_"
 # Not a setting of a training: `allow` turns off the warning about an untested torch at import.
 UNTESTED_TORCH = "TBA_UNTESTED_TORCH"
+# Set by `tba run` for the processes under it: whether they attach, and where they write their report.
+ATTACH, REPORT = "TBA_ATTACH", "TBA_REPORT"
 
 
 def _number(value: Any) -> Any:
@@ -261,7 +263,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if variable[: len(_PREFIX)].upper() != _PREFIX:
             continue
         name = variable[len(_PREFIX) :].lower()
-        if variable == UNTESTED_TORCH:
+        if variable in (UNTESTED_TORCH, ATTACH, REPORT):
             continue
         if name not in _FIELDS:
             known = [_variable(name) for name in _FIELDS]

@@ -111,6 +111,12 @@ def attach(
     return offloader
 
 
+def is_offloaded(model: nn.Module) -> bool:
+    """Whether this very module has an Offloader that is not closed."""
+    known = _offloaders.get(model)
+    return known is not None and any(not each.closed for each in known.by_settings.values())
+
+
 def _named(model: nn.Module | None, blocks: Blocks) -> str | tuple[str | type[nn.Module], ...]:
     """Replace modules by their paths in the model: settings outlive models and are compared, so they hold none."""
     if isinstance(blocks, str) or not isinstance(blocks, type | nn.Module | Iterable):

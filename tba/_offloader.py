@@ -33,7 +33,7 @@ from ._text import check_page, size
 from ._torch import private
 from ._torch.foreign import Foreign
 from ._torch.hook_stack import Pair, bare, clear_dead, hint, lifted, owners
-from ._torch.module_hooks import tie
+from ._torch.module_hooks import ModelHook, tie
 from ._transfer import build
 
 _NOT_ENTERED = "not entered"
@@ -330,6 +330,10 @@ class Offloader:
             first, last = partial(_enter, weak, forward), partial(_leave, weak)
             self._untie = tie(model, first, last, partial(_end_forward, weak))
             self._saver.tie()
+
+    def enter_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Enter for a forward that has begun already: torch has looked up the model's hooks before ours were tied."""
+        ModelHook(lambda *_: _enter(weakref.ref(self), weakref.ref(model), args, kwargs))()
 
     @interrupts.whole
     def close(self) -> None:

@@ -147,8 +147,9 @@ FLOORS = {
         ("_audit", "_report"),
         ("_offloader",),
         ("_context", "_forecast"),
+        ("_attaching",),
         ("",),
-        ("cli", "integrations"),
+        ("cli", "integrations", "_startup"),
         ("__main__",),
     ],
     "benchmarks": [

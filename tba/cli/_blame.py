@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import typer
 
-from tba._errors import ConfigError
+from tba._errors import ConfigError, StorageError
 from tba._torch.user_frames import users_part
 
 FAILED, BAD_USAGE = 1, 2
@@ -20,7 +20,7 @@ def refusing(command: str) -> Iterator[None]:
     """Print an error of settings or files in one line, and exit with status 2."""
     try:
         yield
-    except (ConfigError, OSError) as error:
+    except (ConfigError, StorageError, OSError) as error:
         print(f"{command}: {error}", file=sys.stderr)
         raise typer.Exit(BAD_USAGE) from None
 

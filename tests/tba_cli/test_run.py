@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import tba
 from tba import ConfigError
 from tba.cli import allocator_environment, app
 from tba.cli._allocators import ALLOCATORS, Libraries, choose, complaint, find_libraries, preload_environment
@@ -202,3 +204,34 @@ def test_usage_errors() -> None:
         2,
         f"tba run: unknown allocator 'tcmalloc'; choose one of {', '.join(ALLOCATORS)}\n",
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--memory-budget", "much"], "memory_budget='much' is not"),
+        (["--tier", "nvme", "--memory-budget", "1GiB"], "memory_budget=.* was given with tier='nvme'"),
+        (["--compress", "exakt"], "compress='exakt' is not None.*; did you mean exact?"),
+        (["--report", "out.pdf"], "the path of a report, 'out.pdf', must end in .html"),
+        (["--attach"], "storage path .*/dev/null/x"),
+    ],
+)
+def test_settings_are_checked_before_the_program_starts(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given == ["--attach"]:
+        monkeypatch.setenv("TBA_STORAGE_PATHS", "/dev/null/x")
+    result = tba_run("--allocator", "none", *given, "--", "echo", "started")
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert re.match(f"tba run: {said}", line), line
+
+
+def test_settings_reach_the_program_as_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    startup = str(Path(tba.__file__).with_name("_startup"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/mine", startup]))
+    given = ("--memory-budget", "8GiB", "--report", "out.html", "--allocator", "none")
+    variables = tba_run(*given, "--", "env").stdout.splitlines()
+    report = f"TBA_REPORT={Path('out.html').absolute()}"
+    assert {"TBA_ATTACH=1", "TBA_MEMORY_BUDGET=8GiB", report, f"PYTHONPATH={startup}:/mine"} <= set(variables)
+    assert not [name for name in tba_run("--allocator", "none", "--", "env").stdout.splitlines() if "TBA_" in name]
