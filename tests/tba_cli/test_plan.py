@@ -120,7 +120,7 @@ def test_unknown_names_are_refused_with_the_list() -> None:
     assert "no model type of transformers" in refusal("lama", "--device", "h100")
     assert "has no such field; it has " in refusal("llama", "--set", "layers=3", "--device", "h100")
     assert "field=value" in refusal("llama", "--set", "layers", "--device", "h100")
-    assert "is not a size" in refusal("llama", "--device", "h100", "--memory-budget", "many")
+    assert "is not a number and a unit" in refusal("llama", "--device", "h100", "--memory-budget", "many")
 
 
 def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
