@@ -7,14 +7,16 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
 
 from compact import PRESETS, Preset
 
 from ._errors import ConfigError
+from ._text import Bytes, exact_size
 
 _PREFIX = "TBA_"
 # Not a setting of a training: `allow` turns off the warning about an untested torch at import.
@@ -30,21 +32,93 @@ def _number(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> Any:
-    """Refuse what ByteSize would truncate: it parses the beginning of a text, and takes "1,5GiB" for one byte."""
-    if isinstance(value, str) and not re.fullmatch(r"\s*\d*\.?\d+\s*[A-Za-z]*\s*", value):
-        raise ValueError("neither a number nor a number and a unit")
-    return int(value) if isinstance(value, float) and value.is_integer() else _number(value)
+_UNITS = {
+    "b": 1,
+    **{f"{prefix}{rest}": 1000**n for n, prefix in enumerate("kmgtp", 1) for rest in ("", "b")},
+    **{f"{prefix}{rest}": 1024**n for n, prefix in enumerate("kmgtp", 1) for rest in ("i", "ib")},
+}
+_A_SIZE = "give a size such as '8GiB' (2^30) or '512MB' (10^6), or a whole number of bytes"
+_A_RATE = "give a rate such as '1GiB/s' (2^30) or '512MB/s' (10^6), or a whole number of bytes per second"
+# A plain number below this, as a budget, was surely meant in another unit.
+_LEAST_BUDGET_BYTES = 1024
 
 
-def _rate(value: Any) -> Any:
-    """Accept a size with or without a trailing "/s"."""
-    return _size(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value)
+def _size(value: Any, info: ValidationInfo) -> Bytes:
+    """Read a size: text with a unit, or a whole number of bytes."""
+    return _bytes(value, "GiB" if "budget" in str(info.field_name) else "MiB", _A_SIZE)
+
+
+def _budget(value: Any, info: ValidationInfo) -> Bytes:
+    """Read a size that is no tiny number without a unit."""
+    found = _size(value, info)
+    if not isinstance(value, str | Bytes) and 0 < found < _LEAST_BUDGET_BYTES:
+        raise ValueError(f"is {int(found)} bytes; did you mean '{int(found)}GiB'?")
+    return found
+
+
+def _rate(value: Any) -> Bytes:
+    """Read a size with or without a trailing "/s"."""
+    found = _bytes(re.sub(r"\s*/\s*s\s*$", "", value) if isinstance(value, str) else value, "MB", _A_RATE, "/s")
+    if not found:
+        raise ValueError(f"is not above 0; {_A_RATE}")
+    return Bytes(found, f"{str(found).removesuffix('/s')}/s")
+
+
+def _bytes(value: Any, usual: str, accepted: str, per: str = "") -> Bytes:
+    """Read a count of bytes. Raises ValueError, which says what is wrong and the nearest right form.
+
+    Args:
+        value: what was given.
+        usual: the unit that a small number without one was meant in.
+        accepted: what can be given, for messages.
+        per: what follows a unit, for messages.
+    """
+    if isinstance(value, Bytes):
+        return value
+    if isinstance(value, str):
+        found = _parsed(value.strip(), usual, accepted, per)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        found = Bytes(value)
+    elif isinstance(value, float) and value.is_integer():
+        found = Bytes(int(value))
+    elif isinstance(value, float) and 0 < value < float("inf"):
+        raise ValueError(f"is not a whole number of bytes; did you mean '{value:g}{usual}{per}'?")
+    else:
+        raise ValueError(f"is not a number of bytes; {accepted}")
+    if found < 0:
+        raise ValueError(f"is negative; {accepted}")
+    if found >= 2**63:  # no address space and no file is larger
+        raise ValueError(f"is more than any machine has; {accepted}")
+    return found
+
+
+def _parsed(text: str, usual: str, accepted: str, per: str) -> Bytes:
+    whole = re.fullmatch(r"(-?\d*\.?\d+)\s*([a-z]*)", text, re.IGNORECASE | re.ASCII)
+    if whole is not None and (factor := _UNITS.get(whole[2].lower())) is not None:
+        return Bytes(int(Decimal(whole[1]) * factor), whole[1] + whole[2])
+    if whole is not None and not whole[2]:
+        number = Decimal(whole[1])
+        if number <= 0:
+            return Bytes(-1 if number else 0)
+        bytes_meant = number >= 1024 and number % 1 == 0
+        meant = exact_size(int(number)) if bytes_meant else whole[1] + usual
+        raise ValueError(f"has no unit; did you mean '{meant}{per}'?")
+    part = re.match(r"(\d+(?:\.\d+|,\d\d?)?)\s*([a-z]+)", text, re.IGNORECASE | re.ASCII)
+    if part is not None and part[2][0].lower() in "kmgtp":
+        unit = part[2] if part[2].lower() in _UNITS else f"{part[2][0].upper()}iB"
+        raise ValueError(f"is not a number and a unit; did you mean '{part[1].replace(',', '.')}{unit}{per}'?")
+    raise ValueError(f"is not a number and a unit; {accepted}")
 
 
 def _seconds(value: Any) -> Any:
     """Accept "60", "60s" and "60 s" as well as numbers."""
     return value.strip().removesuffix("s") if isinstance(value, str) else _number(value)
+
+
+def _tier(value: Any) -> Any:
+    """Accept a tier by its name in any case of letters, or by a word that people use for it."""
+    name = value.strip().lower() if isinstance(value, str) else value
+    return _TIERS.get(name, name) if isinstance(name, str) else name
 
 
 def _preset(value: Any) -> Any:
@@ -60,7 +134,10 @@ def _preset(value: Any) -> Any:
 def _rank(value: Any) -> Any:
     """Accept a number of columns or a share of the width, as a number or as text."""
     if isinstance(value, str):
-        value = float(value) if re.search(r"[.eE]", value) else int(value)
+        try:
+            value = float(value) if re.search(r"[.eE]", value) else int(value)
+        except ValueError:
+            raise ValueError("not a number") from None
     if isinstance(value, bool) or not (value is None or (value >= 1 if isinstance(value, int) else 0 < value < 1)):
         raise ValueError("neither a count nor a share")
     return value
@@ -92,7 +169,9 @@ def _directories(value: Any) -> Any:
         parts = value
     try:
         paths = tuple(Path(part).expanduser().absolute() for part in parts)
-    except (TypeError, RuntimeError, OSError) as error:  # not a path, or the home or working directory does not exist
+    except TypeError:
+        raise ValueError("it holds something else") from None
+    except (RuntimeError, OSError) as error:  # the home or working directory does not exist
         raise ValueError(str(error)) from None
     if not paths or any("\0" in str(path) for path in paths):
         raise ValueError("it names no directory")
@@ -101,18 +180,19 @@ def _directories(value: Any) -> Any:
     return paths
 
 
-# No address space and no file is larger than the bound.
-Size = Annotated[ByteSize, BeforeValidator(_size), Field(ge=0, lt=2**63)]
-Rate = Annotated[ByteSize, BeforeValidator(_rate), Field(gt=0, lt=2**63)]
+Size = Annotated[int, PlainValidator(_size)]
+Budget = Annotated[int, PlainValidator(_budget)]
+Rate = Annotated[int, PlainValidator(_rate)]
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(gt=0, le=threading.TIMEOUT_MAX)]
 
+# Words for a tier, and for a setting, beside its name.
+_TIERS = {"disk": "nvme", "ssd": "nvme", "host": "cpu", "ram": "cpu"}
+_ALIASES = {"budget": "memory_budget"}
 Tier = Literal["keep", "cpu", "nvme", "auto"]
 Backend = Literal["auto", "posix", "kvikio"]
 Policy = Literal["budget", "tba"]
 _NAMES = {"tier": get_args(Tier), "io_backend": get_args(Backend), "policy": get_args(Policy)}
 _CHOICES = {**_NAMES, "compress": tuple(PRESETS)}
-_A_SIZE = "a size: a number of bytes, or text such as 512MB (10^6) or 8GiB (2^30)"
-_A_RATE = "a rate: a number of bytes per second above 0, or text such as 512MB (10^6) or 8GiB/s (2^30)"
 # What a field accepts, for messages.
 _ACCEPTS = {
     **{name: f"one of {', '.join(map(repr, choices))}" for name, choices in _NAMES.items()},
@@ -125,9 +205,9 @@ _ACCEPTS = {
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
-    "max_write_rate": _A_RATE,
-    "max_read_rate": _A_RATE,
 }
+
+_MOST_SHOWN = 80  # characters of a wrong value
 
 # Attribute that holds which settings were given, and how. Not a field, so that equality ignores it.
 _ORIGINS = "_origins"
@@ -153,15 +233,15 @@ class OffloadConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    tier: Tier = "auto"
-    """Where saved tensors go: "nvme" to a scratch file, "cpu" to pinned host memory, "keep" nowhere, "auto" to the file
-    if they do not fit in memory."""
+    tier: Annotated[Tier, BeforeValidator(_tier)] = "auto"
+    """Where saved tensors go: "nvme" (or "disk", "ssd") to a scratch file, "cpu" (or "host", "ram") to pinned host
+    memory, "keep" nowhere, "auto" to the file if they do not fit in memory."""
     compress: Annotated[Any, BeforeValidator(_preset)] = None
     """Compression of saved tensors: a preset of `compact` by name ("exact", "safe8", "balanced", "max", "compact"), or
     a `compact.Preset`. None: no compression. All but "exact" are lossy."""
     rank: Annotated[int | float | None, BeforeValidator(_rank)] = None
     """Rank of the projection, for compress="compact": columns kept, or a share of the width. None: a quarter of it."""
-    seed: int = 0
+    seed: Annotated[int, BeforeValidator(_number)] = 0
     """Seed of stochastic rounding and random projections, which never use the default generators."""
     storage_paths: Annotated[tuple[Path, ...] | None, BeforeValidator(_directories)] = None
     """Directories for scratch files; several are used as one, and are joined by `:` in the variable. None: a per-user
@@ -169,19 +249,20 @@ class OffloadConfig(BaseModel):
     io_backend: Backend = "auto"
     """How bytes reach the file: "posix" is O_DIRECT from host memory, "kvikio" GPUDirect Storage (extra `gds`), "auto"
     chooses."""
-    min_tensor_bytes: Size = ByteSize(1 << 20)
+    min_tensor_bytes: Size = Bytes(1 << 20)
     """Storages of fewer bytes than this stay in memory."""
-    memory_budget: Size | None = None
-    """Bytes that saved tensors may hold under tier "auto". None: free memory less a margin."""
+    memory_budget: Budget | None = None
+    """Bytes that saved tensors may hold under tier "auto", such as "8GiB"; `budget` is another name for it. None: free
+    memory less a margin."""
     policy: Policy = "budget"
     """How tier "auto" plans: "budget" moves and recomputes just enough for `memory_budget`, in minimum time; "tba" is
     the rule of the TBA/SSDTrain paper, a baseline: the first blocks move, as many as the link can carry."""
     blocks: Annotated[tuple[str, ...] | None, BeforeValidator(_blocks)] = None
     """Modules that tier "auto" may recompute, by class or by path: `Block`, "Block", "model.layers", or several. A
     ModuleList or ModuleDict stands for its children, and so does a single Sequential. None: found by what they save."""
-    cpu_budget: Size | None = None
+    cpu_budget: Budget | None = None
     """Cap of host memory in bytes, divided by LOCAL_WORLD_SIZE among the ranks of a node. None: half of the memory."""
-    nvme_budget: Size | None = None
+    nvme_budget: Budget | None = None
     """Cap of the scratch files in bytes, divided among ranks like `cpu_budget`. None: 80% of the free disk space."""
     staging_bytes: Size | None = None
     """Cap of writes in flight, in bytes. None: 40 MiB, 1 GiB for GPU tensors, less if there is little memory."""
@@ -203,6 +284,7 @@ class OffloadConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         variables = _from_environment(os.environ)
+        settings = _by_name(settings)
         for name in settings:
             if name not in _FIELDS:
                 raise ConfigError(f"unknown setting {name!r}{_nearest(name, _FIELDS)}. Settings: {', '.join(_FIELDS)}")
@@ -241,7 +323,7 @@ class OffloadConfig(BaseModel):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return these settings with `update`, which is checked; the others keep their origin."""
-        changes = dict(update or {})
+        changes = _by_name(update or {})
         made = type(self)(**{name: getattr(self, name) for name in _FIELDS} | changes)
         made.__dict__[_ORIGINS] = self.__dict__[_ORIGINS] | dict.fromkeys(changes, "argument")
         return made
@@ -256,6 +338,14 @@ def describe(config: OffloadConfig) -> list[Setting]:
     return [Setting(name, getattr(config, name), origins.get(name, "default")) for name in _FIELDS]
 
 
+def _by_name(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace aliases of settings by their names. Raises ConfigError if both were given."""
+    for alias, name in _ALIASES.items():
+        if alias in settings and name in settings:
+            raise ConfigError(f"{alias} is another name for {name}, and both were given; leave {alias} out")
+    return {_ALIASES.get(name, name): value for name, value in settings.items()}
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Read the settings from the environment, in any case of letters. Raises ConfigError for unknown ones."""
     found = {}
@@ -267,8 +357,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
             continue
         if name not in _FIELDS:
             known = [_variable(name) for name in _FIELDS]
+            meant = [_variable(_ALIASES[name])] if name in _ALIASES else known
             raise ConfigError(
-                f"unknown environment variable {variable}{_nearest(variable.upper(), known)}; correct or unset it. "
+                f"unknown environment variable {variable}{_nearest(variable.upper(), meant)}; correct or unset it. "
                 f"Variables: {', '.join(known)}"
             )
         if value:
@@ -278,17 +369,27 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _problems(error: ValidationError, given: Mapping[str, Any], origins: Mapping[str, str]) -> Iterator[str]:
     """Yield a line for each wrong field: its value, where it came from, and what is accepted."""
-    first = {str(problem["loc"][0]): problem["msg"] for problem in reversed(error.errors(include_url=False))}
+    first = {str(problem["loc"][0]): problem for problem in reversed(error.errors(include_url=False))}
     for name in sorted(first, key=_FIELDS.index):
-        asked = f"{name if origins[name] == 'argument' else origins[name]}={given[name]!r}"
+        asked = f"{name if origins[name] == 'argument' else origins[name]}={shown(given[name])}"
+        # Other messages than our own are in pydantic's words.
+        ours = first[name]["msg"].removeprefix("Value error, ") if first[name]["type"] == "value_error" else ""
         if name in _CHOICES:
             yield f"{asked} is not {_ACCEPTS[name]}{_nearest(str(given[name]).lower(), _CHOICES[name])}"
+        elif name in _ACCEPTS:
+            yield f"{asked} is not {_ACCEPTS[name]}{': ' * bool(ours)}{ours}"
         else:
-            yield f"{asked} is not {_ACCEPTS.get(name, _A_SIZE)}: {first[name].removeprefix('Value error, ')}"
+            yield f"{asked} {ours}"
+
+
+def shown(value: Any) -> str:
+    """Write a value that was given, on one short line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _nearest(asked: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.6)
+    close = difflib.get_close_matches(asked, list(known), n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else ""
 
 

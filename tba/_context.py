@@ -39,6 +39,7 @@ def offload_context(
     model: nn.Module | None = None,
     tier: str | None = None,
     *,
+    memory_budget: int | str | None = None,
     compress: str | Preset | None = None,
     blocks: Blocks | None = None,
     config: OffloadConfig | None = None,
@@ -55,6 +56,8 @@ def offload_context(
             recognised, buffers are not.
         tier: "nvme" (a scratch file), "cpu" (pinned host memory, for tensors of a GPU), "keep" (nothing moves) or
             "auto" (nothing moves while it fits in memory). Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB" or a number of bytes.
+            Default: `TBA_MEMORY_BUDGET`, else free memory less a margin.
         compress: a preset of `compact` by name, or a `compact.Preset`, which compresses saved tensors under any tier.
             "exact" is lossless; "safe8", "balanced", "max" and "compact" (with `rank=`) change gradients.
         blocks: the modules that tier "auto" may recompute: a class or its name, a path such as "model.layers" (its
@@ -72,12 +75,12 @@ def offload_context(
     if blocks is not None:
         overrides["blocks"] = _named(model, blocks)
     if model is None:
-        return Offloader(None, _resolve(tier, compress, config, overrides))
+        return Offloader(None, _resolve(tier, memory_budget, compress, config, overrides))
     known = _offloaders.setdefault(model, _Known())
-    asked = tier, compress, config, overrides, _environment()
+    asked = tier, memory_budget, compress, config, overrides, _environment()
     if known.asked == asked and known.given is not None and not known.given.closed:
         return known.given
-    settings = _resolve(tier, compress, config, overrides)
+    settings = _resolve(tier, memory_budget, compress, config, overrides)
     offloader = known.by_settings.get(settings)
     if offloader is None or offloader.closed:
         known.by_settings = {each: open_ for each, open_ in known.by_settings.items() if not open_.closed}
@@ -90,6 +93,7 @@ def attach(
     model: nn.Module,
     tier: str | None = None,
     *,
+    memory_budget: int | str | None = None,
     compress: str | Preset | None = None,
     blocks: Blocks | None = None,
     config: OffloadConfig | None = None,
@@ -98,12 +102,14 @@ def attach(
     """Offload during every forward of `model` from now on, for training loops that are not yours.
 
     The context is entered before the model's forward and left after it, also if it raises. `close()` of the returned
-    Offloader ends this. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments and errors are those
-    of `offload_context`.
+    Offloader ends this. Copies of the model (`copy.deepcopy`, pickle) are not attached. Arguments, such as
+    `memory_budget="8GiB"`, and errors are those of `offload_context`.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach needs a torch.nn.Module, got {type(model).__name__}: {model!r}")
-    offloader = offload_context(model, tier, compress=compress, blocks=blocks, config=config, **overrides)
+    offloader = offload_context(
+        model, tier, memory_budget=memory_budget, compress=compress, blocks=blocks, config=config, **overrides
+    )
     for other in _offloaders[model].by_settings.values():
         if other is not offloader and (other.tied or other.entered) and not other.closed:
             raise conflict(model, offloader.config, other)
@@ -135,10 +141,14 @@ def _named(model: nn.Module | None, blocks: Blocks) -> str | tuple[str | type[nn
 
 
 def _resolve(
-    tier: str | None, compress: str | Preset | None, config: OffloadConfig | None, overrides: dict[str, Any]
+    tier: str | None,
+    memory_budget: int | str | None,
+    compress: str | Preset | None,
+    config: OffloadConfig | None,
+    overrides: dict[str, Any],
 ) -> OffloadConfig:
-    given = {name: value for name, value in (("tier", tier), ("compress", compress)) if value is not None}
-    given |= overrides
+    given = {"tier": tier, "memory_budget": memory_budget, "compress": compress}
+    given = {name: value for name, value in given.items() if value is not None} | overrides
     if config is None:
         return OffloadConfig(**given)
     if not isinstance(config, OffloadConfig):

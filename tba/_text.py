@@ -6,13 +6,40 @@ import html
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
-
-from pydantic import ByteSize
+from typing import Any, Self
 
 from ._errors import ConfigError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Bytes(int):
+    """A count of bytes that is shown as it was written: 8GiB. One written as a number is shown in its largest unit."""
+
+    text: str
+
+    def __new__(cls, nbytes: int, text: str = "") -> Self:
+        """Make one of a number, and its text if it has one."""
+        made = super().__new__(cls, nbytes)
+        made.text = text or exact_size(nbytes)
+        return made
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return repr(self.text)
+
+
+def exact_size(nbytes: int) -> str:
+    """Write a count of bytes in the shortest way that a setting accepts and that loses nothing: "8GiB", "5MB"."""
+    if nbytes == 0:
+        return "0"
+    ways = [(nbytes, "B")]
+    for power, prefix in enumerate("KMGT", 1):
+        ways += [(nbytes // 1000**power, f"{prefix}B")] * (nbytes % 1000**power == 0)
+        ways += [(nbytes // 1024**power, f"{prefix}iB")] * (nbytes % 1024**power == 0)
+    return min((f"{count}{unit}" for count, unit in ways), key=lambda text: len(text.rstrip("KMGTiB")))
 
 
 def size(nbytes: float) -> str:
@@ -31,9 +58,7 @@ def short(nbytes: float) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format the value of a setting: a size, a switch, several paths, or anything else."""
-    if isinstance(value, ByteSize):
-        return size(value)
+    """Format the value of a setting: a switch, several paths, or anything else; a size as it was written."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return ":".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -29,6 +29,7 @@ class Forecast:
 
     Attributes:
         device, disk, shards, optimizer: what it is for.
+        budget_given: whether the user set the plan's budget.
         observed: the step.
         training: its memory without saved tensors.
         plan: the decision; its times cover forward and backward.
@@ -38,21 +39,44 @@ class Forecast:
     disk: Disk | None
     shards: int
     optimizer: str
+    budget_given: bool
     observed: Observed
     training: Training
     plan: Plan
 
     @cached_property
     def ways(self) -> dict[str, Plan]:
-        """The plan, and what can be done without one."""
-        facts, budget_bytes = self.plan.facts, self.plan.budget_bytes
+        """What each policy makes of the step: nothing, all blocks recompute, all moves, or what the plan says."""
+        facts, left_bytes = self.plan.facts, max(0, self.training.left_bytes(self.device))
         nothing: frozenset[int] = frozenset()
-        found = {"all kept": make(facts, budget_bytes, nothing, nothing), "planned": self.plan}
+        everything = frozenset(range(len(facts.saved)))
+        found = {"plain": make(facts, left_bytes, nothing, nothing)}
         if facts.blocks:
-            found["full checkpointing"] = make(facts, budget_bytes, nothing, frozenset(range(len(facts.blocks))))
+            found["checkpointing"] = make(facts, left_bytes, nothing, frozenset(range(len(facts.blocks))))
         if self.disk is not None:
-            found["all moved"] = make(facts, budget_bytes, frozenset(range(len(facts.saved))), nothing)
-        return found
+            found["nvme"] = make(facts, left_bytes, everything, nothing)
+        if self.device.like_cuda:  # on a CPU, what is saved is in the host's memory already
+            link = self.device.link_bytes_per_s
+            found["host"] = make(facts_on(self.observed, self.device, link, link), left_bytes, everything, nothing)
+        return found | {"auto": self.plan}
+
+    def fits(self, way: Plan) -> bool:
+        """Whether the card has memory enough."""
+        return way.fits and not self.training.shortage(self.device)
+
+    @property
+    def problem(self) -> str:
+        """Why the plan does not fit, and what would help; "" if it fits."""
+        if shortage := self.training.shortage(self.device):
+            return shortage
+        if self.plan.fits or self.budget_given:
+            return self.plan.shortfall()
+        peak = self.plan.predicted.peak
+        return (
+            f"of {size(self.plan.facts.saved_bytes)} that a step saves, the best plan keeps {size(peak.nbytes)} in "
+            f"memory {self.binds()}, {size(self.plan.missing_bytes)} more than {self.device.name} has left. Make batch "
+            "or sequence smaller (--find-batch finds the largest), or name a --disk or a card with more memory"
+        )
 
     def step_s(self, plan: Plan) -> float:
         """Time of a step, including the optimizer's."""
@@ -63,16 +87,14 @@ class Forecast:
         """Minimum and maximum of measured time / forecast time."""
         return ERRORS_CARD if self.device.like_cuda else ERRORS_HERE
 
-    @property
-    def peak_bytes(self) -> int:
+    def peak_bytes(self, way: Plan) -> int:
         """Peak of the card's memory."""
-        return max(self.step_peak_bytes, self.optimizer_peak_bytes)
+        return max(self.step_peak_bytes(way), self.optimizer_peak_bytes)
 
-    @property
-    def step_peak_bytes(self) -> int:
+    def step_peak_bytes(self, way: Plan) -> int:
         """Peak in forward and backward."""
         own = self.training
-        return own.always + own.gathered + own.work + self.plan.predicted.peak.nbytes
+        return own.always + own.gathered + own.work + way.predicted.peak.nbytes
 
     @property
     def optimizer_peak_bytes(self) -> int:
@@ -81,7 +103,7 @@ class Forecast:
 
     def binds(self) -> str:
         """Say where in the step memory peaks."""
-        return "in the optimizer" if self.optimizer_peak_bytes > self.step_peak_bytes else self.plan.binds()
+        return "in the optimizer" if self.optimizer_peak_bytes > self.step_peak_bytes(self.plan) else self.plan.binds()
 
     @property
     def written_bytes_per_day(self) -> float:
@@ -99,6 +121,12 @@ class Forecast:
         recomputed = sum(facts.block_bytes(block) for block in plan.recomputed)
         sent = sum(plan.sends.values())
         return {
+            "fits": not self.problem,
+            "problem": self.problem,
+            "model": self.observed.model,
+            "parameters": self.observed.parameters,
+            "dtype": self.observed.dtype,
+            "batch": self.observed.batch,
             "device": self.device.name,
             "disk": None if self.disk is None else self.disk.name,
             "shards": self.shards,
@@ -113,12 +141,13 @@ class Forecast:
                 "optimizer_work": own.optimizer_work,
                 "saved": plan.predicted.peak.nbytes,
                 "budget": plan.budget_bytes,
-                "peak": self.peak_bytes,
+                "peak": self.peak_bytes(plan),
                 "peak_all_kept": own.weights + own.states + self.observed.plain_bytes,
             },
             "peak_binds": self.binds(),
             "saved_bytes": {
-                "all": facts.saved_bytes,
+                "all": facts.saved_bytes + self.observed.small_bytes,
+                "small": self.observed.small_bytes,
                 "kept": facts.saved_bytes - recomputed - sent,
                 "moved": sent,
                 "recomputed": recomputed,
@@ -128,7 +157,13 @@ class Forecast:
             "flops": self.observed.flops,
             "tokens": self.observed.tokens,
             "steps": {
-                name: {"step_s": self.step_s(way), "saved_peak_bytes": way.predicted.peak.nbytes, "fits": way.fits}
+                name: {
+                    "step_s": self.step_s(way),
+                    "peak_bytes": self.peak_bytes(way),
+                    "saved_peak_bytes": way.predicted.peak.nbytes,
+                    "moved_bytes": way.predicted.moved_bytes,
+                    "fits": self.fits(way),
+                }
                 for name, way in self.ways.items()
             },
             "step_errors": self.errors,
@@ -157,31 +192,29 @@ def forecast(
         shards: number of cards that share weights, gradients and states.
 
     Raises:
-        ConfigError: there is not enough memory, or the optimizer is unknown.
+        ConfigError: the budget is more than the card has left, or the optimizer is unknown.
     """
     own = training(observed, device, optimizer, shards)
-    left_bytes = own.left(device)
-    if budget_bytes is not None and budget_bytes > left_bytes:
+    left_bytes = max(0, own.left_bytes(device))
+    if budget_bytes is not None and budget_bytes > left_bytes > 0:
         raise ConfigError(
-            f"--memory-budget {size(budget_bytes)} is more than the {size(left_bytes)} that {device.name} has left for "
+            f"--memory-budget {budget_bytes} is more than the {size(left_bytes)} that {device.name} has left for "
             f"saved tensors: {size(device.memory_bytes)} less {size(own.always + own.gathered)} of weights, gradients "
             f"and optimizer and {size(own.work)} of operator workspace. Give at most that, or none"
         )
+    rates = (1.0, 1.0) if disk is None else (disk.write_bytes_per_s, disk.read_bytes_per_s)
     plan = decide(
-        facts_on(observed, device, disk),
+        facts_on(observed, device, *rates),
         left_bytes if budget_bytes is None else budget_bytes,
         moves=disk is not None,
     )
-    if not plan.fits:
-        raise ConfigError(plan.shortfall())
-    return Forecast(device, disk, shards, optimizer, observed, own, plan)
+    return Forecast(device, disk, shards, optimizer, budget_bytes is not None, observed, own, plan)
 
 
-def facts_on(observed: Observed, device: Device, disk: Disk | None) -> Facts:
-    """Return the facts that a plan for this machine is made from."""
+def facts_on(observed: Observed, device: Device, write: float, read: float) -> Facts:
+    """Return the facts that a plan for this card is made from, with what moves going out and back at these rates."""
     largest_bytes = max((each.nbytes for each in observed.saved), default=0)
     window_bytes = default_window_bytes(device.memory_bytes, device.memory_bytes if device.like_cuda else None)
-    write, read = (1.0, 1.0) if disk is None else (disk.write_bytes_per_s, disk.read_bytes_per_s)
     link = Link(
         min(write, device.link_bytes_per_s),
         min(read, device.link_bytes_per_s),

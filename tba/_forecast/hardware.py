@@ -7,6 +7,7 @@ direction; transfers reach `_LINK_SHARE` of them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -58,20 +59,22 @@ class Disk:
 
     Attributes:
         write_bytes_per_s, read_bytes_per_s: sustained rates of all together.
-        endurance_bytes: that all together may be written, by the vendor's warranty.
+        endurance_bytes: that all together may be written, by the vendor's warranty; None: unknown.
         source: of the figures.
     """
 
     name: str
     write_bytes_per_s: float
     read_bytes_per_s: float
-    endurance_bytes: float
+    endurance_bytes: float | None
     source: str
     count: int = 1
 
     def years(self, bytes_per_day: float) -> float | None:
-        """Years until the endurance is used up; None if nothing is written."""
-        return self.endurance_bytes / bytes_per_day / 365 if bytes_per_day > 0 else None
+        """Years until the endurance is used up; None if nothing is written, or it is unknown."""
+        if self.endurance_bytes is None or bytes_per_day <= 0:
+            return None
+        return self.endurance_bytes / bytes_per_day / 365
 
 
 def _card(name: str, half: float, single: float, memory: float, rate: float, link: float, source: str) -> Device:
@@ -82,7 +85,7 @@ def _card(name: str, half: float, single: float, memory: float, rate: float, lin
         name,
         {dtype: share * each * _T for dtype, each in flops.items()},
         memory_bytes_per_s=_MEMORY_SHARE * rate * _G,
-        memory_bytes=int(memory * _G),
+        memory_bytes=round(memory * _G),
         link_bytes_per_s=_LINK_SHARE * link * _G,
         source=source,
     )
@@ -129,25 +132,81 @@ DISKS = {disk.name: disk for disk in _DISKS}
 
 
 def device_named(name: str) -> Device:
-    """Look up a card. Raises ConfigError, which lists the known ones."""
+    """Look up a card, or make one of figures: "48GiB,165TFLOPS,25GB/s". Raises ConfigError, which lists what is known.
+
+    The figures, in any order: memory; TFLOP/s of bf16, and of fp32; GB/s to the host, and of its memory, which is the
+    larger. What is not given is as in the known card of the nearest TFLOP/s.
+    """
+    if "," in name:
+        return _own_card(name)
     found = DEVICES.get(name.lower())
     if found is None:
-        raise _unknown("--device", name, (*DEVICES, "here"))
+        raise _unknown("--device", name, (*DEVICES, "here", f"your own, such as {_OWN_CARD}"))
     return found
 
 
+def _own_card(text: str) -> Device:
+    sizes, flops, rates = _figures("--device", text, _OWN_CARD)
+    if len(sizes) != 1 or not 1 <= len(flops) <= 2 or not 1 <= len(rates) <= 2:
+        raise _not_figures("--device", text, _OWN_CARD)
+    half = max(flops)
+    like = min(_DEVICES, key=lambda card: abs(math.log(_half(card) / half)))
+    single = min(flops) if len(flops) == 2 else half * like.flops_per_s[None] / like.flops_per_s[torch.bfloat16]
+    rate = max(rates) if len(rates) == 2 else like.memory_bytes_per_s / _MEMORY_SHARE
+    assumed = [what for what, given in (("fp32", flops), ("memory rate", rates)) if len(given) == 1]
+    of_like = f"; {' and '.join(assumed)} as {like.name}'s" if assumed else ""
+    source = f"your figures, {text}{of_like}"
+    return _card("your card", half / _T, single / _T, sizes[0] / _G, rate / _G, min(rates) / _G, source)
+
+
+def _half(card: Device) -> float:
+    """FLOP/s of a known card's data sheet, in bf16."""
+    return card.flops_per_s[torch.bfloat16] / (_AMPERE_SHARE if card.name.startswith("a100") else _MATMUL_SHARE)
+
+
 def disk_named(name: str) -> Disk | None:
-    """Look up an SSD, or several by "gen5x4"; None for "none". Raises ConfigError, which lists the known ones."""
+    """Look up an SSD, or several by "gen5x4", or make one of figures: "5GB/s,6GB/s,600TB" for writing, reading and
+    endurance. None for "none". Raises ConfigError, which lists what is known.
+    """
     if name.lower() == "none":
         return None
+    if "/s" in name.lower():
+        endurance, flops, rates = _figures("--disk", name, _OWN_DISK)
+        if flops or len(endurance) > 1 or not 1 <= len(rates) <= 2:
+            raise _not_figures("--disk", name, _OWN_DISK)
+        return Disk("your disk", rates[0], rates[-1], endurance[0] if endurance else None, f"your figures, {name}")
     match = re.fullmatch(r"(gen\d)(?:x([1-9]\d?))?", name.lower())
     if match is None or match[1] not in DISKS:
-        raise _unknown("--disk", name, (*(f"{each}xN (N of them)" for each in DISKS), "none"))
+        known = (*(f"{each}xN (N of them)" for each in DISKS), "none", f"your own, such as {_OWN_DISK}")
+        raise _unknown("--disk", name, known)
     one, count = DISKS[match[1]], int(match[2] or 1)
-    write, read, endurance = (
-        count * each for each in (one.write_bytes_per_s, one.read_bytes_per_s, one.endurance_bytes)
-    )
-    return Disk(f"{one.name}x{count}", write, read, endurance, one.source, count)
+    endurance_bytes = None if one.endurance_bytes is None else count * one.endurance_bytes
+    write, read = count * one.write_bytes_per_s, count * one.read_bytes_per_s
+    return Disk(f"{one.name}x{count}", write, read, endurance_bytes, one.source, count)
+
+
+def _figures(option: str, text: str, example: str) -> tuple[list[float], list[float], list[float]]:
+    """Read figures: bytes, FLOP/s, and bytes per second, each in the order given."""
+    found: tuple[list[float], list[float], list[float]] = ([], [], [])
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(TFLOPS|(?:([KMGT])(i?)B)(/s)?)\s*", part, re.IGNORECASE)
+        if match is None or float(match[1]) == 0:
+            raise _not_figures(option, text, example)
+        number = float(match[1])
+        if match[3] is None:
+            found[1].append(number * _T)
+        else:
+            factor = (1024 if match[4] else 1000) ** ("KMGT".index(match[3].upper()) + 1)
+            found[2 if match[5] else 0].append(number * factor)
+    return found
+
+
+_OWN_CARD, _OWN_DISK = "48GiB,165TFLOPS,25GB/s", "5GB/s,6GB/s"
+
+
+def _not_figures(option: str, text: str, example: str) -> ConfigError:
+    what = "memory, TFLOPS, GB/s to the host" if option == "--device" else "GB/s to write, GB/s to read"
+    return ConfigError(f"{option} {text!r} has other figures than {what}; write them as {example}")
 
 
 def _unknown(option: str, name: str, known: Iterable[str]) -> ConfigError:

@@ -24,7 +24,7 @@ from .._blocks import find
 from .._blocks.watch import Given
 from .._errors import ConfigError
 from .._plan.facts import OUTSIDE, Block, Place, Saved
-from .._record.sighting import Chains, Sighting, Sizes, recognise
+from .._record.sighting import SMALL, Chains, Sighting, Sizes, recognise
 from .._record.view import view_and_span
 from .._torch.hook_stack import steps_aside
 from .._torch.weights import MARK
@@ -35,7 +35,7 @@ from .clock import GRADIENT, SAVED, WEIGHT, Clock
 from .hardware import Device
 
 # Attribute of a storage, which lives as long as its memory: (version, begin, end, entry) of what is saved of it.
-_KNOWN = "_tba_forecast"
+_KNOWN, _SMALL = "_tba_forecast", "_tba_forecast_small"
 Subject = Callable[[], tuple[nn.Module, Any]]
 
 
@@ -52,6 +52,9 @@ class Observed:
             what is saved in storages that are too small to plan.
         plain_bytes: most that live at once besides weights, in a step that keeps everything.
         tokens: of a batch, if it has any: elements of its largest tensor of whole numbers; else 0.
+        small_bytes: saved in storages that are too small to plan, each counted once.
+        model, parameters, dtype: the model's class, its number of parameters and what most of them are.
+        batch: the shape of the batch's largest tensor of whole numbers, or else of its largest tensor.
     """
 
     saved: tuple[Saved, ...]
@@ -66,6 +69,11 @@ class Observed:
     plain_bytes: int
     flops: int
     tokens: int
+    small_bytes: int
+    model: str
+    parameters: int
+    dtype: str
+    batch: tuple[int, ...]
 
 
 @dataclass
@@ -100,6 +108,7 @@ class _Watch:
     given: dict[type, Given] = field(default_factory=lambda: defaultdict(Given))
     open: list[int] = field(default_factory=list)
     entries: list[_Entry] = field(default_factory=list)
+    small_bytes: int = 0
     _chains: Chains = field(default_factory=Chains)
     _asked_s: float = 0.0
 
@@ -116,6 +125,8 @@ class _Watch:
 
     def _entry(self, tensor: Tensor) -> int | None:
         seen = recognise(tensor, self.sizes, self._chains, plain=type(tensor))
+        if seen is SMALL:
+            self._note_small(tensor)
         if type(seen) is not Sighting or seen.cast or not seen.nbytes:
             return None
         _, begin, end = view_and_span(tensor)
@@ -131,6 +142,12 @@ class _Watch:
         self.clock.call(seen.storage, SAVED)
         self.entries.append(_Entry(place[1] - place[0], self.clock.now_s, tuple(self.open)))
         return len(self.entries) - 1
+
+    def _note_small(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if not hasattr(storage, MARK) and not hasattr(storage, _SMALL) and not self._chains.lead_to_parameter(tensor):
+            setattr(storage, _SMALL, True)
+            self.small_bytes += storage.nbytes()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         nbytes = self.given[type(module)].new_bytes(arg for arg in args if isinstance(arg, Tensor))
@@ -214,7 +231,12 @@ def _observe(
         other_bytes=clock.most_other_bytes,
         plain_bytes=clock.most_bytes,
         flops=clock.flops,
-        tokens=_tokens(batch),
+        tokens=math.prod(shape) if (shape := _tokens(batch)) else 0,
+        small_bytes=watch.small_bytes,
+        model=type(model).__name__,
+        parameters=sum(p.numel() for p in model.parameters()),
+        dtype=_dtype(trained),
+        batch=shape or _largest(batch),
     )
 
 
@@ -260,11 +282,24 @@ def _note_gradient(clock: Clock, parameter: Tensor) -> None:
         clock.call(parameter.grad.untyped_storage(), GRADIENT)
 
 
-def _tokens(batch: Any) -> int:
+def _tokens(batch: Any) -> tuple[int, ...]:
+    """Shape of the largest tensor of whole numbers with more than one dimension; () if there is none."""
     whole = [
         leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dtype is torch.int64 and leaf.dim() > 1
     ]
-    return max((leaf.numel() for leaf in whole), default=0)
+    return max((tuple(leaf.shape) for leaf in whole), key=math.prod, default=())
+
+
+def _largest(batch: Any) -> tuple[int, ...]:
+    shapes = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max(shapes, key=math.prod, default=())
+
+
+def _dtype(parameters: list[nn.Parameter]) -> str:
+    counts: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(counts, key=counts.__getitem__)).removeprefix("torch.")
 
 
 @contextmanager

@@ -63,20 +63,23 @@ class Training:
         """Bytes in memory from step to step; gradients count in full, as if they accumulate."""
         return self.weights + self.gradients + self.states
 
-    def left(self, device: Device) -> int:
-        """Bytes left for saved tensors. Raises ConfigError if there are none."""
-        left = device.memory_bytes - self.always - self.gathered - self.work
-        optimizer = self.always + self.optimizer_work
-        if left <= 0 or optimizer > device.memory_bytes:
-            raise ConfigError(
-                f"{device.name} has {size(device.memory_bytes)}, but before any saved tensor this training needs "
-                f"{size(max(device.memory_bytes - left, optimizer))}: weights {size(self.weights)}, gradients "
-                f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, "
-                f"operator workspace {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
-                "batch or sequence smaller, use --dtype bfloat16, another --optimizer, more --shards, or a card with "
-                "more memory"
-            )
-        return left
+    def left_bytes(self, device: Device) -> int:
+        """Bytes left for saved tensors; below 0 if there are none."""
+        return device.memory_bytes - self.always - self.gathered - self.work
+
+    def shortage(self, device: Device) -> str:
+        """Say why the card is too small before any saved tensor, and what would help; "" if it is not."""
+        left, optimizer = self.left_bytes(device), self.always + self.optimizer_work
+        if left > 0 and optimizer <= device.memory_bytes:
+            return ""
+        return (
+            f"{device.name} has {size(device.memory_bytes)}, but before any saved tensor this training needs "
+            f"{size(max(device.memory_bytes - left, optimizer))}: weights {size(self.weights)}, gradients "
+            f"{size(self.gradients)}, optimizer {size(self.states)}, gathered blocks {size(self.gathered)}, "
+            f"operator workspace {size(self.work)} (the optimizer's step {size(self.optimizer_work)}). Make "
+            "batch or sequence smaller, use --dtype bfloat16, another --optimizer, more --shards, or a card with "
+            "more memory"
+        )
 
 
 def training(observed: Observed, device: Device, optimizer: str, shards: int) -> Training:

@@ -145,7 +145,8 @@ class Plan:
         text = (
             f"memory_budget={size(self.budget_bytes)} cannot be met: of {size(facts.saved_bytes)} that a step saves, "
             f"the best plan keeps {size(peak.nbytes)} in memory {self.binds()}, beside the tensor being computed "
-            f"({size(facts.largest_bytes)}). Set it to {size(need)} or more, or make batch or sequence smaller"
+            f"({size(facts.largest_bytes)}). Set it to {size(need)} or more, make batch or sequence smaller, or use "
+            'tier="nvme", which writes everything and has no budget'
         )
         refusals = ", ".join(f"{count} blocks: {why}" for why, count in sorted(self._refusals().items()))
         return f"{text}. Not recomputed: {refusals}" if refusals else text

@@ -10,7 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ class Mount:
 
 @dataclass(frozen=True, kw_only=True)
 class PathFacts:
-    """Facts of a path, known before anything is written to it."""
+    """Facts of a path. `trial` is why a small file could not be written there; None if one could, or none was tried."""
 
     path: str
     exists: bool = True
@@ -58,6 +58,7 @@ class PathFacts:
     free_bytes: int | None = None  # None: the file system does not say
     device: int | None = None  # the file system's number (st_dev); None if the path does not exist
     mount: Mount = Mount()
+    trial: str | None = None
 
 
 class Directory(NamedTuple):
@@ -140,6 +141,8 @@ def refusal(facts: PathFacts) -> str | None:
         return "this user may not write there; change its mode or name another directory"
     if facts.free_bytes is not None and facts.free_bytes < _MIN_FREE_BYTES:
         return f"its file system is full ({facts.free_bytes:,} bytes free); free some space or name another directory"
+    if facts.trial is not None:
+        return f"a file cannot be written there ({facts.trial}); name a directory on a disk"
     return None
 
 
@@ -168,7 +171,7 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         space = os.statvfs(real)
     except OSError:
         return PathFacts(path=real, exists=False)
-    return PathFacts(
+    facts = PathFacts(
         path=real,
         is_directory=stat.S_ISDIR(found.st_mode),
         writable=os.access(real, os.W_OK | os.X_OK),
@@ -177,6 +180,19 @@ def look_at(path: str | os.PathLike[str]) -> PathFacts:
         device=found.st_dev,
         mount=mount_of(real, _mounts()),
     )
+    return facts if refusal(facts) else replace(facts, trial=_try_to_write(real))
+
+
+def _try_to_write(directory: str) -> str | None:
+    """Write a page to an unnamed file and read it back; returns why that failed. /proc and /sys only seem writable."""
+    page = b"tba." * 1024
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(page)
+            file.seek(0)
+            return None if file.read() == page else "other bytes came back"
+    except OSError as error:
+        return error.strerror or type(error).__name__
 
 
 def _free_bytes(space: os.statvfs_result) -> int | None:

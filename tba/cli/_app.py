@@ -12,8 +12,9 @@ from ._audit import audit_command
 from ._doctor.command import doctor
 from ._plan import plan_command
 from ._run import run
+from ._usage import Commands
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
 def _print_version(asked: bool) -> None:

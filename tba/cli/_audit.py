@@ -15,21 +15,31 @@ from tba._errors import OffloadWarning
 from tba._text import check_picture
 
 from ._blame import blaming, refusing
-from ._subject import BatchOption, DtypeOption, SequenceOption, subject
+from ._subject import (
+    ABOUT_MODEL,
+    BatchOption,
+    ChangesOption,
+    DtypeOption,
+    SequenceOption,
+    check_room,
+    fields_of,
+    is_callable,
+    subject,
+)
 
 
 def audit_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="`module:callable`, imported from the working directory and called without arguments, returns a model "
-            "and a batch; or a config.json of transformers, or its directory: random weights and tokens.",
+            help=f"{ABOUT_MODEL} A config gives random weights and tokens.",
             metavar="MODEL",
         ),
     ],
     batch: BatchOption = None,
     sequence: SequenceOption = None,
     dtype: DtypeOption = None,
+    changes: ChangesOption = None,
     preset: Annotated[
         list[str] | None, typer.Option(help=f"A preset; may be repeated. Default: {', '.join(PRESETS_AUDITED)}.")
     ] = None,
@@ -44,8 +54,11 @@ def audit_command(
     with refusing("tba audit"):
         if picture is not None:
             check_picture(picture, "an audit")
+        fields = fields_of(changes or ())
+        if not is_callable(model):
+            check_room(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
         with blaming("tba audit", model), warnings.catch_warnings(record=True) as caught:
-            found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype)
+            found, arguments = subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
             warnings.simplefilter("always", OffloadWarning)
             result = audit(found, arguments, presets=preset or PRESETS_AUDITED)
         if picture is not None:

@@ -3,55 +3,72 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from tba._config import OffloadConfig
 from tba._errors import ConfigError
-from tba._forecast.forecast import forecast
+from tba._forecast.forecast import Forecast, forecast
 from tba._forecast.hardware import DEVICES, DISKS, device_named, disk_named
 from tba._forecast.here import measure_here
+from tba._forecast.largest import largest
 from tba._forecast.observe import observe
 from tba._forecast.report import report
 from tba._forecast.training import OPTIMIZERS
 
-from ._blame import blaming, refusing
-from ._subject import BatchOption, DtypeOption, SequenceOption, subject
+from ._blame import BAD_USAGE, blaming, refusing
+from ._subject import (
+    ABOUT_MODEL,
+    BatchOption,
+    ChangesOption,
+    DtypeOption,
+    SequenceOption,
+    dtype_named,
+    fields_of,
+    subject,
+)
 
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _ABOUT_OPTIMIZERS = "; ".join(f"{each.name}: {each.about}" for each in OPTIMIZERS.values()) + "."
+_MOST_BATCH, _TOKENS, _MOST_TOKENS = 1 << 16, 64, 1 << 24  # sequences are tried in steps of 64 tokens
 
 
 def plan_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="A config.json of transformers, its directory, or a model type (llama, gpt2, ...); or "
-            "`module:callable`, imported from the working directory and called without arguments, which returns a "
-            "model and a batch.",
+            help=ABOUT_MODEL,
             metavar="MODEL",
         ),
     ],
-    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}; or here: this CPU, measured.")],
+    device: Annotated[
+        str, typer.Option(help=f"One of {', '.join(DEVICES)}; your own, as 48GiB,165TFLOPS,25GB/s; here: this CPU.")
+    ],
     disk: Annotated[
-        str, typer.Option(help=f"N SSDs, as {', '.join(f'{name}xN' for name in DISKS)}; none: nothing moves.")
+        str,
+        typer.Option(
+            help=f"N SSDs, as {', '.join(f'{name}xN' for name in DISKS)}; your own, as 5GB/s,6GB/s (write, read); "
+            "none: nothing moves to disk."
+        ),
     ] = "gen4x1",
     batch: BatchOption = None,
     sequence: SequenceOption = None,
     dtype: DtypeOption = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a field of the config; may be repeated.", metavar="FIELD=VALUE"),
+    changes: ChangesOption = None,
+    autocast: Annotated[
+        str | None, typer.Option(help="bfloat16 (bf16) or float16 (fp16): run forward under autocast.")
     ] = None,
-    autocast: Annotated[str | None, typer.Option(help="bfloat16 or float16: run forward under autocast.")] = None,
     optimizer: Annotated[str, typer.Option(help=_ABOUT_OPTIMIZERS)] = "adamw",
     shards: Annotated[int, typer.Option(min=1, help="GPUs that share weights, gradients and states (FSDP).")] = 1,
     memory_budget: Annotated[
         str | None, typer.Option(help='Budget of saved tensors, such as "8GiB". Default: all free memory.')
     ] = None,
+    find_batch: Annotated[bool, typer.Option("--find-batch", help="Find the largest batch that fits.")] = False,
+    find_sequence: Annotated[
+        bool, typer.Option("--find-sequence", help=f"Find the longest sequence that fits, in steps of {_TOKENS}.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
     """Plan a training step of MODEL on a machine that you do not have: memory, time, and bytes written.
@@ -65,33 +82,56 @@ def plan_command(
         budget_bytes = None
         if memory_budget is not None:
             budget_bytes = OffloadConfig(tier="auto", memory_budget=memory_budget).memory_budget
-        cast, fields = _dtype(autocast), _fields(changes or ())
+        cast = None if autocast is None else dtype_named("--autocast", autocast)
+        fields = fields_of(changes or ())
 
-        def make() -> Any:
+        @cache
+        def planned(batch: int | None, sequence: int | None) -> Forecast:
+            def make() -> Any:
+                with blaming("tba plan", model):
+                    return subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
+
             with blaming("tba plan", model):
-                return subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
+                seen = observe(make, machine, autocast=cast)
+            return forecast(seen, machine, drives, budget_bytes=budget_bytes, optimizer=optimizer, shards=shards)
 
-        with blaming("tba plan", model):
-            observed = observe(make, machine, autocast=cast)
-        found = forecast(observed, machine, drives, budget_bytes=budget_bytes, optimizer=optimizer, shards=shards)
-    print(json.dumps(found.to_dict(), indent=2) if as_json else report(found))
+        most: dict[str, int] = {}
+        ends = ""
+        if find_batch and find_sequence:
+            raise ConfigError("--find-batch and --find-sequence were both given; give one, and the other as a number")
+        if (find_batch and batch is not None) or (find_sequence and sequence is not None):
+            what = "batch" if find_batch else "sequence"
+            raise ConfigError(f"--{what} was given with --find-{what}, which tries them all; leave --{what} out")
+        if find_batch:
+            most, ends = _largest(lambda number: planned(number, sequence), _MOST_BATCH)
+            batch = max(1, most["auto"])
+        elif find_sequence:
+            found, ends = _largest(lambda number: planned(batch, number * _TOKENS), _MOST_TOKENS // _TOKENS)
+            most = {name: number * _TOKENS for name, number in found.items()}
+            sequence = max(_TOKENS, most["auto"])
+        result = planned(batch, sequence)
+    if as_json:
+        print(json.dumps(result.to_dict() | ({"largest": most} if most else {}), indent=2))
+    else:
+        what = "batch" if find_batch else "sequence"
+        told = f"largest {what} that fits: {', '.join(f'{name} {number:,}' for name, number in most.items())}{ends}"
+        print(report(result, model, told if most else ""))
+    if result.problem:
+        raise typer.Exit(BAD_USAGE)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in _AUTOCAST:
-        raise ConfigError(f"--autocast {name!r} is not known: choose of {', '.join(_AUTOCAST)}")
-    return None if name is None else _AUTOCAST[name]
+def _largest(planned: Callable[[int], Forecast], most: int) -> tuple[dict[str, int], str]:
+    """Find the largest number that fits the card under each policy (0: none does), and what ends the search early."""
+    ends: set[str] = set()
 
-
-def _fields(changes: Sequence[str]) -> dict[str, Any]:
-    """Parse field=value; values are JSON, or else text."""
-    found: dict[str, Any] = {}
-    for change in changes:
-        name, given, value = change.partition("=")
-        if not given or not name:
-            raise ConfigError(f"--set {change!r} is not of the form field=value, such as num_hidden_layers=40")
+    def fits(name: str, number: int) -> bool:
         try:
-            found[name] = json.loads(value)
-        except json.JSONDecodeError:
-            found[name] = value
-    return found
+            found = planned(number)
+        except ConfigError as error:  # more tokens than positions, or a budget beyond what is left
+            if number == 1:
+                raise
+            ends.add(f" ({error})")
+            return False
+        return found.fits(found.ways[name])
+
+    return {name: largest(partial(fits, name), most) for name in planned(1).ways}, min(ends, default="")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
+import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,18 +15,37 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tba._errors import ConfigError
+from tba._memory.free_memory import free_bytes
+from tba._text import size
 
+ABOUT_MODEL = (
+    "A config.json of transformers, its directory, a model type (llama, gpt2, ...), or a name on the hub whose config "
+    "was fetched; or `module:callable`, imported from the working directory, which returns a model and a batch."
+)
 # Options of the commands that take a MODEL.
-BatchOption = Annotated[int | None, typer.Option(min=1, help="For a config: sequences in a batch. Default: 2.")]
-SequenceOption = Annotated[int | None, typer.Option(min=2, help="For a config: tokens in a sequence. Default: 128.")]
+BatchOption = Annotated[
+    int | None, typer.Option(min=1, help="For a config, or a callable that takes it: sequences in a batch. Default: 2.")
+]
+SequenceOption = Annotated[
+    int | None,
+    typer.Option(min=2, help="For a config, or a callable that takes it: tokens in a sequence. Default: 128."),
+]
 DtypeOption = Annotated[
-    str | None, typer.Option(help="For a config: float32, bfloat16 or float16 weights. Default: the config's own.")
+    str | None,
+    typer.Option(help="For a config: float32, bfloat16 (bf16) or float16 (fp16) weights. Default: the config's own."),
+]
+
+ChangesOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a field of the config; may be repeated.", metavar="FIELD=VALUE"),
 ]
 
 _BATCH, _SEQUENCE = 2, 128
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "float": "float32"}
 # Heads with one label per token.
 _TOKEN_HEADS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 
@@ -41,11 +61,12 @@ def subject(
     """Make the model that `name` names, and a batch for it.
 
     Args:
-        name: a config.json of transformers or a directory with one, or `module:callable`.
-        batch: sequences in the batch; this argument and those below are only for a config.
+        name: a config.json of transformers or a directory with one; a model type of transformers; a name on the hub
+            whose config was fetched before; or `module:callable`.
+        batch: sequences in the batch; this argument and those below are for a config, or a callable that takes them.
         sequence: tokens in each sequence.
-        dtype: type of the weights.
-        changes: fields of the config. If given, even if empty, `name` may also be a model type of transformers.
+        dtype: type of the weights; only for a config.
+        changes: fields of the config.
 
     Raises:
         ConfigError: there is no such model, or it cannot be used.
@@ -53,23 +74,85 @@ def subject(
     path = Path(name)
     if name.partition(":")[0].endswith(".py"):
         raise ConfigError(f"MODEL {name!r} names a file, but a module is imported by its name: {_by_name(name)}")
-    is_type = changes is not None and re.fullmatch(r"\w[\w-]*", name)
-    if path.exists() or is_type:
+    if path.exists() or re.fullmatch(r"\w[\w-]*", name):
         return from_config(path if path.exists() else name, batch or _BATCH, sequence, dtype, changes)
-    if not re.fullmatch(r"\w[\w.]*:\w[\w.]*", name):
-        kind = "" if changes is None else ", a model type such as llama or gpt2,"
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not path.parent.exists():
+        return from_config(_fetched(name, ""), batch or _BATCH, sequence, dtype, changes)
+    if not is_callable(name):
         raise ConfigError(
             f"MODEL {name!r} is no file or directory here, and no `module:callable`: give a config.json of "
-            f"transformers, its directory{kind} or `module:callable`; nothing is downloaded"
+            "transformers, its directory, a model type such as llama or gpt2, or `module:callable`; nothing is "
+            "downloaded"
         )
-    options = {"batch": batch, "sequence": sequence, "dtype": dtype, "set": changes}
-    given = [option for option, value in options.items() if value]
-    if given:
+    for option, value in (("dtype", dtype), ("set", changes)):
+        if value:
+            raise ConfigError(
+                f"--{option} was given with {name!r}, which makes its own model and batch: it is for a config of "
+                "transformers alone"
+            )
+    sizes = {"batch": batch, "sequence": sequence}
+    return from_callable(name, {option: value for option, value in sizes.items() if value is not None})
+
+
+def check_room(name: str, **given: Any) -> None:
+    """Raise ConfigError if the weights and gradients of a config's model are more than free memory: nothing is made."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            model, _ = subject(name, **given)
+        except ConfigError:
+            raise
+        except Exception:  # it looks at values as it is made, or its own code is wrong, which the audit will show
+            return
+        count, nbytes = sum(p.numel() for p in model.parameters()), sum(p.nbytes for p in model.parameters())
+    if 2 * nbytes > (free := free_bytes()):
         raise ConfigError(
-            f"--{given[0]} was given with {name!r}, which makes its own model and batch: it is for a config of "
-            "transformers alone"
+            f"MODEL {name!r} has {count:,} parameters, with gradients {size(2 * nbytes)}, and {size(free)} are free: a "
+            "step of it cannot run here; make it smaller, as by --set num_hidden_layers=2, or use tba plan, which "
+            "computes nothing"
         )
-    return from_callable(name)
+
+
+def is_callable(name: str) -> bool:
+    """Whether a name is of the form `module:callable`."""
+    return re.fullmatch(r"\w[\w.]*:\w[\w.]*", name) is not None
+
+
+def _fetched(name: str, what: str) -> Path:
+    """Find the config of a model of the hub among what was downloaded before.
+
+    Raises:
+        ConfigError: it was not, and so the name is not `what` else it may be.
+    """
+    hub = importlib.import_module("huggingface_hub") if importlib.util.find_spec("huggingface_hub") else None
+    found = hub.try_to_load_from_cache(name, "config.json") if hub is not None else None
+    if not isinstance(found, str):
+        raise ConfigError(
+            f"MODEL {name!r} is no file or directory here{what}, and nothing is downloaded; if it is a model of the "
+            f"hub, fetch its config first: hf download {name} config.json"
+        )
+    return Path(found)
+
+
+def fields_of(changes: Sequence[str]) -> dict[str, Any]:
+    """Parse field=value; values are JSON, or else text. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for change in changes:
+        name, given, value = change.partition("=")
+        if not given or not name:
+            raise ConfigError(f"--set {change!r} is not of the form field=value, such as num_hidden_layers=40")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def dtype_named(option: str, name: str) -> torch.dtype:
+    """Look up a dtype by its name or a short one. Raises ConfigError."""
+    found = DTYPES.get(_SHORT.get(name.lower(), name.lower()))
+    if found is None:
+        raise ConfigError(f"{option} {name!r} is not known: choose of {', '.join(DTYPES)}")
+    return found
 
 
 def _by_name(name: str) -> str:
@@ -81,8 +164,13 @@ def _by_name(name: str) -> str:
     return f"give `{'.'.join(path.parts)}:{attribute}`"
 
 
-def from_callable(name: str) -> tuple[nn.Module, Any]:
-    """Import `module:callable`, looking in the working directory first, and call it."""
+def from_callable(name: str, sizes: Mapping[str, int] | None = None) -> tuple[nn.Module, Any]:
+    """Import `module:callable`, looking in the working directory first, and call it.
+
+    Args:
+        name: of it.
+        sizes: `batch` and `sequence`, if the user set them; it must have such parameters then.
+    """
     module_name, _, attribute = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -104,7 +192,13 @@ def from_callable(name: str) -> tuple[nn.Module, Any]:
             f"MODEL {name!r}: {attribute} is a {type(found).__name__}, but it must be callable without arguments and "
             "return a model and a batch"
         )
-    made = found()
+    for option in sizes or {}:
+        if option not in inspect.signature(found).parameters:
+            raise ConfigError(
+                f"--{option} was given with {name!r}, which makes its own model and batch: write "
+                f"`def {attribute}({option}=...)`, so that it can be set"
+            )
+    made = found(**sizes or {})
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
         kinds = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
         raise ConfigError(
@@ -127,14 +221,12 @@ def from_config(
     """
     transformers = _transformers(what)
     if isinstance(what, str):
-        if what not in transformers.CONFIG_MAPPING:
-            raise ConfigError(
-                f"MODEL {what!r} is no file or directory here, and no model type of transformers "
-                f"{transformers.__version__}: give a config.json, its directory, a type such as llama or gpt2, or "
-                "`module:callable`; nothing is downloaded"
-            )
-        config = transformers.AutoConfig.for_model(what)
-    else:
+        if what in transformers.CONFIG_MAPPING:
+            config = transformers.AutoConfig.for_model(what)
+        else:
+            version = transformers.__version__
+            what = _fetched(what, f", no model type of transformers {version} such as llama or gpt2")
+    if isinstance(what, Path):
         file = what / "config.json" if what.is_dir() else what
         if not file.is_file():
             raise ConfigError(f"there is no config.json in {what}; give a directory that has one, or `module:callable`")
@@ -227,7 +319,5 @@ def _length(config: Any, file: object, sequence: int | None) -> int:
 
 
 def _dtype(config: Any, asked: str | None) -> torch.dtype:
-    if asked is not None and asked not in _DTYPES:
-        raise ConfigError(f"--dtype {asked!r} is not known: choose of {', '.join(_DTYPES)}")
-    found = getattr(config, "dtype", None) if asked is None else _DTYPES[asked]
-    return found if isinstance(found, torch.dtype) and found in _DTYPES.values() else torch.float32
+    found = getattr(config, "dtype", None) if asked is None else dtype_named("--dtype", asked)
+    return found if isinstance(found, torch.dtype) and found in DTYPES.values() else torch.float32

@@ -27,9 +27,19 @@ def framework(name: str, *, extra: str) -> Any:
         ) from error
 
 
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Check settings when the user writes them, before training begins. Raises ConfigError."""
-    OffloadConfig(**{name: value for name, value in settings.items() if name != "config"})
+def checked(settings: Mapping[str, Any], **given: Any) -> dict[str, Any]:
+    """Check settings when the user writes them, before training begins; returns them with what else was given.
+
+    Args:
+        settings: those of `tba.attach`.
+        given: those that an integration names itself; None: not given.
+
+    Raises:
+        ConfigError: a setting is unknown or malformed, or settings contradict.
+    """
+    both = {name: value for name, value in given.items() if value is not None} | dict(settings)
+    OffloadConfig(**{name: value for name, value in both.items() if name != "config"})
+    return both
 
 
 def refuse(found: Iterable[tuple[str, str]]) -> None:

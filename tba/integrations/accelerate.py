@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from compact import Preset
+
 from .. import ConfigError, Offloader
 from .. import attach as _attach
 from ._figures import figures
@@ -22,7 +24,15 @@ __all__ = ["attach", "figures"]
 _library = framework("accelerate", extra="hf")
 
 
-def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    tier: str | None = None,
+    *,
+    memory_budget: int | str | None = None,
+    compress: str | Preset | None = None,
+    **settings: Any,
+) -> Offloader:
     """Offload during every forward of a prepared model from now on. `close()` on the result ends it.
 
     `accelerator.log(figures(offload), step=...)` sends what was moved to the trackers.
@@ -30,7 +40,11 @@ def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
     Args:
         accelerator: the one that prepared the model, with any plugin (FSDP, DeepSpeed) or none.
         model: what `accelerator.prepare` returned for the model.
-        settings: those of `tba.attach`.
+        tier: "nvme", "cpu", "keep" or "auto". Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB". Default: free memory less a
+            margin.
+        compress: a preset of `compact`. Default: none.
+        settings: the other fields of `OffloadConfig`.
 
     Raises:
         ConfigError: the model is not prepared, a plugin offloads activations itself, or a setting is wrong.
@@ -45,4 +59,4 @@ def attach(accelerator: Any, model: nn.Module, **settings: Any) -> Offloader:
         )
     where = "activation_checkpointing_offload=True from FullyShardedDataParallelPlugin(...)"
     refuse(of_accelerate(accelerator.state, where))
-    return _attach(model, **settings)
+    return _attach(model, tier, memory_budget=memory_budget, compress=compress, **settings)

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from compact import Preset
+
 from .. import Offloader, offload_context
 from ._figures import end, figures
-from ._framework import check_settings, framework, of_deepspeed, refuse
+from ._framework import checked, framework, of_deepspeed, refuse
 
 _Callback: Any = framework("lightning.pytorch", extra="lightning").Callback
 
@@ -24,7 +26,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
     logged as `tba/...`.
 
     Args:
-        settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
+        tier: "nvme", "cpu", "keep" or "auto". Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB". Default: free memory less a
+            margin.
+        compress: a preset of `compact`. Default: none.
+        settings: the other fields of `OffloadConfig`.
 
     Attributes:
         offload: the Offloader, once training has started. If a strategy spawns processes, theirs have it.
@@ -33,8 +39,15 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
         ConfigError: a setting is unknown or malformed. At the start of training: another offloader is on.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        check_settings(settings)
+    def __init__(
+        self,
+        *,
+        tier: str | None = None,
+        memory_budget: int | str | None = None,
+        compress: str | Preset | None = None,
+        **settings: Any,
+    ) -> None:
+        settings = checked(settings, tier=tier, memory_budget=memory_budget, compress=compress)
         self.offload: Offloader | None = None
         self._settings = settings
         self._inside = False

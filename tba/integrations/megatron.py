@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from compact import Preset
+
 from .. import ConfigError, Offloader, offload_context
 from ._figures import end, figures
-from ._framework import check_settings, framework, refuse
+from ._framework import checked, framework, refuse
 
 __all__ = ["OffloadedForwardStep", "figures"]
 
@@ -34,15 +36,27 @@ class OffloadedForwardStep:
     Args:
         forward_step_func: as Megatron-Core requires: called with a data iterator and a model chunk, it returns the
             output and the loss function.
-        settings: those of `tba.offload_context`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
+        tier: "nvme", "cpu", "keep" or "auto". Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB". Default: free memory less a
+            margin.
+        compress: a preset of `compact`. Default: none.
+        settings: the other fields of `OffloadConfig`.
 
     Raises:
         ConfigError: a setting is unknown or malformed. In the first step: Megatron-Core offloads activations itself, or
             runs the model where no hook sees it.
     """
 
-    def __init__(self, forward_step_func: Callable[..., Any], **settings: Any) -> None:
-        check_settings(settings)
+    def __init__(
+        self,
+        forward_step_func: Callable[..., Any],
+        *,
+        tier: str | None = None,
+        memory_budget: int | str | None = None,
+        compress: str | Preset | None = None,
+        **settings: Any,
+    ) -> None:
+        settings = checked(settings, tier=tier, memory_budget=memory_budget, compress=compress)
         functools.update_wrapper(self, forward_step_func)
         self._forward_step, self._settings = forward_step_func, settings
         self._made: weakref.WeakKeyDictionary[nn.Module, Offloader] = weakref.WeakKeyDictionary()

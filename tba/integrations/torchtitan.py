@@ -15,9 +15,11 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from compact import Preset
+
 from .. import ConfigError, Offloader, attach
 from ._figures import end, figures
-from ._framework import check_settings, framework, refuse
+from ._framework import checked, framework, refuse
 from .checkpoint import create_selective_checkpoint_contexts
 
 _override = framework("torchtitan.config.override", extra="torchtitan")
@@ -26,7 +28,14 @@ _SelectiveAC: Any = framework("torchtitan.distributed.activation_checkpoint", ex
 
 
 @_override.override(target=_Metrics.Config, description="offload activations, and show what was moved")  # type: ignore[untyped-decorator]
-def offload(config: Any, **settings: Any) -> Any:
+def offload(
+    config: Any,
+    *,
+    tier: str | None = None,
+    memory_budget: int | str | None = None,
+    compress: str | Preset | None = None,
+    **settings: Any,
+) -> Any:
     """Return the configuration of a metrics processor that attaches to every model part of the Trainer.
 
     torchtitan gives the metrics processor the parts, when they are parallel and have their weights, and logs and ends
@@ -35,13 +44,17 @@ def offload(config: Any, **settings: Any) -> Any:
 
     Args:
         config: of the metrics, as the Trainer has it.
-        settings: those of `tba.attach`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
+        tier: "nvme", "cpu", "keep" or "auto". Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB". Default: free memory less a
+            margin.
+        compress: a preset of `compact`. Default: none.
+        settings: the other fields of `OffloadConfig`.
 
     Raises:
         ConfigError: a setting is unknown or malformed. When the Trainer is made: torchtitan offloads activations
             itself, or runs the model where no hook sees it.
     """
-    check_settings(settings)
+    settings = checked(settings, tier=tier, memory_budget=memory_budget, compress=compress)
     kind = _offloading(type(config)._owner)
     return _override.derive(config, kind.Config, tba=settings)
 

@@ -12,9 +12,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from compact import Preset
+
 from .. import ConfigError, Offloader, attach, offload_context
 from ._figures import end, figures
-from ._framework import check_settings, framework, of_accelerate, refuse
+from ._framework import checked, framework, of_accelerate, refuse
 
 _library = framework("transformers", extra="hf")
 _Callback: Any = _library.TrainerCallback
@@ -30,7 +32,11 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
     whatever it reports to.
 
     Args:
-        settings: those of `tba.attach`: `tier`, `memory_budget`, `compress` and the fields of `OffloadConfig`.
+        tier: "nvme", "cpu", "keep" or "auto". Default: `TBA_TIER`, else "auto".
+        memory_budget: memory that saved tensors may hold under tier "auto", such as "8GiB". Default: free memory less a
+            margin.
+        compress: a preset of `compact`. Default: none.
+        settings: the other fields of `OffloadConfig`.
 
     Attributes:
         offload: the Offloader, once training has started.
@@ -40,8 +46,15 @@ class OffloadCallback(_Callback):  # type: ignore[misc]
             has one with other settings.
     """
 
-    def __init__(self, **settings: Any) -> None:
-        check_settings(settings)
+    def __init__(
+        self,
+        *,
+        tier: str | None = None,
+        memory_budget: int | str | None = None,
+        compress: str | Preset | None = None,
+        **settings: Any,
+    ) -> None:
+        settings = checked(settings, tier=tier, memory_budget=memory_budget, compress=compress)
         self.offload: Offloader | None = None
         self._settings = settings
         self._trainer: Any = None

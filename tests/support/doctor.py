@@ -28,7 +28,7 @@ FIT = Facts(
         cpu_budget_bytes=32 * GIB,
         nvme_budget_bytes=80 * GIB,
     ),
-    kvikio=KvikioFacts(error="kvikio is not installed"),
+    kvikio=KvikioFacts(error="not installed"),
     allocator="jemalloc",
     best_allocator="jemalloc",
     settings=({"name": "tier", "value": "nvme", "origin": "argument"},),

@@ -132,7 +132,11 @@ def test_a_warning_is_said_beside_the_answer(ours: str) -> None:
         ("{ours}:swapped", r"swapped\(\) returned Tensor, Feed, but"),
         *(
             (name, "is no file or directory here, and no `module:callable`")
-            for name in ("meta-llama/Llama-3.2-1B", ":make", ".module:make", "module:")
+            for name in (":make", ".module:make", "module:")
+        ),
+        *(
+            (name, f"fetch its config first: hf download {name} config.json$")
+            for name in ("meta-llama/Llama-3.2-1B", "distilgpt2")
         ),
         ("my_module.py:make", "names a file, but a module is imported by its name: give `my_module:make`"),
         ("src/models/gpt.py:make", "give `src.models.gpt:make`"),
@@ -175,6 +179,17 @@ def test_an_error_of_ours_is_shown_whole(ours: str, monkeypatch: pytest.MonkeyPa
     assert isinstance(run(f"{ours}:mismatched").exception, RuntimeError)
 
 
+def test_a_model_type_is_audited_if_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 0}
+    fields = [part for name, value in (sizes | heads).items() for part in ("--set", f"{name}={value}")]
+    result = run("llama", *fields, "--sequence", 8, "--preset", "exact", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["presets"]["exact"]["cosine"] == 1
+    said = refusal("llama", "--set", "num_hidden_layers=2000")
+    assert "a step of it cannot run here; make it smaller, as by --set num_hidden_layers=2, or use tba plan" in said
+
+
 def test_the_version_is_told() -> None:
     result = CliRunner().invoke(app, ["--version"])
     assert (result.exit_code, result.stdout) == (0, f"tba {tba.__version__}\n")
@@ -182,7 +197,10 @@ def test_the_version_is_told() -> None:
 
 def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
     said = refusal(f"{ours}:make", "--sequence", 8)
-    assert f"--sequence was given with '{ours}:make', which makes its own model and batch" in said
+    assert (
+        f"--sequence was given with '{ours}:make', which makes its own model and batch: write `def make(sequence=...)`"
+        in said
+    )
 
 
 # -- a config.json ---------------------------------------------------------------------------------------------------

@@ -33,17 +33,19 @@ def test_kvikio_is_asked_for_its_mode(mode: str, store: Mock) -> None:
 
 def test_a_kvikio_that_cannot_open_a_file_says_why(store: Mock) -> None:
     type(store.return_value).mode = PropertyMock(side_effect=OSError("libcuda.so.1: cannot open\nmore"))
-    assert probe_kvikio("/disk") == KvikioFacts(version="26.10.00", error="OSError: libcuda.so.1: cannot open")
+    assert probe_kvikio("/disk") == KvikioFacts(
+        version="26.10.00", error="the NVIDIA driver (libcuda.so.1) is not installed"
+    )
     store.return_value.close.assert_called_once()
 
 
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "kvikio is not installed"),
-        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), "No module named 'cupy'"),
-        (ImportError("libcufile.so.0: cannot open\nmore"), "ImportError: libcufile.so.0: cannot open"),
-        (RuntimeError("Failure finding cuda"), "RuntimeError: Failure finding cuda"),
+        (ModuleNotFoundError("No module named 'kvikio'", name="kvikio"), "not installed"),
+        (ModuleNotFoundError("No module named 'cupy'", name="cupy"), "cupy is not installed"),
+        (ImportError("libcufile.so.0: cannot open\nmore"), "it cannot be used: libcufile.so.0: cannot open"),
+        (RuntimeError("Failure finding cuda"), "it cannot be used: Failure finding cuda"),
     ],
 )
 def test_a_kvikio_that_does_not_load_says_why(error: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:

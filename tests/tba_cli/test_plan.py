@@ -27,6 +27,9 @@ class Feed(nn.Module):
 def make():
     return Feed(), torch.randn(512, 256)
 
+def sized(batch=512):
+    return Feed(), torch.randn(batch, 256)
+
 class Looking(Feed):
     def forward(self, x):
         return super().forward(x) * x.max().item()
@@ -101,13 +104,19 @@ def test_an_encoder_and_decoder_is_planned_by_its_architecture() -> None:
 def test_a_callable_is_planned_under_a_budget_and_shows_a_screen(ours: str) -> None:
     found = figures(f"{ours}:make", "--device", "rtx4090", "--disk", "gen3x1")
     mib = 1 << 20
-    assert found["saved_bytes"]["all"] == 2 * 512 * 1024 * 4
+    assert found["saved_bytes"]["kept"] == 2 * 512 * 1024 * 4
     result = run(f"{ours}:make", "--device", "rtx4090", "--disk", "gen3x1", "--memory-budget", f"{6 * mib}B")
     assert result.exit_code == 0, result.output
     screen = result.stdout
+    took, verdict, _, *table = screen.splitlines()
+    assert took == (
+        f"{ours}:make: Feed, 526 thousand parameters, float32; batch 512 x 256; adamw; rtx4090 with 22.4 GiB, gen3x1"
+    )
+    assert verdict.startswith("FITS without offloading: peak ")
+    assert [row.split("  ")[0] for row in table[1:5]] == ["plain", "nvme", "host", "auto"]
     memory = ("weights", "gradients", "optimizer", "saved tensors", "peak")
-    assert all(word in screen for word in (*memory, "step, planned", "endurance", "TB a day"))
-    assert len(screen.splitlines()) < 32
+    assert all(word in screen for word in (*memory, "endurance", "TB a day"))
+    assert len(screen.splitlines()) < 36
     assert max(map(len, screen.splitlines())) <= 140
 
 
@@ -115,23 +124,30 @@ def test_unknown_names_are_refused_with_the_list() -> None:
     assert "known are a100" in refusal("llama", "--device", "h101")
     for disk in ("floppy", "gen9x1", "gen5x0"):
         assert "known are gen3xN" in refusal("llama", "--device", "h100", "--disk", disk)
-    assert "choose of bfloat16" in refusal("llama", "--device", "h100", "--autocast", "int8")
+    assert "choose of float32, bfloat16" in refusal("llama", "--device", "h100", "--autocast", "int8")
     assert "known are adamw" in refusal("llama", *SMALL, "--device", "h100", "--optimizer", "lion")
     assert "no model type of transformers" in refusal("lama", "--device", "h100")
     assert "has no such field; it has " in refusal("llama", "--set", "layers=3", "--device", "h100")
     assert "field=value" in refusal("llama", "--set", "layers", "--device", "h100")
-    assert "is not a size" in refusal("llama", "--device", "h100", "--memory-budget", "many")
+    assert "is not a number and a unit" in refusal("llama", "--device", "h100", "--memory-budget", "many")
 
 
 def test_options_of_a_config_are_refused_for_a_callable(ours: str) -> None:
     assert "--set was given" in refusal(f"{ours}:make", "--set", "a=1", "--device", "h100")
-    assert "--batch was given" in refusal(f"{ours}:make", "--batch", 3, "--device", "h100")
+    assert "write `def make(batch=...)`" in refusal(f"{ours}:make", "--batch", 3, "--device", "h100")
+    assert figures(f"{ours}:sized", "--batch", 3, "--device", "h100")["batch"] == [3, 256]
 
 
 def test_a_model_that_is_too_large_is_refused_with_the_numbers() -> None:
-    said = refusal("llama", "--dtype", "bfloat16", "--set", "num_hidden_layers=24", "--device", "rtx3090")
-    assert "rtx3090 has 22.4 GiB" in said
+    arguments = ("llama", "--dtype", "bf16", "--set", "num_hidden_layers=24", "--device", "rtx3090")
+    result = run(*arguments)
+    assert (result.exit_code, result.stderr) == (2, "")
+    took, said, *_ = result.stdout.splitlines()
+    assert "LlamaForCausalLM" in took
+    assert said.startswith("DOES NOT FIT: rtx3090 has 22.4 GiB, but before any saved tensor this training needs ")
     assert "--shards" in said
+    found = json.loads(run(*arguments, "--json").stdout)
+    assert (found["fits"], {way["fits"] for way in found["steps"].values()}) == (False, {False})
     more = refusal("llama", *SMALL, "--device", "rtx3090", "--memory-budget", "64GiB")
     assert "is more than the 22." in more
 
@@ -152,4 +168,67 @@ def test_an_error_of_the_model_is_shown_as_its_own(ours: str) -> None:
 def test_it_can_be_forecast_for_the_machine_at_hand() -> None:
     found = figures("llama", *SMALL, "--device", "here", "--optimizer", "sgd")
     assert found["device"] == "here"
-    assert found["steps"]["all kept"]["step_s"] > 0
+    assert found["steps"]["plain"]["step_s"] > 0
+
+
+def test_each_policy_is_shown_with_its_peak_and_what_it_moves(ours: str) -> None:
+    found = figures(f"{ours}:make", "--device", "rtx4090")
+    steps, wide = found["steps"], 512 * 1024 * 4
+    assert {name: way["moved_bytes"] for name, way in steps.items()} == {
+        "plain": 0,
+        "nvme": 2 * wide,
+        "host": 2 * wide,
+        "auto": 0,
+    }
+    assert steps["plain"]["peak_bytes"] == steps["auto"]["peak_bytes"] >= steps["host"]["peak_bytes"]
+    assert steps["plain"]["step_s"] < steps["host"]["step_s"] <= steps["nvme"]["step_s"]
+    # The input of 512 KiB is below what moves, and the output too.
+    assert found["saved_bytes"] == {
+        "all": 2 * wide + wide // 2,
+        "small": wide // 2,
+        "kept": 2 * wide,
+        "moved": 0,
+        "recomputed": 0,
+    }
+
+
+@pytest.mark.parametrize(("budget", "policy"), [((), "plain"), (("--memory-budget", "6MiB"), "auto")])
+def test_the_largest_batch_is_one_below_the_first_that_does_not_fit(ours: str, budget: Any, policy: str) -> None:
+    card = ("--device", "40MB,30TFLOPS,10GB/s", "--disk", "none")
+    found = figures(f"{ours}:sized", "--find-batch", *card, *budget)
+    most = found["largest"][policy]
+    assert found["batch"] == [found["largest"]["auto"], 256]
+    at = {batch: run(f"{ours}:sized", "--batch", batch, *card, *budget, "--json") for batch in (most, most + 1)}
+    assert [json.loads(each.stdout)["steps"][policy]["fits"] for each in at.values()] == [True, False]
+    assert "give one, and the other" in refusal(f"{ours}:sized", "--find-batch", "--find-sequence", *card)
+    assert "leave --batch out" in refusal(f"{ours}:sized", "--find-batch", "--batch", 3, *card)
+
+
+def test_the_longest_sequence_ends_at_the_positions_of_the_config() -> None:
+    result = run("llama", *SMALL, "--set", "max_position_embeddings=200", "--find-sequence", "--device", "h100")
+    assert result.exit_code == 0, result.output
+    line = result.stdout.splitlines()[2]
+    assert line.startswith("largest sequence that fits: plain 192, nvme 192, host 192, auto 192 (")
+    assert "is more than the 200 positions" in line
+
+
+def test_a_card_and_a_disk_are_made_of_figures(ours: str) -> None:
+    card = "8GiB,100TFLOPS,40TFLOPS,500GB/s,16GB/s"
+    result = run(f"{ours}:make", "--device", card, "--disk", "5GB/s,6GB/s,600TB")
+    assert f"your figures, {card}." in result.stdout
+    assert "8.0 GiB, your disk" in result.stdout
+    whole = run(f"{ours}:make", "--device", "24GB,165.2TFLOPS,32GB/s", "--disk", "none", "--json")
+    same = figures(f"{ours}:make", "--device", "rtx4090", "--disk", "none")
+    assert json.loads(whole.stdout)["steps"] == same["steps"]  # what is not given is as in the nearest card
+    for wrong in ("8GiB,16GB/s", "8GiB,fast,16GB/s", "0GiB,1TFLOPS,1GB/s", "8GiB,8GiB,1TFLOPS,1GB/s"):
+        assert "write them as 48GiB,165TFLOPS,25GB/s" in refusal(f"{ours}:make", "--device", wrong)
+    assert "write them as 5GB/s,6GB/s" in refusal(f"{ours}:make", "--device", "h100", "--disk", "5GB/s,1TFLOPS")
+
+
+def test_a_name_of_the_hub_says_how_to_fetch_its_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "somebody/their-model"
+    assert f"hf download {name} config.json" in refusal(name, "--device", "h100")
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, n_positions=64, vocab_size=99, bos_token_id=1)
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(tmp_path / "config.json"))
+    assert figures(name, "--device", "h100")["model"] == "GPT2LMHeadModel"

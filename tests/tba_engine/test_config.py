@@ -12,6 +12,7 @@ import pytest
 
 from tba import ConfigError, OffloadConfig, _config
 from tba._config import Setting, describe
+from tba._text import Bytes
 
 
 def variable(name: str) -> str:
@@ -29,7 +30,7 @@ def test_defaults() -> None:
 
 @pytest.mark.parametrize("tier", ["nvme", "cpu", "keep"])
 def test_only_tier_auto_takes_a_budget(tier: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"memory_budget=1073741824 was given with tier='{tier}'.*use tier 'auto'"):
+    with pytest.raises(ConfigError, match=rf"memory_budget=1GiB was given with tier='{tier}'.*use tier 'auto'"):
         OffloadConfig(tier=tier, memory_budget="1GiB")
 
 
@@ -54,13 +55,14 @@ SIZES = {
     "1.5 KiB": 1536,
     "2g": 2_000_000_000,
     "2TB": 2 * 10**12,
-    "4096": 4096,
+    "4096B": 4096,
+    "8Gi": 8 << 30,
     4096: 4096,
     2.0**20: 1 << 20,
     0: 0,  # nothing at all, unlike None
     "0": 0,
 }
-RATES = {"100MB": 10**8, "100MB/s": 10**8, "1 GiB / s": 1 << 30, "2MiB/s": 2 << 20, 5: 5, "7": 7}
+RATES = {"100MB": 10**8, "100MB/s": 10**8, "1 GiB / s": 1 << 30, "2MiB/s": 2 << 20, 5: 5, "7B/s": 7}
 READ: dict[str, dict[Any, Any]] = {
     "memory_budget": SIZES,
     **{
@@ -86,8 +88,8 @@ def test_a_setting_is_read_alike_from_argument_and_variable(
         assert getattr(OffloadConfig(), name) == value
 
 
-SIZE = r"is not a size: .*512MB .*8GiB"
-RATE = r"is not a rate: .*bytes per second above 0, .*8GiB/s"
+SIZE = r"(is|has) .*(; did you mean '.*'\?|; give a size such as '8GiB')"
+RATE = r"(is|has) .*(; did you mean '.*/s'\?|; give a rate such as '1GiB/s')"
 WRONG_SIZES = ["12q", "many", "-1", -1, "8 GiB more", "1,5GiB", "1_0", True, 1.5, "1e3", "9" * 20 + "GiB", 2**63, [1]]
 WRONG_RATES = [0, -1, "0MB/s", "1GB/m", "/s", "fast", True, [1]]  # nothing would ever arrive at rate 0
 WRONG: list[tuple[str, str, list[Any]]] = [
@@ -136,15 +138,37 @@ def test_several_storage_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         OffloadConfig(storage_paths=f"{one}:{two}:{one}")
 
 
-@pytest.mark.parametrize(
-    ("asked", "meant"), [("nvm", "nvme"), ("NVME", "nvme"), ("disk", None), (None, None), (3, None)]
-)
+@pytest.mark.parametrize(("asked", "meant"), [("nvm", "nvme"), ("gpu", None), (None, None), (3, None)])
 def test_an_unknown_tier_names_the_known_ones_and_the_nearest(asked: Any, meant: str | None) -> None:
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(tier=asked)
     message = str(caught.value)
     assert message.startswith(f"tier={asked!r} is not one of 'keep', 'cpu', 'nvme', 'auto'")
     assert message.endswith(f"did you mean {meant}?") == (meant is not None)
+
+
+@pytest.mark.parametrize(("said", "tier"), [("disk", "nvme"), ("SSD", "nvme"), ("host", "cpu"), (" Auto ", "auto")])
+def test_a_tier_has_other_names(said: Any, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert OffloadConfig(tier=said) == OffloadConfig(tier=tier)
+    monkeypatch.setenv("TBA_TIER", said)
+    assert OffloadConfig().tier == tier
+
+
+def test_a_size_is_shown_as_it_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TBA_STAGING_BYTES", "1.5 GiB")
+    config = OffloadConfig(budget="8GiB", nvme_budget=500_000_000, prefetch_bytes=1 << 20, max_write_rate="1 GB/s")
+    for same in (config, copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config.model_copy()):
+        text = repr(same)
+        for shown in ("memory_budget='8GiB'", "staging_bytes='1.5GiB'", "nvme_budget='500MB'", "'1MiB'", "'1GB/s'"):
+            assert shown in text
+    assert config.memory_budget == 8 << 30
+    assert {each.name: str(each.value) for each in describe(config)}["min_tensor_bytes"] == "1MiB"
+
+
+def test_the_shortest_exact_size_is_read_back() -> None:
+    for nbytes in (0, 1, 1023, 1024, 1000, 1 << 40, 8 << 30, 10**9, 3 << 29, 123_456_789, 2**63 - 1):
+        assert OffloadConfig(staging_bytes=str(Bytes(nbytes))).staging_bytes == nbytes
+    assert [str(Bytes(nbytes)) for nbytes in (1024, 10**6, 3 << 29)] == ["1KiB", "1MB", "1536MiB"]
 
 
 def test_an_unknown_argument_names_the_nearest() -> None:
@@ -173,14 +197,14 @@ def test_a_variable_like_none_of_ours_is_an_error_that_lists_them(monkeypatch: p
 
 def test_a_wrong_variable_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TBA_STAGING_BYTES", "much")
-    with pytest.raises(ConfigError, match="TBA_STAGING_BYTES='much' is not a size"):
+    with pytest.raises(ConfigError, match="TBA_STAGING_BYTES='much' is not a number and a unit"):
         OffloadConfig()
     assert OffloadConfig(staging_bytes=1).staging_bytes == 1  # the argument wins
 
 
 def test_several_wrong_settings_are_all_named() -> None:
     with pytest.raises(ConfigError) as caught:
-        OffloadConfig(tier="disk", min_tensor_bytes="x", io_threads=0)
+        OffloadConfig(tier="tape", min_tensor_bytes="x", io_threads=0)
     assert [line.split("=")[0] for line in str(caught.value).splitlines()] == ["tier", "min_tensor_bytes", "io_threads"]
 
 
@@ -247,10 +271,10 @@ def test_settings_cannot_change() -> None:
 
 
 def test_every_way_in_is_checked() -> None:
-    with pytest.raises(ConfigError, match="tier='disk'"):
-        OffloadConfig().model_copy(update={"tier": "disk"})
-    with pytest.raises(ValueError, match="tier='disk'"):
-        OffloadConfig.model_validate({"tier": "disk"})
+    with pytest.raises(ConfigError, match="tier='tape'"):
+        OffloadConfig().model_copy(update={"tier": "tape"})
+    with pytest.raises(ValueError, match="tier='tape'"):
+        OffloadConfig.model_validate({"tier": "tape"})
 
 
 def test_every_setting_is_documented_with_its_unit() -> None:

@@ -99,6 +99,15 @@ def test_flops_weights_and_what_lives_are_counted() -> None:
     assert 0 < times[-1] <= found.forward_s < found.backward_s
 
 
+def test_what_is_too_small_to_plan_counts_once_and_weights_do_not() -> None:
+    wide, narrow = 512 * 256 * 4, 512 * 64 * 4
+    planned, small = (observe(feed, CPU, min_tensor_bytes=least) for least in (wide, wide + 1))
+    assert (len(planned.saved), planned.small_bytes) == (2, 2 * narrow)
+    assert (small.saved, small.small_bytes) == ((), 2 * wide + 2 * narrow)
+    assert small.other_bytes >= small.small_bytes  # in the memory total
+    assert (small.model, small.parameters, small.dtype, small.batch) == ("Feed", small.trained, "float32", (512, 64))
+
+
 def test_a_step_takes_as_long_as_the_slower_of_products_and_memory() -> None:
     base = observe(feed, CPU)
     slow = replace(CPU, flops_per_s={dtype: rate / 1e6 for dtype, rate in CPU.flops_per_s.items()})

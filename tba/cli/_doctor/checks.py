@@ -6,7 +6,7 @@ A rule is a pure function from facts to findings; `RULES` lists them in the orde
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ class Level(enum.StrEnum):
     """Severity of a finding, for the chosen tier."""
 
     OK = "ok"  # nothing to do
+    UNUSED = "unused"  # not here, and nothing needs it
     WARNING = "warning"  # it works, but less well than it could, or not for long
     FAILURE = "failure"  # the chosen tier cannot work
 
@@ -93,6 +94,16 @@ class Facts:
 def judge(facts: Facts) -> list[Finding]:
     """Judge the facts by every rule. The tier cannot work if any finding is a failure."""
     return [finding for rule in RULES for finding in rule(facts)]
+
+
+def verdict(facts: Facts, findings: Sequence[Finding]) -> str:
+    """Say in a line whether the tier can work, and what stands in its way or could be better."""
+    failed, warned = ([each for each in findings if each.level is level] for level in (Level.FAILURE, Level.WARNING))
+    if failed:
+        reasons = "; ".join(f"{each.subject}: {each.text}" for each in failed)
+        return f"tier {facts.tier} cannot work here: {reasons}"
+    could = f"; could be better: {', '.join(dict.fromkeys(each.subject for each in warned))}" if warned else ""
+    return f"tier {facts.tier} can work here{could}"
 
 
 def _paths(facts: Facts) -> Iterator[Finding]:
@@ -169,14 +180,15 @@ def _kvikio(facts: Facts) -> Iterator[Finding]:
     level, do = Level.OK, ""
     if kvikio.error is not None:
         level, do = facts.no_disk, "pip install 'tba-offload[gds]', or choose TBA_IO_BACKEND=posix"
-        text = kvikio.error + ("" if asked else ": the posix backend is used")
+        text = kvikio.error + ("" if asked else "; optional: the posix backend is used")
     elif kvikio.mode == "compat":
         level, do = Level.WARNING, "check that nvidia-fs is loaded and the file system supports GDS (gdscheck -p)"
         text = f"{kvikio.version}: compatibility mode, bytes go through the host"
     else:
         how = "GPUDirect Storage, from disk to GPU" if kvikio.mode else "there was no storage path to try it on"
         text = f"{kvikio.version}: {how}"
-    yield Finding(level, "kvikio", text, do) if asked else Finding(Level.OK, "kvikio", text)
+    unused = Level.OK if kvikio.error is None else Level.UNUSED
+    yield Finding(level, "kvikio", text, do) if asked else Finding(unused, "kvikio", text)
 
 
 def _allocator(facts: Facts) -> Iterator[Finding]:

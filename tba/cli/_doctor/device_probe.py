@@ -52,10 +52,13 @@ def probe_kvikio(directory: str | None) -> KvikioFacts:
         with closing(KvikioStore(directory)) as store:
             return KvikioFacts(version=version, mode=store.mode)
     except ModuleNotFoundError as error:
-        missing = "kvikio is not installed" if error.name == "kvikio" else str(error)
+        missing = "not installed" if error.name == "kvikio" else f"{error.name} is not installed"
         return KvikioFacts(version=version, error=missing)
     except Exception as error:  # it loads shared libraries, and every loader has its own errors
-        return KvikioFacts(version=version, error=f"{type(error).__name__}: {error}".splitlines()[0])
+        text = str(error)
+        if "libcuda" in text:
+            return KvikioFacts(version=version, error="the NVIDIA driver (libcuda.so.1) is not installed")
+        return KvikioFacts(version=version, error=f"it cannot be used: {(text.splitlines() or ['?'])[0]}")
 
 
 def _probe_device(kind: str, module: Any, index: int) -> DeviceFacts:

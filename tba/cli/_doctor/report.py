@@ -14,24 +14,32 @@ from rich.text import Text
 from tba._memory.limits import default_window_bytes
 from tba._text import size, value_text
 
-from .checks import Facts, Finding, Level
+from .checks import Facts, Finding, Level, verdict
 
-_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "bold red"}
+_STYLES = {Level.OK: "green", Level.UNUSED: "dim", Level.WARNING: "yellow", Level.FAILURE: "bold red"}
 
 
 def show(facts: Facts, findings: Sequence[Finding], *, works: bool) -> None:
-    """Print the settings in force, the findings and the verdict."""
+    """Print the verdict, the settings in force, the findings, and the verdict again, for who sees the end alone."""
     console = Console(highlight=False)
+    said = Text(verdict(facts, findings), _STYLES[Level.OK if works else Level.FAILURE])
+    console.print(said, soft_wrap=True)
+    console.print()
     console.print(_grid((Text(label, "bold"), Text(text)) for label, text in setting_rows(facts)))
     console.print()
     console.print(_grid((Text(finding.level, _STYLES[finding.level]), _line(finding)) for finding in findings))
-    verdict = Level.OK if works else Level.FAILURE
-    console.print(Text(f"tier {facts.tier} {'can work' if works else 'cannot work'} here", _STYLES[verdict]))
+    console.print()
+    console.print(said, soft_wrap=True)
 
 
 def as_json(facts: Facts, findings: Sequence[Finding], *, works: bool) -> str:
     """Format the verdict, the findings and every fact, in bytes and bytes per second."""
-    data = {"works": works, "findings": [asdict(finding) for finding in findings], **asdict(facts)}
+    data = {
+        "works": works,
+        "verdict": verdict(facts, findings),
+        "findings": [asdict(finding) for finding in findings],
+        **asdict(facts),
+    }
     return json.dumps(data, indent=2, default=str)
 
 
