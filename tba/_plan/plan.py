@@ -193,7 +193,7 @@ class Plan:
         yield blocks, size(gone), share(gone)
         yield "peak, predicted", size(found.peak.nbytes), self.binds()
         yield "step, predicted", f"{found.step_s:.3f} s", f"{found.step_s / facts.step_s:.2f}x of one that keeps all"
-        yield "  no plan can", f"{self.bound_s:.3f} s", ""
+        yield "  lower bound", f"{self.bound_s:.3f} s", ""
         if self.measured is not None:
             beside = "beside what blocks recompute" if self.recomputed else ""
             yield "peak, measured", size(self.measured.peak_bytes), beside
