@@ -29,7 +29,7 @@ from ._offloader import Offloader
 from ._stats import OffloadStats
 from ._text import size
 from ._torch import private
-from ._torch.hook_stack import owners
+from ._torch.hook_stack import clear_dead, owners
 
 _MOST_TOLD = 8  # some programs make a model in each step
 
@@ -74,6 +74,7 @@ class _Attaching:
         if traced or private.current_graph_task_id() != -1 or not _trains(module):
             return
         with self._lock:
+            clear_dead()  # a forward that an interrupt has ended
             entered = [owner for owner in owners() if isinstance(owner, Offloader)]
             if any(owner is each.offload for owner in entered for each in self._attached):
                 return  # a part of that model's forward which is no module of it
