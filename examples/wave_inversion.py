@@ -70,12 +70,12 @@ settings = {"tier": arguments.tier, "memory_budget": arguments.memory_budget}
 offload = None if arguments.plain else tba.offload_context(**settings)
 for iteration in range(arguments.iterations):
     begun = time.perf_counter()
+    optimizer.zero_grad()
     with offload or nullcontext():
         loss = (record(speed) - observed).square().sum()
     loss.backward()
     digest = hashlib.sha256(speed.grad.numpy()).hexdigest()[:16]
     optimizer.step()
-    optimizer.zero_grad()
     seconds = time.perf_counter() - begun
     print(f"iteration {iteration}: loss {loss.item():.6e}, gradient {digest}, {seconds:.1f} s")
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
