@@ -67,6 +67,16 @@ def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tm
     assert found["environment"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
+def test_waves_shows_seconds_peak_and_error_of_each_arm(tmp_path: Path) -> None:
+    found = quick("waves", tmp_path)
+    plain, nvme, _ = (found["arms"][f"PyTorch, {name}"] for name in ("plain", "tba nvme", "tba 256MiB"))
+    assert plain["written_bytes"] == 0 < nvme["written_bytes"]
+    for name, arm in found["arms"].items():
+        assert min(arm["seconds"], arm["peak_bytes"]) > 0
+        assert arm["gradient_error"] == 0 or not name.startswith("PyTorch")
+
+
 class FakeArm:
     """Answers a turn at once; otherwise as an `Arm`."""
 

@@ -20,6 +20,8 @@ EXAMPLES = {
     "long_context": [MODEL, "512", "1MiB"],
     "convolutional": ["32"],
     "cpu_memory_cap": [MODEL, "1MiB"],
+    "wave_inversion": ["--size", "32", "--steps", "60", "--memory-budget", "1MiB"],
+    "what_checkpointing_changes": [],
 }
 BY_TORCHRUN = {"fsdp2_torchrun", "deepspeed_zero"}
 LIMIT_S = 300

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.cgroup import memory_cgroup
+
 LIMIT_BYTES = 448 << 20  # of what a training adds to an interpreter that has imported torch
-CGROUPS = Path("/sys/fs/cgroup/memory")
 
 # Residual blocks that share one weight: much is saved (16 MiB a block, 8 of them twice), little is computed and nothing
 # else is large. Each training runs in a fork of one interpreter, as importing torch takes longer than most of them, and
@@ -79,17 +78,8 @@ for training in trainings:
 
 @pytest.fixture
 def cgroup() -> Iterator[Path]:
-    """A memory cgroup (v1) with a limit and no swap."""
-    path = CGROUPS / f"tba-test-{os.getpid()}"
-    try:
-        path.mkdir()
-        (path / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    with suppress(OSError):  # absent where swap is not accounted
-        (path / "memory.memsw.limit_in_bytes").write_text(str(LIMIT_BYTES))
-    yield path
-    path.rmdir()
+    with memory_cgroup(LIMIT_BYTES) as path:
+        yield path
 
 
 def _train(scratch: Path, cgroup: Path, *trainings: str) -> list[tuple[int, Any]]:
