@@ -117,7 +117,9 @@ def _count(number: int) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-4 or not seconds else f"{1e6 * seconds:.1f} us"
 
 
 def _years(years: float) -> str:

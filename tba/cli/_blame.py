@@ -21,7 +21,10 @@ def refusing(command: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, StorageError, OSError) as error:
-        print(f"{command}: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{str(error.filename)!r} cannot be used: {error.strerror}; name another file or directory"
+        print(f"{command}: {text}", file=sys.stderr)
         raise typer.Exit(BAD_USAGE) from None
 
 

@@ -234,7 +234,7 @@ def from_config(
         try:
             config = transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"transformers cannot read {file} as a model's config: {error}") from error
+            raise ConfigError(_unreadable(transformers, file, error)) from error
     if changes:
         config = _changed(transformers, config, changes, what)
     return _language_model(transformers, config, what, batch, sequence, dtype)
@@ -252,6 +252,22 @@ def _transformers(what: object) -> Any:
         ) from None
 
 
+def _unreadable(transformers: Any, file: Path, error: Exception) -> str:
+    """Say in a line why a file is no model's config."""
+    try:
+        kind = json.loads(file.read_text()).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return f"transformers cannot read {file}: it is no JSON object; give a config.json of transformers"
+    if kind not in transformers.CONFIG_MAPPING:
+        has = "names no model_type" if kind is None else f"has the model type {kind!r}"
+        return (
+            f"transformers cannot read {file}: it {has}, and transformers {transformers.__version__} knows "
+            f"{len(transformers.CONFIG_MAPPING)} others; give another config, upgrade transformers, or give "
+            "`module:callable`"
+        )
+    return f"transformers cannot read {file} as a model's config: {str(error).strip().splitlines()[-1]}"
+
+
 def _changed(transformers: Any, config: Any, changes: Mapping[str, Any], what: object) -> Any:
     """Make a config again with other fields, so that derived fields follow. Raises ConfigError."""
     fields = config.to_dict()
@@ -264,7 +280,10 @@ def _changed(transformers: Any, config: Any, changes: Mapping[str, Any], what: o
     try:
         return transformers.AutoConfig.for_model(config.model_type, **kept)
     except Exception as error:  # transformers checks fields by validators of its own, whose errors have no common base
-        raise ConfigError(f"transformers refuses {dict(changes)} in the config of {what}: {error}") from error
+        why = str(error).strip().splitlines()[-1].strip().removeprefix("TypeError: ")
+        raise ConfigError(
+            f"transformers refuses {dict(changes)} in the config of {what}: {why}; give other values with --set"
+        ) from error
 
 
 def _language_model(

@@ -26,12 +26,20 @@ _SAID = (
 class Commands(TyperGroup):
     """The commands of `tba`; a wrong command line ends with status 2 and a line of ours."""
 
-    def main(self, args: Any = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Run a command and exit with its status."""
         if not standalone_mode:
-            return super().main(args, standalone_mode=False, **extra)
+            return super().main(args, prog_name, complete_var, standalone_mode, **extra)
         try:
-            status = super().main(args, standalone_mode=False, **extra)
+            status = super().main(args, prog_name, complete_var, standalone_mode=False, **extra)
         except Exception as error:
             # Some releases of typer use click, some a copy of it, so its errors are known by their names.
             kinds = {kind.__name__ for kind in type(error).__mro__}

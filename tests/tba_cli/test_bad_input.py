@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,11 @@ COMMANDS = {
     "plan gpt2 --device h100 --disk floppy": "tba plan: --disk 'floppy' is not known",
     "plan gpt2 --device h100 --dtype int8": "tba plan: --dtype 'int8' is not known: choose of float32, bfloat16,",
     "plan gpt2 --device h100 --memory-budget 8": "tba plan: memory_budget='8' has no unit; did you mean '8GiB'?",
+    "plan wrong.json --device h100": "tba plan: transformers cannot read wrong.json: it has the model type 'nope', ",
+    "plan text.json --device h100": "tba plan: transformers cannot read text.json: it is no JSON object; give ",
+    "plan gpt2 --device h100 --set n_layer=x": "tba plan: transformers refuses {'n_layer': 'x'} in the config of gpt2",
+    "plan gpt2 --device 8GB,1GB": "tba plan: --device '8GB,1GB' has other figures than memory, TFLOPS, GB/s to ",
+    "plan some/body --device h100": "tba plan: MODEL 'some/body' is no file or directory here, and nothing is ",
     "plann": "tba: there is no command 'plann'; did you mean plan?",
     "audit nothing:here": "tba audit: MODEL 'nothing:here': there is no module 'nothing' in ",
     "audit model.py:make": "tba audit: MODEL 'model.py:make' names a file, but a module is imported by its name: give",
@@ -134,6 +140,8 @@ def test_a_wrong_command_is_one_line_that_says_what_to_do(
     given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("wrong.json").write_text('{"model_type": "nope"}')
+    Path("text.json").write_text("model")
     result = answer(*given.split())
     assert (result.exit_code, result.stdout) == (2, "")
     check(result.stderr, COMMANDS[given])
@@ -147,4 +155,5 @@ def test_an_integration_refuses_as_the_context_does(name: str) -> None:
         with pytest.raises(OffloadError) as caught:
             callback(**settings)
         check(str(caught.value), expected)
+    assert "memory_budget" in signature(callback).parameters
     assert callback(memory_budget="8GiB", tier=None)._settings == {"memory_budget": "8GiB"}

@@ -83,6 +83,10 @@ def test_no_mount_is_known_without_the_kernels_list() -> None:
         (PathFacts(path="/x", mount=ON_DISK, read_only=True, writable=False), "read-only"),
         (PathFacts(path="/x", mount=ON_DISK, writable=False), "may not write"),
         (PathFacts(path="/x", mount=ON_DISK, free_bytes=4096), r"full \(4,096 bytes free\)"),
+        (
+            PathFacts(path="/x", mount=ON_DISK, trial="Permission denied"),
+            r"cannot be written there \(Permission denied\)",
+        ),
     ],
 )
 def test_refusals_say_what_was_found_and_what_to_do(facts: PathFacts, said: str) -> None:
@@ -130,6 +134,7 @@ def test_free_space_of_a_file_system_counts_once(scratch: Path, monkeypatch: pyt
 def test_what_is_found_at_a_path(scratch: Path) -> None:
     facts = look_at(scratch)
     assert (facts.path, facts.exists, facts.is_directory) == (os.path.realpath(scratch), True, True)
+    assert (facts.trial, os.listdir(scratch)) == (None, [])  # a file was written there
     assert facts.device == scratch.stat().st_dev
     free_bytes = shutil.disk_usage(scratch).free  # others write meanwhile
     assert facts.free_bytes == pytest.approx(free_bytes, rel=0.2)
