@@ -28,6 +28,7 @@ from .._state.found import Found
 from .._state.holders import version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
+from .._torch.private import sizes
 from .call import Call, as_saved, shape
 from .communication import Communication
 
@@ -128,7 +129,7 @@ class _Twice:
             assert saved.tensor is not None
             if version(saved.tensor) != saved.version:
                 tensor = saved.tensor
-                raise edited_in_place(f"{tensor.type()} {list(tensor.shape)}", version(tensor), saved.version)
+                raise edited_in_place(f"{tensor.type()} {list(sizes(tensor))}", version(tensor), saved.version)
             return saved.tensor
         with self._lock:
             if saved.tensor is None:

@@ -340,7 +340,7 @@ class Packing:
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""
-        if type(tensor) is not Tensor and (packed := self._wrapper(tensor, within)) is not None:
+        if (type(tensor) is not Tensor or tensor.is_nested) and (packed := self._wrapper(tensor, within)) is not None:
             return packed
         return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
 
@@ -369,7 +369,7 @@ class Packing:
 def _root(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a saved one shares."""
     base = tensor._base
-    return base if type(base) is Tensor else tensor
+    return tensor if base is None else base
 
 
 def as_it_is(tensor: Tensor) -> Packed:

@@ -53,7 +53,7 @@ from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, sizes
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
 from .packing import Packed, Packing, as_it_is
@@ -217,7 +217,7 @@ class Saver(ForkAware):
             if (step.task == -1 or step.course is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
-                raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+                raise edited_in_place(f"{first.type()} {list(sizes(first))}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot

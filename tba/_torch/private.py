@@ -293,6 +293,8 @@ DeviceContext: Any = _find(
 derives, recomputes = has(Feature.DERIVE), has(Feature.RECOMPUTE)
 # The Python code that calls a Function, up to torch 2.13; from 2.14 on that is built in.
 _APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
+# The inner tensor that holds the elements of a jagged nested tensor. If it has another name, such tensors stay.
+JAGGED_VALUES = "_values"
 # The modules in which AOTAutograd calls the Function of a compiled graph.
 _AOT = "torch._functorch._aot_autograd"
 
@@ -431,6 +433,13 @@ def innermost(tensor: Tensor) -> list[Tensor]:
     if apart is None:
         return [tensor]
     return [found for inner in apart[0].values() if isinstance(inner, Tensor) for found in innermost(inner)]
+
+
+def sizes(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor's shape; of a nested tensor of the strided layout, which has none, those of its rows."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tuple(tuple(row.shape) for row in tensor.detach().unbind())
+    return tuple(tensor.shape)
 
 
 def is_shard(tensor: Tensor) -> bool:
