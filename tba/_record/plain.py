@@ -25,8 +25,8 @@ def why_not_plain(tensor: Tensor) -> str:
     """Name what keeps a tensor from being plain, for statistics: its class, layout or device."""
     if type(tensor) is not Tensor:
         return type(tensor).__name__
-    if tensor.is_nested or tensor.is_quantized:
-        return "nested" if tensor.is_nested else "quantized"
+    if tensor.is_quantized:
+        return "quantized"
     if tensor.layout is not strided:
         return str(tensor.layout)
     return "no storage" if tensor.is_cpu or is_streamed(tensor) else tensor.device.type
