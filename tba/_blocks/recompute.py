@@ -152,7 +152,8 @@ class _Twice:
             nonlocal number
             if number >= len(self._saved) or self._saved[number][1] != shape(tensor):
                 raise OffloadError(self._differs(f"a tensor {shape(tensor)}, its {number}th"))
-            made = tensor.detach()
+            # The sizes of jagged tensors belong to the very tensor of their offsets.
+            made = tensor if tensor.is_leaf and not tensor.requires_grad else tensor.detach()
             if (saved := self._saved[number][0]()) is not None:
                 saved.tensor = made
             wanted.discard(number)

@@ -53,7 +53,7 @@ from .._record.view import View
 from .._stats import Counters, OffloadStats
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, sizes
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, never_compiled, sizes
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
 from .packing import Packed, Packing, as_it_is
@@ -152,6 +152,7 @@ class Saver(ForkAware):
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
         if self.came_back():
@@ -199,6 +200,7 @@ class Saver(ForkAware):
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
         """Unpack a saved tensor for autograd, any number of times; `asker`: the innermost frame outside of the hook.
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from inspect import signature
 from types import BuiltinMethodType, CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from .user_frames import warn
 from .versions import TESTED, lacking, newer
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Feature(enum.Enum):
@@ -348,6 +350,17 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
     return function
 
 
+def never_compiled(function: F) -> F:
+    """Make torch.compile leave a function alone and what it calls, when code that it does not compile calls it.
+
+    That is so of hooks that an operator calls between two graphs. If torch has no such switch, they are compiled.
+    """
+    with suppress(AttributeError, TypeError):
+        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+        _frames.set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
 def top_function_mode() -> object:
     count = function_mode_count()
     return _function_mode_at(count - 1) if count else None
@@ -433,6 +446,12 @@ def innermost(tensor: Tensor) -> list[Tensor]:
     if apart is None:
         return [tensor]
     return [found for inner in apart[0].values() if isinstance(inner, Tensor) for found in innermost(inner)]
+
+
+def gives_lengths(tensor: Tensor) -> bool:
+    """Whether the sizes of jagged tensors belong to this very tensor, their offsets: an equal one gives other sizes."""
+    module = sys.modules.get("torch.nested._internal.nested_tensor")  # if it is not imported, there are none
+    return tensor in getattr(module, "_tensor_symint_registry", ())
 
 
 def sizes(tensor: Tensor) -> tuple[Any, ...]:

@@ -312,6 +312,29 @@ def test_a_second_backward_through_jagged_tensors_is_exact(scratch: Path) -> Non
         assert offload.stats().offloaded_bytes == 3 * 2 * BYTES  # `x`, its sigmoid and the product
 
 
+class Values(torch.autograd.Function):
+    """The values of a jagged tensor; saves its offsets, as compiled code does, and makes the gradient with them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.save_for_backward(x.offsets())
+        return x.detach().values() * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(gradients[0], *ctx.saved_tensors)
+
+
+def test_offsets_that_are_saved_stay_the_very_tensor(scratch: Path) -> None:
+    x = nested()
+    with engine(scratch) as offload:
+        with offload:
+            result = Values.apply(saved(x))
+        offload.flush()
+        result.sum().backward()  # PyTorch refuses a gradient of other lengths
+        assert dict(offload.stats().kept_by_reason) == {"offsets of jagged tensors": 4 * 8}
+
+
 def _linear_of_dtensors(mesh: Any) -> tuple[nn.Module, Any]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
