@@ -16,6 +16,7 @@ from .._state.found import Found, plain_leaves
 from .._state.holders import version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
+from .._torch.private import sizes
 
 
 class Call:
@@ -74,7 +75,7 @@ class Call:
         tensors = []
         for (kept, packed, needs), before in zip(self._kept, self._versions, strict=True):
             if not packed and version(kept) != before:
-                raise edited_in_place(f"{kept.type()} {list(kept.shape)}", version(kept), before)
+                raise edited_in_place(f"{kept.type()} {list(sizes(kept))}", version(kept), before)
             tensors.append((give(kept) if packed else kept).detach().requires_grad_(needs))
         with self.found.as_found(), modes.without_programs(), self._surroundings.restored(note, noted):
             yield _filled(self._values, tensors)
@@ -82,7 +83,7 @@ class Call:
 
 def shape(tensor: Tensor) -> tuple[Any, ...]:
     """Describe a saved tensor, for two calls to be compared by."""
-    return tensor.dtype, *tensor.shape
+    return tensor.dtype, *sizes(tensor)
 
 
 def as_saved(tensor: Tensor) -> Tensor:

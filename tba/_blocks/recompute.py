@@ -28,6 +28,7 @@ from .._state.found import Found
 from .._state.holders import version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
+from .._torch.private import sizes
 from .call import Call, as_saved, shape
 from .communication import Communication
 
@@ -135,7 +136,7 @@ class _Twice:
             assert saved.tensor is not None
             if version(saved.tensor) != saved.version:
                 tensor = saved.tensor
-                raise edited_in_place(f"{tensor.type()} {list(tensor.shape)}", version(tensor), saved.version)
+                raise edited_in_place(f"{tensor.type()} {list(sizes(tensor))}", version(tensor), saved.version)
             return saved.tensor
         with self._lock:
             if saved.tensor is None:
@@ -158,7 +159,8 @@ class _Twice:
             nonlocal number
             if number >= len(self._saved) or self._saved[number][1] != shape(tensor):
                 raise OffloadError(self._differs(f"a tensor {shape(tensor)}, its {number}th"))
-            made = tensor.detach()
+            # The sizes of jagged tensors belong to the very tensor of their offsets.
+            made = tensor if tensor.is_leaf and not tensor.requires_grad else tensor.detach()
             if (saved := self._saved[number][0]()) is not None:
                 saved.tensor = made
             wanted.discard(number)

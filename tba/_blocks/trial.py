@@ -106,7 +106,9 @@ class Trial:
                 self._tell("its output needs no gradient")
             elif communication.possible or gathers(self._module):
                 self._tell("it communicates with other ranks, which may plan otherwise")
-            elif any(tensor.layout is not torch.strided or tensor.is_nested for tensor in outputs):
+            elif any(
+                part.layout is not torch.strided or part.is_nested for each in outputs for part in innermost(each)
+            ):
                 self._tell("it returns a sparse or nested tensor, which is not compared")
             elif change := call.change():
                 self._tell(f"it changes {change}")

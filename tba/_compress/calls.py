@@ -169,10 +169,10 @@ def kind_of(tensor: Tensor) -> Saved:
     """The class of the tensor that autograd is saving on this thread, inside a pack hook.
 
     UNKNOWN for floats outside any recorded call; for weights, their views and casts; and for subclasses of Tensor,
-    except shards: rules count the elements of the whole, as the arguments do.
+    except shards and jagged ones: rules count the elements of the whole, as the arguments do.
     """
     call, norm = _now.call, _now.norm
-    if not (type(tensor) is Tensor or is_shard(tensor)) or (
+    if not (type(tensor) is Tensor or tensor.is_nested or is_shard(tensor)) or (
         call is None and norm is None and tensor.dtype not in INTEGERS
     ):
         return Saved.UNKNOWN

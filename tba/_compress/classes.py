@@ -157,6 +157,8 @@ def _product_factor(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, 
     one, two = argument(args, kwargs, 0, "input"), argument(args, kwargs, 1, "other")
     if not (isinstance(one, Tensor) and isinstance(two, Tensor)) or not tensor.requires_grad:
         return Saved.UNKNOWN
+    if one.is_nested or two.is_nested:  # no sizes to broadcast
+        return Saved.PRODUCT_FACTOR if tensor.numel() == one.numel() == two.numel() else Saved.UNKNOWN
     full = one.numel() if one.shape == two.shape else math.prod(torch.broadcast_shapes(one.shape, two.shape))
     return Saved.PRODUCT_FACTOR if tensor.numel() == full else Saved.UNKNOWN
 
@@ -179,6 +181,8 @@ def _probabilities(*_: Any) -> Saved:
 def _attention(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Saved:
     q, k, v = (argument(args, kwargs, place, name) for place, name in enumerate(("query", "key", "value")))
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor) and is_float(tensor)):
+        return Saved.ATTENTION_STATISTICS
+    if q.is_nested:  # its rows are of no one length, by which to tell what is saved
         return Saved.ATTENTION_STATISTICS
     if tensor is q or tensor is k or tensor is v:
         return Saved.ATTENTION

@@ -30,7 +30,7 @@ from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stay
 from .._record.user_code import Detached
 from .._record.view import View, view_and_span
 from .._stats import Counters
-from .._torch.private import current_graph_task_id, graph_is_kept, sequence_nr
+from .._torch.private import current_graph_task_id, gives_lengths, graph_is_kept, sequence_nr
 from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
@@ -41,6 +41,7 @@ from .write_behind import WriteBehind
 
 _UNKNOWN = Saved.UNKNOWN  # by a name of its own, as the states of a record
 EMPTIED = "storage emptied before it was saved"
+OFFSETS = "offsets of jagged tensors"
 
 # What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
 # subclass without its inner tensors, and those packed (mypy knows no recursive alias within a tuple).
@@ -248,6 +249,8 @@ class Packing:
             return self.keep(tensor, nbytes, TOO_SMALL)
         if tensor.is_quantized or tensor._is_zerotensor():
             return self._odd(tensor, within)
+        if len(view.size) == 1 and gives_lengths(tensor):
+            return self.keep(tensor, nbytes, OFFSETS)
         self.worth_bytes += nbytes
         if decision is not SHRINK and self._whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)
@@ -342,7 +345,7 @@ class Packing:
 
     def _odd(self, tensor: Tensor, within: Within | None) -> Packed:
         """Pack a tensor that is not plain: a subclass, sparse, meta, ..."""
-        if type(tensor) is not Tensor and (packed := self._wrapper(tensor, within)) is not None:
+        if (type(tensor) is not Tensor or tensor.is_nested) and (packed := self._wrapper(tensor, within)) is not None:
             return packed
         return self.keep(tensor, shown_bytes(tensor), why_not_plain(tensor))
 
@@ -371,7 +374,7 @@ class Packing:
 def _root(tensor: Tensor) -> Tensor:
     """Return the tensor whose version counter a saved one shares."""
     base = tensor._base
-    return base if type(base) is Tensor else tensor
+    return tensor if base is None else base
 
 
 def as_it_is(tensor: Tensor) -> Packed:

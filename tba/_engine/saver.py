@@ -55,7 +55,7 @@ from .._record.view import View
 from .._stats import Counters, OffloadStats, Situation
 from .._torch.foreign import SAVES_INPUTS, Caches
 from .._torch.modes import quiet
-from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count
+from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, never_compiled, sizes
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
 from .footprint import Footprint
@@ -158,6 +158,7 @@ class Saver(ForkAware):
 
     # -- pack ----------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def pack(self, tensor: Tensor) -> Packed:
         """Pack a tensor that autograd saves."""
         if self.came_back():
@@ -205,6 +206,7 @@ class Saver(ForkAware):
 
     # -- unpack --------------------------------------------------------------------------------------------------
 
+    @never_compiled
     def unpack(self, packed: Packed, asker: FrameType | EllipsisType | None = ...) -> Tensor:
         """Unpack a saved tensor for autograd, any number of times; `asker`: the innermost frame outside of the hook.
 
@@ -223,7 +225,7 @@ class Saver(ForkAware):
             if (step.task == -1 or step.course is not None or self.recorder.trace is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
-                raise edited_in_place(f"{first.type()} {list(first.shape)}", first._version, second)
+                raise edited_in_place(f"{first.type()} {list(sizes(first))}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from importlib import import_module
 from inspect import signature
 from types import BuiltinMethodType, CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from .user_frames import warn
 from .versions import TESTED, lacking, newer
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Feature(enum.Enum):
@@ -293,6 +295,8 @@ DeviceContext: Any = _find(
 derives, recomputes = has(Feature.DERIVE), has(Feature.RECOMPUTE)
 # The Python code that calls a Function, up to torch 2.13; from 2.14 on that is built in.
 _APPLY: Any = getattr(getattr(Function.apply, "__func__", None), "__code__", None)
+# The inner tensor that holds the elements of a jagged nested tensor. If it has another name, such tensors stay.
+JAGGED_VALUES = "_values"
 # The modules in which AOTAutograd calls the Function of a compiled graph.
 _AOT = "torch._functorch._aot_autograd"
 
@@ -343,6 +347,17 @@ def not_compiled(function: Callable[..., None]) -> Callable[..., None]:
         _frames.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):
         return untraced(function)
+    return function
+
+
+def never_compiled(function: F) -> F:
+    """Make torch.compile leave a function alone and what it calls, when code that it does not compile calls it.
+
+    That is so of hooks that an operator calls between two graphs. If torch has no such switch, they are compiled.
+    """
+    with suppress(AttributeError, TypeError):
+        skip = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+        _frames.set_code_exec_strategy(function.__code__, skip)
     return function
 
 
@@ -431,6 +446,19 @@ def innermost(tensor: Tensor) -> list[Tensor]:
     if apart is None:
         return [tensor]
     return [found for inner in apart[0].values() if isinstance(inner, Tensor) for found in innermost(inner)]
+
+
+def gives_lengths(tensor: Tensor) -> bool:
+    """Whether the sizes of jagged tensors belong to this very tensor, their offsets: an equal one gives other sizes."""
+    module = sys.modules.get("torch.nested._internal.nested_tensor")  # if it is not imported, there are none
+    return tensor in getattr(module, "_tensor_symint_registry", ())
+
+
+def sizes(tensor: Tensor) -> tuple[Any, ...]:
+    """A tensor's shape; of a nested tensor of the strided layout, which has none, those of its rows."""
+    if tensor.is_nested and tensor.layout is torch.strided:
+        return tuple(tuple(row.shape) for row in tensor.detach().unbind())
+    return tuple(tensor.shape)
 
 
 def is_shard(tensor: Tensor) -> bool:

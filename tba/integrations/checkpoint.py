@@ -31,7 +31,7 @@ from .._compress.calls import unclassed
 from .._device.generators import generator_of, has_generator
 from .._errors import edited_in_place
 from .._torch.hook_stack import Pack, Unpack, innermost
-from .._torch.private import Feature, compiles, has, in_place_is_seen
+from .._torch.private import Feature, compiles, has, in_place_is_seen, sizes
 
 Policy = Callable[..., CheckpointPolicy | bool]
 States = dict[torch.device, Tensor]
@@ -203,7 +203,7 @@ def _keep(tensor: Tensor) -> tuple[Tensor, int]:
 def _give(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
     if tensor._version != version:
-        raise edited_in_place(f"{tensor.type()} {list(tensor.shape)}", tensor._version, version)
+        raise edited_in_place(f"{tensor.type()} {list(sizes(tensor))}", tensor._version, version)
     return tensor
 
 

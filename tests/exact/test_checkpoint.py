@@ -82,6 +82,8 @@ def test_context_around_checkpointed_blocks(
     family: Family, use_reentrant: bool, backward: str, device: torch.device, scratch: Path
 ) -> None:
     """Inputs of the blocks are offloaded; tensors that backward makes again are used at once and stay."""
+    if family.name == "jagged" and not use_reentrant:
+        pytest.skip("torch's checkpoint wants to know the shape of what attention saves on a CPU, which has none")
     plain = plainly(Arm(family, use_reentrant, "outside", device=device).run, device)
     arm = Arm(family, use_reentrant, "outside", scratch, device)
     moved = arm.run(context=arm.context, backward_inside=backward == "inside")

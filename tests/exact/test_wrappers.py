@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 from support.engine import Gate, engine, save
@@ -28,14 +30,39 @@ def two(seed: int = 0, *, requires_grad: bool = True) -> Any:
     return leaf.requires_grad_() + 0 if requires_grad else leaf
 
 
+def nested(layout: torch.layout = torch.jagged) -> Tensor:
+    """A nested tensor of rows of several lengths, made by an operator."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(length, 2 * N, generator=generator) for length in (9, N - 14, 5)]
+    return torch.nested.nested_tensor(rows, layout=layout).requires_grad_() + 0
+
+
+# What keeps its elements in other tensors, of `2 * BYTES`.
+MADE: dict[str, Callable[[], Any]] = {"two": two, "jagged": nested, "strided": lambda: nested(torch.strided)}
+OF_EACH = pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+
+
 def inner(tensor: Any) -> list[Tensor]:
-    return [tensor.a, tensor.b]
+    return [tensor.detach().values()] if tensor.is_nested else [tensor.a, tensor.b]
+
+
+def saved(x: Any) -> Any:
+    """A graph whose only saved tensor is `x`: of PyTorch's own, as Functions return no strided nested tensors."""
+    return functional.gelu(x) if x.is_nested else save(x)
 
 
 def shown(result: Any) -> Any:
     """The tensor that the node of `result` has saved, unpacked."""
+    if result.is_nested:
+        return result.grad_fn._saved_self
     (found,) = result.grad_fn.saved_tensors
     return found
+
+
+def total(result: Any) -> Tensor:
+    """The sum of a result's elements."""
+    summed: Tensor = torch.nested.to_padded_tensor(result, 0.0).sum() if result.is_nested else result.sum()
+    return summed
 
 
 @pytest.fixture
@@ -61,9 +88,9 @@ def test_a_wrapper_comes_back_with_type_shape_stride_and_bits(scratch: Path) -> 
             assert type(found) is TwoTensor
             assert found.requires_grad == each.requires_grad
             assert (found.shape, found.stride(), found.dtype) == (each.shape, each.stride(), each.dtype)
-            nested = type(each.a) is TwoTensor
+            deep = type(each.a) is TwoTensor
             for ours, theirs in zip(inner(found), inner(each), strict=True):
-                assert_bit_equal(inner(ours) if nested else ours, inner(theirs) if nested else theirs)
+                assert_bit_equal(inner(ours) if deep else ours, inner(theirs) if deep else theirs)
         assert offload.stats().read_bytes > 0
 
 
@@ -99,43 +126,47 @@ def test_weights_within_a_wrapper_are_known_by_the_model(scratch: Path) -> None:
         assert_bit_equal(inner(found), inner(alias))
 
 
-def test_the_memory_of_inner_tensors_is_given_back(scratch: Path) -> None:
-    x = two()
+@OF_EACH
+def test_the_memory_of_inner_tensors_is_given_back(make: Callable[[], Any], scratch: Path) -> None:
+    x = make()
     storages = [weakref.ref(part.untyped_storage()) for part in inner(x)]
     with engine(scratch) as offload:
         with offload:
-            result = save(x)
+            result = saved(x)
             del x
         offload.flush()
         assert all(storage() is None for storage in storages)
-        result.sum().backward()
+        total(result).backward()
 
 
-def test_an_edit_of_a_wrapper_before_the_copy_is_finished_is_an_error(scratch: Path) -> None:
-    x, gate = two(), Gate("write")
+@OF_EACH
+def test_an_edit_of_a_wrapper_before_the_copy_is_finished_is_an_error(make: Callable[[], Any], scratch: Path) -> None:
+    x, gate = make(), Gate("write")
     with engine(scratch, gate, prefetch_bytes=0) as offload:
         with offload:
-            result = save(x)
-        assert x.a._version == 0
+            result = saved(x)
         with torch.no_grad():
             x.add_(1)
-        assert x.a._version == 0  # the inner tensor's counter does not tell
+        assert x.is_nested or x.a._version == 0  # the inner tensor's counter does not tell
         gate.open()
         offload.flush()
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):
-            result.sum().backward()
+            total(result).backward()
 
 
-def test_an_edit_after_the_copy_is_legal_and_a_later_save_is_another_record(scratch: Path) -> None:
-    x = two()
+@OF_EACH
+def test_an_edit_after_the_copy_is_legal_and_a_later_save_is_another_record(
+    make: Callable[[], Any], scratch: Path
+) -> None:
+    x = make()
     before = [part.clone() for part in inner(x)]
     with engine(scratch) as offload:
         with offload:
-            first = save(x)
+            first = saved(x)
             offload.flush()
             with torch.no_grad():
                 x.add_(1)
-            second = save(x)
+            second = saved(x)
         offload.flush()
         assert_bit_equal(inner(shown(second)), inner(x))
         assert_bit_equal(inner(shown(first)), before)
@@ -205,22 +236,103 @@ def test_what_stays_in_memory_of_a_wrapper_is_guarded_too(scratch: Path) -> None
             result.sum().backward()
 
 
-def test_a_nested_tensor_stays_and_is_exact(scratch: Path) -> None:
-    """The sizes of a jagged one are symbols that belong to its offsets."""
-    parts = [torch.randn(3, N), torch.randn(5, N)]
-    weight = torch.randn(N, N, requires_grad=True)
+def _with_gaps() -> Tensor:
+    values = torch.randn(2, N, N).requires_grad_() + 0
+    return torch.nested.narrow(values, 1, torch.tensor([0, 7]), torch.tensor([9, 30]), layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nested,
+        lambda: nested().transpose(1, 2),
+        _with_gaps,
+        lambda: nested(torch.strided),
+    ],
+    ids=["jagged", "jagged transposed", "with gaps", "strided"],
+)
+def test_a_nested_tensor_comes_back_with_its_sizes_and_bits(make: Callable[[], Any], scratch: Path) -> None:
+    x = make()
     with engine(scratch) as offload:
         with offload:
-            x = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-            result = (x @ weight).values().square().sum()
+            result = saved(x)
         offload.flush()
-        result.backward()
-        assert "NestedTensor" in offload.stats().kept_by_reason
-    expected = torch.randn(N, N, requires_grad=True)
-    with torch.no_grad():
-        expected.copy_(weight)
-    (torch.nested.as_nested_tensor(parts, layout=torch.jagged) @ expected).values().square().sum().backward()
-    assert_bit_equal(weight.grad, expected.grad)
+        found, stats = shown(result), offload.stats()
+        assert (type(found), found.layout, found.requires_grad) == (type(x), x.layout, True)
+        if x.layout is torch.jagged:
+            assert (found.shape, found.stride()) == (x.shape, x.stride())  # lengths are equal for the same offsets only
+            assert found.offsets() is x.offsets()
+            assert found.lengths() is x.lengths()
+        assert_bit_equal(inner(found), inner(x))
+        assert_bit_equal(list(found.detach().unbind()), list(x.detach().unbind()))
+        assert_through_file(stats)
+        assert stats.offloaded_bytes == 2 * BYTES
+        result.detach() + found  # of one length
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_a_nested_tensor_moves_once_with_its_rows_and_views(layout: torch.layout, scratch: Path) -> None:
+    x = nested(layout)
+    with engine(scratch) as offload:
+        with offload:
+            views = x.chunk(2, -1) if layout is torch.jagged else ()
+            results = [saved(x), saved(x), *map(saved, views), *map(saved, x.unbind())]
+        offload.flush()
+        torch.stack(
+            [result.sum() if not result.is_nested else result.values().sum() for result in results]
+        ).sum().backward()
+        stats = offload.stats()
+        assert_through_file(stats)
+        assert stats.offloaded_bytes == 2 * BYTES
+        assert stats.duplicate_bytes >= 2 * 2 * BYTES
+
+
+def test_an_edit_of_a_nested_tensor_that_stays_is_an_error_too(scratch: Path) -> None:
+    x = nested(torch.strided)
+    with engine(scratch, tier="keep") as offload:
+        with offload:
+            result = saved(x)
+        x.detach().add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*version 1; expected version 0"):
+            total(result).backward()
+
+
+def test_a_second_backward_through_jagged_tensors_is_exact(scratch: Path) -> None:
+    def train(offload: Any) -> Any:
+        leaf = torch.linspace(-1, 1, 2 * N * N).view(N, -1).requires_grad_()
+        with offload:
+            x = torch.nested.nested_tensor_from_jagged(leaf * 1, torch.tensor([0, 9, 50, N]))
+            loss = (x.sigmoid() * x).values().square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [loss.detach(), leaf.grad]
+
+    with engine(scratch) as offload:
+        assert_bit_equal(train(offload), train(nullcontext()))
+        assert offload.stats().offloaded_bytes == 3 * 2 * BYTES  # `x`, its sigmoid and the product
+
+
+class Values(torch.autograd.Function):
+    """The values of a jagged tensor; saves its offsets, as compiled code does, and makes the gradient with them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Tensor:
+        ctx.save_for_backward(x.offsets())
+        return x.detach().values() * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(gradients[0], *ctx.saved_tensors)
+
+
+def test_offsets_that_are_saved_stay_the_very_tensor(scratch: Path) -> None:
+    x = nested()
+    with engine(scratch) as offload:
+        with offload:
+            result = Values.apply(saved(x))
+        offload.flush()
+        result.sum().backward()  # PyTorch refuses a gradient of other lengths
+        assert dict(offload.stats().kept_by_reason) == {"offsets of jagged tensors": 4 * 8}
 
 
 def _linear_of_dtensors(mesh: Any) -> tuple[nn.Module, Any]:

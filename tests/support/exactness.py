@@ -223,11 +223,12 @@ class Observer:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided and type(tensor) in (Tensor, nn.Parameter):
-            self.saved_bytes += tensor.nbytes
-            if tensor.untyped_storage().data_ptr() in self._addresses:
-                self.weight_bytes += tensor.nbytes
-            elif tensor.nbytes:
+        plain = tensor.detach().values() if tensor.is_nested else tensor
+        if plain.layout is torch.strided and type(plain) in (Tensor, nn.Parameter):
+            self.saved_bytes += plain.nbytes
+            if plain.untyped_storage().data_ptr() in self._addresses:
+                self.weight_bytes += plain.nbytes
+            elif plain.nbytes:
                 self.others += 1
         return tensor.detach()
 

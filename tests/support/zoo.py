@@ -97,6 +97,47 @@ class LSTMLayers(nn.Module):
         return out
 
 
+class JaggedModel(nn.Module):
+    """Embedding, two transformer layers, head: a language model of sequences of several lengths, without padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.one, self.two = JaggedLayer(), JaggedLayer()
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores = self.head(self.two(self.one(self.embedding(tokens))))
+        return functional.cross_entropy(scores.values(), targets.values())
+
+
+class JaggedLayer(nn.Module):
+    """Attention and an MLP with dropout, both behind a norm, on a jagged nested tensor: [B, lengths, W] -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_too = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        heads = [each(normed).unflatten(-1, (2, -1)).transpose(1, 2) for each in (self.q, self.k, self.v)]
+        x = x + self.drop(self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)))
+        return x + self.down(functional.gelu(self.up(self.norm_too(x))))
+
+
+def jagged() -> Tensor:
+    """Tokens of three sequences of as many lengths."""
+    rows = [torch.randint(0, VOCAB, (length,)) for length in (SEQUENCE, 3, 9)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+def _jagged_pair() -> tuple[Tensor, Tensor]:
+    return jagged(), jagged()
+
+
 def _tokens() -> Tensor:
     return torch.randint(0, VOCAB, (BATCH, SEQUENCE))
 
@@ -141,6 +182,7 @@ FAMILIES = (
     Family("mixtral", _MIXTRAL, _labelled, ("model.layers.0", "model.layers.1"), 2 * BATCH * SEQUENCE * 2 * 8),
     Family("convnet", ConvNet, _images, ("one", "two")),
     Family("lstm", Recurrent, _pair, ("layers",)),
+    Family("jagged", JaggedModel, _jagged_pair, ("one", "two")),
 )
 
 

@@ -77,6 +77,13 @@ def _plain(layer: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
     return _gradients(layer)
 
 
+def test_a_second_call_gives_what_it_finds_and_no_copy_of_it() -> None:
+    """The sizes of a jagged tensor belong to the very tensor of its offsets."""
+    found = torch.arange(4.0)
+    out: Any = _call(Made(lambda _, x: x * found), torch.ones(3, 4, requires_grad=True))
+    assert out.grad_fn._saved_other is found
+
+
 def test_a_call_saves_what_it_is_given_and_runs_again_once() -> None:
     layer, x = Layer(), torch.randn(3, 4)
     expected = _plain(layer, x)

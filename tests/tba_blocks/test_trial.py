@@ -81,17 +81,32 @@ def test_an_argument_whose_state_cannot_be_read_is_named() -> None:
     assert trial.verdict == Verdict(None, "it holds a count, whose state nobody can compare")
 
 
+_OFFSETS = torch.tensor([0, 1, 3])
+_NOT_COMPARED = "it returns a sparse or nested tensor, which is not compared"
+
+
 @pytest.mark.parametrize(
-    "make", [Tensor.to_sparse, lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged)]
+    ("make", "why_not"),
+    [
+        (Tensor.to_sparse, _NOT_COMPARED),
+        (lambda x: torch.nested.as_nested_tensor([x, x]), _NOT_COMPARED),
+        (lambda x: torch.nested.nested_tensor_from_jagged(x, _OFFSETS), ""),
+        # Its lengths belong to offsets that each run makes anew.
+        (lambda x: torch.nested.as_nested_tensor([x, x], layout=torch.jagged), "its second run gives other values"),
+    ],
+    ids=["sparse", "strided", "jagged", "jagged anew"],
 )
-def test_a_result_without_plain_memory_is_not_compared(make: Callable[[Tensor], Tensor]) -> None:
+def test_a_result_without_plain_memory_is_compared_only_if_jagged(
+    make: Callable[[Tensor], Tensor], why_not: str
+) -> None:
     class Two(Layer):
         def forward(self, x: Tensor, by: Any = 1.0) -> Any:
             return make(x * 1.0), super().forward(x, by)
 
     trial = _trial(Two(lambda *_: None))
     trial.call((torch.ones(3, 4, requires_grad=True),), {})[1].sum().backward()
-    assert trial.verdict == Verdict(None, "it returns a sparse or nested tensor, which is not compared")
+    assert trial.verdict is not None
+    assert trial.verdict.why_not == why_not
 
 
 def test_a_block_is_tried_when_backward_reaches_what_it_made_and_not_what_it_was_given() -> None:
