@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from ._arms.weight_gradients import METHODS
 from ._processes.arms import Arm, Spec, ask
 from ._report.bar import Bar, bar_table
 from ._report.environment import environment_block
@@ -23,6 +22,7 @@ from ._report.progress import progress
 from ._report.ratios import median_ratio, spread
 from ._report.results import MIB, Column, Grid, Result
 
+METHODS = ("gaussian", "orthonormal", "wta-crs")
 PRESETS = ("exact", "safe8", "balanced", "max")
 # The codec that encodes nearly all bytes of the presets, and what it has to reach: (encode, decode) in GB/s.
 _SPEED_OF, _SPEED_BARS = "int8/64", {"float32": (3.5, 4.0), "bfloat16": (1.5, 2.0)}
@@ -52,7 +52,12 @@ def codec(
         _spec("codec", "codec_speed:measure_codecs", 1, {**tensor, "rounds": rounds}),
         _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
         _spec("block", "stored_bytes:measure_block", threads, {**block, "presets": PRESETS, "threads": threads}),
-        _spec("gradients", "weight_gradients:measure_weight_gradients", threads, {**gpt, "threads": threads}),
+        _spec(
+            "gradients",
+            "weight_gradients:measure_weight_gradients",
+            threads,
+            {**gpt, "methods": METHODS, "threads": threads},
+        ),
     ]
     arms: dict[str, Arm] = {}
     with progress("codec", 2 * (1 + rounds) + len(PRESETS) + 1 + len(METHODS)) as bar:

@@ -19,18 +19,12 @@ from .._processes.serve import Tell
 from .._workload.gpt import GPT, GPTConfig
 from .._workload.text import standard_library
 
-METHODS: dict[str, dict[str, Any]] = {
-    "gaussian": {"kind": "gaussian"},
-    "orthonormal": {"kind": "orthonormal"},
-    "wta-crs": {"method": "wta-crs"},
-}
-
 
 def measure_weight_gradients(options: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Draw weight gradients at equal bytes and compare them with the exact ones.
 
-    Options: `layers`, `width`, `heads`, `sequence`, `batch`; `steps` of training; `share` of the width as the rank;
-    `draws` of each gradient; `threads`.
+    Options: `methods`, kinds of projection and "wta-crs"; `layers`, `width`, `heads`, `sequence`, `batch`; `steps` of
+    training; `share` of the width as the rank; `draws` of each gradient; `threads`.
 
     Returns:
         For each method and each role of a layer in its block, a list over blocks: the `variance` of the gradient as a
@@ -39,7 +33,8 @@ def measure_weight_gradients(options: Mapping[str, Any], tell: Tell) -> dict[str
     torch.set_num_threads(options["threads"])
     layers = _trained_layers(options, tell)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for method, settings in METHODS.items():
+    for method in options["methods"]:
+        settings = {"method": method} if method == "wta-crs" else {"kind": method}
         roles = found[method] = {}
         for role, x, weight, grad in layers:
             rank = max(int(x.shape[1] * options["share"]), 1)
