@@ -1,13 +1,15 @@
 """The codec benchmark: speed, size and error of every codec, of `compact_linear`, and of presets on a Llama block.
 
+Also how much weight gradients vary if linear layers save projections, or samples of rows, of their inputs.
+
 Speeds are GB (10^9 bytes) of input per second on one core, medians over rounds in which all codecs take turns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from statistics import mean, median
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +22,7 @@ from ._report.progress import progress
 from ._report.ratios import median_ratio, spread
 from ._report.results import MIB, Column, Grid, Result
 
+METHODS = ("gaussian", "orthonormal", "wta-crs")
 PRESETS = ("exact", "safe8", "balanced", "max")
 # The codec that encodes nearly all bytes of the presets, and what it has to reach: (encode, decode) in GB/s.
 _SPEED_OF, _SPEED_BARS = "int8/64", {"float32": (3.5, 4.0), "bfloat16": (1.5, 2.0)}
@@ -29,9 +32,11 @@ _LINEAR_BAR = 1.0
 _TENSOR = {"tokens": 16_384, "width": 1024}
 _LAYER = {"tokens": 4096, "width": 1024, "out": 4096, "rank": 256}
 _BLOCK = {"width": 512, "heads": 8, "batch": 4, "sequence": 128}
+_GPT = {"layers": 4, "width": 256, "heads": 8, "sequence": 128, "batch": 16, "steps": 300, "share": 0.25, "draws": 50}
 _TINY_TENSOR = {"tokens": 128, "width": 64}
 _TINY_LAYER = {"tokens": 64, "width": 64, "out": 128, "rank": 16}
 _TINY_BLOCK = {"width": 128, "heads": 4, "batch": 2, "sequence": 64}
+_TINY_GPT = {**_GPT, "layers": 2, "width": 64, "heads": 2, "sequence": 64, "batch": 4, "steps": 20, "draws": 20}
 
 
 def codec(
@@ -39,26 +44,40 @@ def codec(
     threads: Annotated[int, typer.Option(min=1, help="For the layer and the block; codecs get one.")] = 2,
     quick: Quick = False,
 ) -> Result:
-    """Speed, size and error of every codec; compact_linear; stored bytes of a Llama block under each preset."""
+    """Speed, size and error of every codec; compact_linear; presets on a Llama block; weight gradients."""
     rounds = 2 if quick else rounds
     tensor, layer, block = (_TINY_TENSOR, _TINY_LAYER, _TINY_BLOCK) if quick else (_TENSOR, _LAYER, _BLOCK)
+    gpt = _TINY_GPT if quick else _GPT
     specs = [
         _spec("codec", "codec_speed:measure_codecs", 1, {**tensor, "rounds": rounds}),
         _spec("linear", "codec_speed:measure_linear", threads, {**layer, "rounds": rounds, "threads": threads}),
         _spec("block", "stored_bytes:measure_block", threads, {**block, "presets": PRESETS, "threads": threads}),
+        _spec(
+            "gradients",
+            "weight_gradients:measure_weight_gradients",
+            threads,
+            {**gpt, "methods": METHODS, "threads": threads},
+        ),
     ]
     arms: dict[str, Arm] = {}
-    with progress("codec", 2 * (1 + rounds) + len(PRESETS)) as bar:
+    with progress("codec", 2 * (1 + rounds) + len(PRESETS) + 1 + len(METHODS)) as bar:
         for spec in specs:
             arms[spec.name] = ask(spec, tell=lambda note, spec=spec: bar.advance(f"{spec.name}: {note}"))  # type: ignore[misc]
     codecs, seconds, stored = arms["codec"].about["codecs"], arms["linear"].about["seconds"], arms["block"].about
+    methods = arms["gradients"].about["methods"]
     bars = make_bars(codecs, seconds, stored)
-    tables = [_speed_table(codecs, tensor, rounds), _block_table(stored, block), bar_table(bars)]
+    tables = [
+        _speed_table(codecs, tensor, rounds),
+        _block_table(stored, block),
+        _gradient_table(methods, gpt),
+        bar_table(bars),
+    ]
     data = {
         "codecs": codecs,
         "tensor": tensor,
         "linear": {**layer, "seconds": seconds},
         "block": {**block, **stored},
+        "gradients": {**gpt, "methods": methods},
         "bars": [bar.data() for bar in bars],
         "rounds": rounds,
     }
@@ -134,3 +153,20 @@ def _block_table(stored: Mapping[str, Any], block: Mapping[str, int]) -> Grid:
         "each once, without weights. Error and cosine: of the gradient of all weights, against plain PyTorch's."
     )
     return Grid.of(title, presets, columns, note)
+
+
+def _gradient_table(methods: Mapping[str, Any], gpt: Mapping[str, Any]) -> Grid:
+    def column(method: str, number: str, form: str) -> Callable[[str], str]:
+        return lambda role: f"{mean(layer[number] for layer in methods[method][role]):{form}}"
+
+    columns: list[Column] = [
+        ("layer", str),
+        *((method, column(method, "variance", ".2f")) for method in methods),
+        *((f"{method}, bytes", column(method, "bytes", ",.0f")) for method in methods),
+    ]
+    title = f"Variance of weight gradients at n*{gpt['share']:g}: a GPT of {gpt['layers']} x {gpt['width']}"
+    note = (
+        f"E |G' - G|^2 / |G|^2 over {gpt['draws']} draws, mean over blocks, after {gpt['steps']} steps on text, for a "
+        f"batch of {gpt['batch']} x {gpt['sequence']} tokens. Bytes: what a layer saves of its input, indices included."
+    )
+    return Grid.of(title, methods["gaussian"], columns, note)

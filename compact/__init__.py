@@ -11,6 +11,7 @@ from ._codecs.codec import Codec, Packed, Pending, Properties
 from ._codecs.exact import DisguisedBf16, Exact, Mask, Narrow, Verbatim
 from ._codecs.projected import Projected
 from ._codecs.quantized import Quantized
+from ._codecs.sampled import Sampled
 from ._codecs.strided import Spec
 from ._errors import (
     CheckpointError,
@@ -58,6 +59,7 @@ __all__ = [
     "Properties",
     "Quantized",
     "RankError",
+    "Sampled",
     "Saved",
     "SharedInput",
     "Spec",

@@ -82,6 +82,12 @@ def uniform_bits(key: int, count: int, device: torch.device | str) -> Tensor:
     return words
 
 
+def stir(words: Tensor, other: Tensor) -> Tensor:
+    """Mix other integers, int32, into words in place. Words that were uniform stay uniform, whatever the others are."""
+    _mix(words.bitwise_xor_(other), torch.empty_like(words))
+    return words
+
+
 def signs(key: int, count: int, device: torch.device | str) -> Tensor:
     """Make random signs: int8 [count] of -1 and 1, one bit of the stream each. Raises as `uniform_bits`."""
     words = uniform_bits(key, -(-count // 32), device)

@@ -53,7 +53,7 @@ def cases() -> list[Case]:
         compact.Quantized("e5m2"),
     ]
     projected = [compact.Projected(0.25, kind) for kind in ("gaussian", "rademacher", "orthonormal", "sparse")]
-    codecs: tuple[Codec, ...] = (compact.Verbatim(), *quantized, *projected)
+    codecs: tuple[Codec, ...] = (compact.Verbatim(), *quantized, *projected, compact.Sampled(0.25))
     found = [Case(codec, "normal", dtype) for codec in codecs for dtype in (torch.float32, torch.bfloat16)]
     return [
         *found,

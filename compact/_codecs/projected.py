@@ -16,16 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._errors import CodecError, UnsupportedTensor
-from .._projection.projection import Projection, ProjectionKind, check_kind, check_rank
+from .._projection.projection import Projection, ProjectionKind, check_kind
 from .._seeds import key as derive
-from .codec import FLOATS, Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
+from .codec import Packed, Pending, check_packed, verbatim, view_as
 from .exact import Verbatim
+from .ranked import Ranked
 from .strided import Spec, Target, flat
 
 
 @dataclass(frozen=True)
-class Projected(Codec):
+class Projected(Ranked):
     """A `Codec` for inputs of linear layers: bf16, fp16, fp32, fp64, not scalars.
 
     Strides come back exactly, except that a tensor whose elements share memory comes back contiguous.
@@ -38,52 +38,24 @@ class Projected(Codec):
         CodecError: an invalid rank or an unknown kind.
     """
 
-    rank: int | float = 0.25
     kind: ProjectionKind = "gaussian"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not (0 < self.rank < 1 or (isinstance(self.rank, int) and self.rank >= 1)):
-            raise CodecError(
-                f"a projection was given rank {self.rank!r}: give a whole number of at least 1, or a share of the "
-                "width above 0 and below 1"
-            )
+        super().__post_init__()
         check_kind(self.kind)
 
     @property
     def name(self) -> str:
         """For example "gaussian n*0.25" or "orthonormal 8"."""
-        return f"{self.kind} {self.rank}" if isinstance(self.rank, int) else f"{self.kind} n*{self.rank:g}"
-
-    @property
-    def properties(self) -> Properties:
-        """Unbiased, but no draw of P has a bounded error."""
-        return Properties(
-            exact=False,
-            unbiased=True,
-            keyed=True,
-            bits_per_element=None,
-            error_of_largest=None,
-            relative_error=math.inf,
-        )
+        return self._name(self.kind)
 
     def packed_nbytes(self, spec: Spec) -> int:
         """Bytes of z in x's dtype. Raises UnsupportedTensor, and RankError for a rank above the width."""
-        if spec.dtype not in FLOATS or not spec.shape:
-            raise UnsupportedTensor(
-                f"{self.name} was given a {spec.dtype} tensor of shape {list(spec.shape)}: it takes bfloat16, float16, "
-                "float32 and float64 of at least one dimension; use Exact"
-            )
+        self._check(spec)
         if not spec.numel:
             return 0
         width = spec.shape[-1]
         return spec.numel // width * self.rank_of(width, f"a {self.kind} projection") * spec.dtype.itemsize
-
-    def rank_of(self, width: int, what: str) -> int:
-        """The rank for a width. Raises RankError for a rank above it, naming its owner, `what`."""
-        if isinstance(self.rank, float):
-            return max(1, int(width * self.rank))
-        check_rank(self.rank, width, what)
-        return self.rank
 
     def begin(self, tensor: Tensor, key: int = 0) -> Pending:
         """Queue the projection. The flag is False if the tensor must be kept verbatim."""

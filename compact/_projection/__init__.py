@@ -1,1 +1,1 @@
-"""Projections: random matrices made from a key, and what is projected by them."""
+"""Projections: random matrices made from a key, what is projected by them, and samples of rows."""

@@ -1,9 +1,9 @@
-"""SharedInput: one projected input z for all layers that read one tensor (q, k and v; gate and up).
+"""SharedInput: what is kept of one tensor for all layers that read it (q, k and v; gate and up): z = x P, or rows.
 
 Guarantees:
 
 1. z is reused only for the tensor object it was made from, unchanged by its version counter, and only by a layer that
-   would make an equal one: equal projection (kind, size, key) and dtype.
+   would make an equal one: equal projection (kind, size, key) or sample, and equal dtype.
 2. At most one z is held, and none once the tensor is dead.
 3. Any thread may call. Two threads at once may each make z, equal to the last bit; the later one is held.
 """
@@ -11,13 +11,16 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .projection import Projection
+from .rows import Rows
+
+Made = TypeVar("Made")
 
 
 class SharedInput:
@@ -28,8 +31,8 @@ class SharedInput:
     def __init__(self) -> None:
         self._last = WeakIdKeyDictionary()  # input -> (its version, projection, dtype, z)
 
-    def projected(self, x: Tensor, projection: Projection, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """Return z = x P for x cast to `dtype`: the held one, or a new one from `make`."""
+    def projected(self, x: Tensor, projection: Projection | Rows, dtype: torch.dtype, make: Callable[[], Made]) -> Made:
+        """Return what a projection or sample makes of x cast to `dtype`: the held one, or a new one from `make`."""
         if x.is_inference():  # has no version counter
             return make()
         version, *which, z = self._last.get(x, (None, None))

@@ -1,7 +1,7 @@
 """Convert: change linear layers of a model into compact ones in place, and back.
 
 A converted layer stays the same module object with its parameters, buffers, hooks and state-dict names; its class and a
-few attributes (including `subspace`) change. So a model may be converted before or after its weights are loaded, and
+few attributes (`subspace` or `rows`) change. So a model may be converted before or after its weights are loaded, and
 state dicts fit both forms.
 
 Eligible modules are exactly `torch.nn.Linear`, or named Conv1D with a two-dimensional weight [in, out] and `nf` outputs
@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from .. import _seeds
 from .._errors import ConvertError
 from .._projection.projection import KINDS, ProjectionKind, check_rank
+from .._projection.rows import Rows
 from .._projection.shared_input import SharedInput
 from .._projection.subspace import Subspace
-from .linear import linear_into
+from .linear import METHODS, Method, compact_linear, linear_into
 
 # Layers that CompAct leaves alone (sections 3 and 4.1), by their names in common models: the attention output, whose
 # input attention saves anyway, and everything outside the blocks.
@@ -37,14 +38,19 @@ PAPER_SKIP = (
 Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
 
-class _Compact:
+class _Converted:
     """Base of converted layers. Never constructed: `convert` changes the class of a module."""
 
     weight: Any
     bias: Any
-    subspace: Subspace
     shared: SharedInput | None
     original: type[nn.Module]
+
+
+class _Compact(_Converted):
+    """Base of layers that keep a projection."""
+
+    subspace: Subspace
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]  # a mixin: `nn.Module` has it
@@ -74,10 +80,41 @@ class CompactConv1D(_Compact, nn.Module):
     """A converted Conv1D of transformers: a linear layer whose weight is [in, out]."""
 
 
+class _Sampled(_Converted):
+    """Base of layers that keep a sample of rows."""
+
+    rows: Rows
+    transposed: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out], bit for bit as the original layer; its weight gradient is unbiased."""
+        # The version changes with every optimizer step, and not before a checkpoint runs forward again.
+        key = _seeds.key(self.rows.key, self.weight._version)
+        weight = self.weight.t() if self.transposed else self.weight
+        return compact_linear(x, weight, self.bias, rank=self.rows.rank, key=key, method="wta-crs", shared=self.shared)
+
+    def extra_repr(self) -> str:
+        out = self.weight.shape[self.transposed]
+        return f"{self.rows.width}, {out}, bias={self.bias is not None}, rank={self.rows.rank}, method=wta-crs"
+
+
+class SampledLinear(_Sampled, nn.Linear):
+    """A converted `torch.nn.Linear`."""
+
+    transposed = False
+
+
+class SampledConv1D(_Sampled, nn.Module):
+    """A converted Conv1D of transformers: a linear layer whose weight is [in, out]."""
+
+    transposed = True
+
+
 def convert(
     model: nn.Module,
     *,
     rank: int | float,
+    method: Method = "projection",
     kind: ProjectionKind = "gaussian",
     refresh: int | None = 50,
     alpha: float = 0.25,
@@ -86,6 +123,12 @@ def convert(
     seed: int = 0,
 ) -> list[str]:
     """Make linear layers compact, in place. Train with `CompActAdamW`: no other optimizer sees their gradients.
+
+    With `method="wta-crs"` (arXiv 2305.15265) a layer keeps some rows (tokens) of its input instead of a projection, as
+    many bytes as a projection of the rank takes. Weight gradients are then full-size and unbiased, in `weight.grad`, so
+    any optimizer, gradient clipping and DistributedDataParallel work as before. `kind`, `refresh` and `alpha` are not
+    used. A step's samples depend on the seed, the layer, the inputs, and how often the weight has changed since it was
+    made, so a run that resumes draws others than one that was not interrupted.
 
     The defaults are the paper's for pretraining (CompAct, arXiv 2410.15352, section 4.1); for fine-tuning it uses rank
     4 or 8, refresh 500 and alpha 4 or 2. It also scales the step of the attention output, which stays plain, by
@@ -96,14 +139,16 @@ def convert(
 
     Args:
         model: any module; if it is itself a linear layer, its own class changes.
-        rank: r, 1 to the width of every converted layer; or a share of the width, a float in (0, 1].
+        rank: r, 1 to the width of every converted layer; or a share of the width, a float in (0, 1]. With "wta-crs",
+            the share rank / width of the rows is kept.
+        method: "projection" (CompAct) or "wta-crs".
         kind: kind of projection: "gaussian" (the paper), "rademacher", "orthonormal", "sparse".
         refresh: T, steps between refreshes of the projection; None for never.
         alpha: factor of the update.
         skip: names of layers to leave alone, with wildcards as in `fnmatch`; or a function of name and module.
-        share: one projection, made once, for layers of one parent that read the same tensor (q, k and v; gate and up).
-            The paper draws one for each.
-        seed: seed of the run. Equal seeds and names give equal projections.
+        share: one projection or sample, made once, for layers of one parent that read the same tensor (q, k and v; gate
+            and up). The papers draw one for each.
+        seed: seed of the run. Equal seeds and names give equal projections and samples.
 
     Returns:
         The names of the converted layers.
@@ -113,16 +158,21 @@ def convert(
         ConvertError: no layer to convert, a layer that is compact already, a pattern of yours that matches no layer,
             or a number out of range. The model is unchanged.
     """
-    _check(kind, refresh, alpha, rank)
+    _check(method, kind, refresh, alpha, rank)
     layers = _eligible(model, skip)
     ranks = [_rank_of(rank, name, _width(module)) for name, module in layers]  # all checked before any layer changes
     groups: dict[str, SharedInput] = {}
     for (name, module), number in zip(layers, ranks, strict=True):
         parent = name.rpartition(".")[0]
         key = _seeds.key(seed, parent if share else name, "parent" if share else "layer")
-        subspace = Subspace(name, kind, _width(module), number, alpha, refresh, key, _is_conv1d(module))
-        _change(module, subspace, groups.setdefault(parent, SharedInput()) if share else None)
-    _ignored_by_ddp(model).extend(f"{name}.weight" if name else "weight" for name, _ in layers)
+        shared = groups.setdefault(parent, SharedInput()) if share else None
+        if method == "wta-crs":
+            _sample(module, Rows(_width(module), number, key), shared)
+        else:
+            subspace = Subspace(name, kind, _width(module), number, alpha, refresh, key, _is_conv1d(module))
+            _change(module, subspace, shared)
+    if method == "projection":
+        _ignored_by_ddp(model).extend(f"{name}.weight" if name else "weight" for name, _ in layers)
     return [name for name, _ in layers]
 
 
@@ -130,6 +180,12 @@ def _change(module: Any, subspace: Subspace, shared: SharedInput | None) -> None
     module.original, module.subspace, module.shared = type(module), subspace, shared
     module.__class__ = CompactConv1D if subspace.transposed else CompactLinear
     module.weight.subspace = subspace
+
+
+def _sample(module: Any, rows: Rows, shared: SharedInput | None) -> None:
+    conv1d = _is_conv1d(module)
+    module.original, module.rows, module.shared = type(module), rows, shared
+    module.__class__ = SampledConv1D if conv1d else SampledLinear
 
 
 def revert(model: nn.Module) -> list[str]:
@@ -141,7 +197,7 @@ def revert(model: nn.Module) -> list[str]:
     Raises:
         ConvertError: no layer is compact.
     """
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _Compact)]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, _Converted)]
     if not layers:
         raise ConvertError(f"{type(model).__name__} has no compact layer to revert: call convert first")
     ignored = _ignored_by_ddp(model)
@@ -149,7 +205,8 @@ def revert(model: nn.Module) -> list[str]:
         if hasattr(module.weight, "subspace"):
             del module.weight.subspace
         original = module.original
-        del module.subspace, module.shared, module.original
+        for attribute in ("subspace", "rows", "shared", "original"):
+            module.__dict__.pop(attribute, None)
         module.__class__ = original  # type: ignore[assignment]  # known only as a module
         weight = f"{name}.weight" if name else "weight"
         if weight in ignored:
@@ -158,7 +215,7 @@ def revert(model: nn.Module) -> list[str]:
 
 
 def _eligible(model: nn.Module, skip: Skip) -> list[tuple[str, nn.Module]]:
-    compact = [name for name, module in model.named_modules() if isinstance(module, _Compact)]
+    compact = [name for name, module in model.named_modules() if isinstance(module, _Converted)]
     if compact:
         raise ConvertError(f"layer {compact[0]!r} is compact already ({len(compact)} are): revert the model first")
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
@@ -226,7 +283,9 @@ def _rank_of(rank: int | float, name: str, width: int) -> int:
     return rank
 
 
-def _check(kind: str, refresh: int | None, alpha: float, rank: int | float) -> None:
+def _check(method: str, kind: str, refresh: int | None, alpha: float, rank: int | float) -> None:
+    if method not in METHODS:
+        raise ConvertError(f"method {method!r} is not known: choose one of {', '.join(METHODS)}")
     if kind not in KINDS:
         raise ConvertError(f"kind {kind!r} is not known: choose one of {', '.join(KINDS)}")
     if refresh is not None and refresh < 1:

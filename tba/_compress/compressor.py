@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from compact import Codec, CodecError, Pending, Preset, Projected, Saved, key
+from compact import Codec, CodecError, Pending, Preset, Projected, Sampled, Saved, key
 from compact import preset as named
 
 from .._device import streams
@@ -97,7 +97,7 @@ class Compressor:
     def mode(self, model: nn.Module | None) -> SavedBy | None:
         """Make the torch-function mode to enter with the hooks; None if the preset needs none.
 
-        It notes which function is saving and, if the preset projects linear inputs, replaces linear layers.
+        It notes which function is saving and, if the preset projects or samples linear inputs, replaces linear layers.
 
         Raises:
             ConfigError: a projection, but no linear layer in the model.
@@ -112,9 +112,9 @@ class Compressor:
         return mode
 
     def projection(self, model: nn.Module | None) -> ProjectedLinear | None:
-        """Make the replacement of linear layers; None if the preset projects nothing. Raises as `mode` does."""
+        """Make the replacement of linear layers; None if the preset has none. Raises as `mode` does."""
         projected = self._preset[Saved.LINEAR_INPUT]
-        if isinstance(projected, Projected):
+        if isinstance(projected, Projected | Sampled):
             self._linear = ProjectedLinear(projected, seed=self._seed, model=model)
         return self._linear
 

@@ -1,9 +1,10 @@
-"""ProjectedLinear: a replacement for `linear` that saves a projection of the input, for unconverted models.
+"""ProjectedLinear: a replacement for `linear` that saves a projection or sample of the input, in any model.
 
 `SavedBy` calls it instead of `torch.nn.functional.linear`. It runs `compact.compact_linear`, so autograd saves z = x P,
 [..., r], instead of x [..., n]. The output, the input gradient and the bias gradient are bit for bit those of the plain
 call. The weight gradient is full-size and its mean is the plain one, so any optimizer takes it. CompAct, arXiv
-2410.15352, section 3 (its optimizer in the small space needs `compact.convert`).
+2410.15352, section 3 (its optimizer in the small space needs `compact.convert`). With `Sampled`, rows of x take the
+place of z, and their draw that of P.
 
 Guarantees:
 
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from compact import Projected, SharedInput, compact_linear, key
+from compact import Projected, Sampled, SharedInput, compact_linear, key
 
 from .._errors import ConfigError
 from .._torch import private
@@ -37,7 +38,7 @@ class ProjectedLinear:
     """Replacement for `linear(x, weight, bias)`.
 
     Args:
-        projected: rank (a number of columns, or a share of each width) and kind of projection.
+        projected: rank (a number of columns, or a share of each width) and kind of projection; or a sample's rank.
         seed: seed of the run. Equal seeds and layers give equal projections on every rank and device.
         model: names the layers, and is checked before anything runs. Only its parameters are held, weakly.
 
@@ -46,8 +47,11 @@ class ProjectedLinear:
         RankError: a rank above a layer's width, naming the layer; without a model a call raises it.
     """
 
-    def __init__(self, projected: Projected, *, seed: int = 0, model: nn.Module | None = None) -> None:
+    def __init__(self, projected: Projected | Sampled, *, seed: int = 0, model: nn.Module | None = None) -> None:
         self._projected = projected
+        self._how: dict[str, Any] = (
+            {"kind": projected.kind} if isinstance(projected, Projected) else {"method": "wta-crs"}
+        )
         self._seed = seed
         self._steps = 0
         self._lock = threading.Lock()
@@ -77,9 +81,7 @@ class ProjectedLinear:
             if rank == width:
                 return None
             source = self._source(x, parameter)
-        return compact_linear(
-            x, weight, bias, rank=rank, key=source.key, kind=self._projected.kind, shared=source.shared
-        )
+        return compact_linear(x, weight, bias, rank=rank, key=source.key, shared=source.shared, **self._how)
 
     # -- with the lock held --------------------------------------------------------------------------------------
 

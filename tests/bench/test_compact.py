@@ -36,6 +36,13 @@ def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> N
     errors = [presets[name]["relative_error"] for name in ("exact", "safe8", "balanced", "max")]
     assert errors == sorted(errors)
     assert errors[0] == 0 < errors[1]
+    methods = found["gradients"]["methods"]
+    assert list(methods) == ["gaussian", "orthonormal", "wta-crs"]
+    for role, layers in methods["wta-crs"].items():
+        for projected, sampled in zip(methods["gaussian"][role], layers, strict=True):
+            assert sampled["bytes"] - projected["bytes"] == 64 * 4  # a quarter of 256 tokens, an index each
+            assert sampled["variance"] > 0
+            assert max(projected["bias_ratio"], sampled["bias_ratio"]) < 2.5  # without bias it averages 1
     assert len(found["bars"]) == 4 + 1 + 4 + 1
 
 

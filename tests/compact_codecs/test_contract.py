@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from compact import PRESETS, Codec, DisguisedBf16, Exact, Mask, Narrow, Projected, Quantized, Verbatim
+from compact import PRESETS, Codec, DisguisedBf16, Exact, Mask, Narrow, Projected, Quantized, Sampled, Verbatim
 from compact.testing import check_codec
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -68,6 +68,11 @@ def test_quantized_takes_fp64(codec: Quantized) -> None:
 @pytest.mark.parametrize("codec", PROJECTED, ids=lambda codec: codec.name)
 def test_projected(codec: Projected) -> None:
     check_codec(lambda: Projected(codec.rank, codec.kind), dtypes=FLOATS)
+
+
+@pytest.mark.parametrize("rank", [0.25, 0.9, 8])
+def test_sampled(rank: float) -> None:
+    check_codec(lambda: Sampled(rank), dtypes=(*FLOATS, torch.float64))
 
 
 @pytest.mark.parametrize("case", EXACT, ids=lambda case: case.codec.name)

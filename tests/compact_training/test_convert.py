@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, convert, revert
-from compact._training.convert import CompactConv1D, CompactLinear
+from compact import PAPER_SKIP, CompActAdamW, ConvertError, RankError, bias, convert, revert
+from compact._training.convert import CompactConv1D, CompactLinear, SampledConv1D, SampledLinear
 from support.models import llama, transformer
 
 
@@ -52,16 +54,20 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def test_same_objects_names_and_outputs_there_and_back() -> None:
+@pytest.mark.parametrize(
+    ("method", "layer", "shown"),
+    [("projection", CompactLinear, "kind=gaussian"), ("wta-crs", SampledLinear, "method=wta-crs")],
+)
+def test_same_objects_names_and_outputs_there_and_back(method: Any, layer: type, shown: str) -> None:
     model = _Model()
     before, parameters, modules = _state(model), list(model.parameters()), list(model.modules())
     classes, printed, attributes = [type(m) for m in modules], repr(model), [set(vars(m)) for m in modules]
     with torch.no_grad():
         wanted = model(IDS)
-    assert convert(model, rank=4) == CONVERTED
-    assert [type(model.get_submodule(name)) for name in CONVERTED] == [CompactLinear] * 10
-    assert isinstance(model.blocks[0].o_proj, nn.Linear)
-    assert "CompactLinear(16, 40, bias=True, rank=4, kind=gaussian)" in repr(model)
+    assert convert(model, rank=4, method=method) == CONVERTED
+    assert [type(model.get_submodule(name)) for name in CONVERTED] == [layer] * 10
+    assert type(model.blocks[0].o_proj) is nn.Linear
+    assert f"{layer.__name__}(16, 40, bias=True, rank=4, {shown})" in repr(model)
     for model_now in (model, None):
         assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
         assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
@@ -218,6 +224,7 @@ def test_says_what_is_wrong() -> None:
         ({"kind": "svd"}, "kind 'svd' is not known: choose one of gaussian"),
         ({"refresh": 0}, "refresh is 0 steps"),
         ({"alpha": 0.0}, "alpha is 0.0"),
+        ({"method": "crs"}, "method 'crs' is not known: choose one of projection, wta-crs"),
     ]
     for settings, message in cases:
         with pytest.raises(ConvertError, match=message):
@@ -301,3 +308,128 @@ def test_models_of_transformers_learn(make: Any, share: bool) -> None:
     revert(model)
     with torch.no_grad():
         assert model(**batch).loss < 0.5 * wanted
+
+
+# -- method="wta-crs" -------------------------------------------------------------------------------------------------
+
+
+def _sampled_gradients(model: nn.Module) -> dict[str, Tensor]:
+    model.zero_grad()
+    model(IDS).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _kept(model: nn.Module, ids: Tensor) -> dict[torch.dtype, int]:
+    """Bytes that a forward saves, each storage once and without weights, by dtype."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    seen: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = model(ids)
+    found: dict[torch.dtype, int] = {}
+    for address, tensor in seen.items():
+        if address not in weights:
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.untyped_storage().nbytes()
+    del out
+    return found
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_sampled_layers_save_the_bytes_of_a_projection_and_indices(share: bool) -> None:
+    ids = torch.arange(32).reshape(2, 16) % 11
+    kept = []
+    for method in ("projection", "wta-crs"):
+        model = _Model()
+        convert(model, rank=0.25, method=method, share=share)  # type: ignore[arg-type]
+        kept.append(_kept(model, ids))
+    assert kept[0].pop(torch.float32) == kept[1].pop(torch.float32)
+    inputs = 2 * (3 if share else 5)  # shared: q, k and v; and up, down
+    assert kept[1].pop(torch.int32) == inputs * 8 * 4
+    assert kept[0] == kept[1]  # token ids
+
+
+def test_sampled_layers_change_their_weights_gradients_alone() -> None:
+    plain, model = _Model(), _Model()
+    exact = _sampled_gradients(plain)
+    convert(model, rank=4, method="wta-crs")
+    found = _sampled_gradients(model)
+    differ = [name for name, gradient in exact.items() if not torch.equal(gradient, found[name])]
+    assert differ == [f"{name}.weight" for name in CONVERTED]
+    assert getattr(model, "_ddp_params_and_buffers_to_ignore", []) == []
+    revert(model)
+    assert all(map(torch.equal, exact.values(), _sampled_gradients(model).values()))
+    convert(model, rank=1.0, method="wta-crs")  # every row
+    assert all(map(torch.equal, exact.values(), _sampled_gradients(model).values()))
+
+
+def test_sampled_layers_have_weight_gradients_without_bias() -> None:
+    exact, draws, names = _sampled_gradients(_Model()), [], [f"{name}.weight" for name in CONVERTED]
+    for seed in range(200):
+        model = _Model()
+        convert(model, rank=0.5, method="wta-crs", seed=seed)
+        draws.append(_sampled_gradients(model))
+    for name in names:
+        found = bias((draw[name] for draw in draws), exact[name])
+        assert found.error > 0.05
+        assert found.ratio < 2, name  # the squared error of the mean, as a multiple of variance / draws
+
+
+def test_samples_depend_on_seed_and_step_and_not_on_checkpoints() -> None:
+    def made(seed: int = 0, steps: int = 0, recompute: bool = False) -> Tensor:
+        model = _Model()
+        convert(model, rank=4, method="wta-crs", seed=seed)
+        with torch.no_grad():
+            for _ in range(steps):
+                for parameter in model.parameters():
+                    parameter.mul_(1)  # a step that changes nothing but versions
+        if recompute:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        return _sampled_gradients(model)["blocks.0.up.weight"]
+
+    first = made()
+    assert torch.equal(made(), first)
+    assert torch.equal(made(recompute=True), first)
+    assert not torch.equal(made(seed=1), first)
+    assert not torch.equal(made(steps=1), first)
+
+
+def test_sampled_layers_are_saved_copied_and_trained_as_any() -> None:
+    model = _Model()
+    convert(model, rank=4, method="wta-crs", share=True)
+    plain = _Model()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(_state(plain), assign=True)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.blocks[0].q.shared is other.blocks[0].k.shared
+        assert all(map(torch.equal, _sampled_gradients(other).values(), _sampled_gradients(other).values()))
+        assert revert(other) == CONVERTED
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        losses.append(torch.nn.functional.cross_entropy(model(IDS).flatten(0, 1), IDS.flatten()))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[-1] < 0.2 * losses[0]
+    with pytest.raises(ConvertError, match=r"layer 'blocks.0.q' is compact already \(10 are\)"):
+        convert(model, rank=4)
+
+
+def test_a_sampled_conv1d_has_the_gradients_of_its_rows() -> None:
+    torch.manual_seed(0)
+    plain = Conv1D(24, 16)
+    sampled = copy.deepcopy(plain)
+    assert convert(sampled, rank=16, method="wta-crs") == [""]
+    assert type(sampled) is SampledConv1D
+    x = torch.randn(3, 5, 16)
+    for layer in (plain, sampled):
+        layer(x).square().sum().backward()
+    torch.testing.assert_close(sampled.weight.grad, plain.weight.grad)
+    assert torch.equal(sampled.bias.grad, plain.bias.grad)
+    assert revert(sampled) == [""]
+    assert type(sampled) is Conv1D

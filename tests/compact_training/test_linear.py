@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from compact import Projection, SharedInput, compact_linear, key
+from compact import CodecError, Projection, SharedInput, compact_linear, key
 
 WIDTH, OUT = 48, 40
 
@@ -227,6 +227,11 @@ def test_a_second_derivative_is_refused_with_the_reason() -> None:
     assert torch.equal(first.detach(), torch.autograd.grad(linear(x, weight).square().sum(), x)[0])
     with pytest.raises(RuntimeError, match="second derivative: it keeps a projection"):
         first.sum().backward()
+
+
+def test_an_unknown_method_is_refused() -> None:
+    with pytest.raises(CodecError, match="method 'crs' is not known: choose one of projection, wta-crs"):
+        compact_linear(torch.ones(2, 3), torch.ones(4, 3), rank=1, key=0, method="crs")  # type: ignore[arg-type]
 
 
 def test_an_edited_weight_is_noticed() -> None:

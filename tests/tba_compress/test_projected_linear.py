@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from compact import Projected, RankError, key
+from compact import Projected, RankError, Sampled, key
 from support.classes import saved
 from support.zoo import FAMILIES
 from tba._compress.calls import SavedBy
@@ -24,7 +24,7 @@ TOKENS, N, OUT, RANK = 24, 16, 12, 4
 PROJECTED = Projected(RANK)
 
 
-def mode_of(projected: Projected = PROJECTED, **settings: Any) -> SavedBy:
+def mode_of(projected: Projected | Sampled = PROJECTED, **settings: Any) -> SavedBy:
     return SavedBy(linear=ProjectedLinear(projected, **settings))
 
 
@@ -63,10 +63,13 @@ FORMS: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_but_the_weight_gradient_is_equal_to_the_last_bit(form: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("projected", [PROJECTED, Sampled(RANK)], ids=lambda codec: codec.name)
+def test_all_but_the_weight_gradient_is_equal_to_the_last_bit(
+    form: str, dtype: torch.dtype, projected: Projected | Sampled
+) -> None:
     inputs = operands(3, 8, dtype=dtype)
     out, grads = run(FORMS[form], None, *inputs)
-    out_c, grads_c = run(FORMS[form], mode_of(), *inputs)
+    out_c, grads_c = run(FORMS[form], mode_of(projected), *inputs)
     assert torch.equal(out, out_c)
     assert equal(grads, grads_c) == [True, False, True]
     assert [grad.dtype for grad in grads_c] == [dtype] * 3
@@ -87,6 +90,8 @@ def test_autocast() -> None:
 
 def test_only_the_projection_is_saved_and_it_stays_exact() -> None:
     inputs = operands(3, 8)
+    rows = TOKENS * RANK // N
+    assert saved(lambda: linear(*inputs), mode_of(Sampled(RANK))) == [("index", (rows,)), ("unknown", (rows, N))]
     assert saved(lambda: linear(*inputs), mode_of()) == [("unknown", (TOKENS, RANK))]
     assert saved(lambda: linear(*inputs)) == [("linear_input", (TOKENS, N))]
 
@@ -98,12 +103,13 @@ def grad_of(mode: SavedBy, inputs: tuple[Tensor, ...]) -> Tensor:
     return run(linear, mode, *inputs)[1][1]
 
 
-def test_projections_depend_on_seed_and_layer_alone() -> None:
+@pytest.mark.parametrize("projected", [PROJECTED, Sampled(RANK)], ids=lambda codec: codec.name)
+def test_projections_depend_on_seed_and_layer_alone(projected: Projected | Sampled) -> None:
     inputs, other = operands(TOKENS), operands(TOKENS)
-    first = grad_of(mode_of(seed=1), inputs)
-    assert torch.equal(first, grad_of(mode_of(seed=1), inputs))
-    assert not torch.equal(first, grad_of(mode_of(seed=2), inputs))
-    both = mode_of(seed=1)
+    first = grad_of(mode_of(projected, seed=1), inputs)
+    assert torch.equal(first, grad_of(mode_of(projected, seed=1), inputs))
+    assert not torch.equal(first, grad_of(mode_of(projected, seed=2), inputs))
+    both = mode_of(projected, seed=1)
     assert torch.equal(first, grad_of(both, inputs))
     assert not torch.equal(first, grad_of(both, other))  # equal numbers, the second layer met
     assert torch.equal(first, grad_of(both, inputs))
@@ -227,8 +233,8 @@ def test_left_alone_is_as_without(function: Callable[..., Tensor]) -> None:
     assert equal(grads, grads_c) == [True, True, True]
 
 
-@pytest.mark.parametrize("projected", [Projected(N), Projected(0.999)])
-def test_a_rank_of_nearly_the_whole_width(projected: Projected) -> None:
+@pytest.mark.parametrize("projected", [Projected(N), Projected(0.999), Sampled(N), Sampled(0.999)])
+def test_a_rank_of_nearly_the_whole_width(projected: Projected | Sampled) -> None:
     inputs = operands(TOKENS)
     exact = grad_of(SavedBy(), inputs)
     made = grad_of(mode_of(projected), inputs)
