@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+from torch import nn
+
+from tba._attaching import _keywords
 from tba.cli._run import _attaching
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,6 +97,22 @@ model = Checkpointed()
 train([model], lambda x: model(x).sum())
 copy.deepcopy(model).requires_grad_(False)(torch.randn(64, 32))
 """
+# Ctrl-C ends a forward without its closing hooks; models after it are still outermost.
+INTERRUPTED = """
+class Interrupted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self):
+        raise KeyboardInterrupt
+
+interrupted = Interrupted()
+try:
+    interrupted()
+except KeyboardInterrupt:
+    pass
+"""
 COMPILED = """
 import torch._dynamo
 class Blocks(nn.Module):
@@ -132,20 +152,20 @@ def tba_run(*arguments: str) -> tuple[int, str, list[str]]:
 
 
 def test_programs_that_do_not_know_tba_are_offloaded_to_the_same_bits() -> None:
-    program = "".join((BEGIN, NO_MODELS, LOOP, GAN, TEACHER, COMPILED))  # in one process, for its imports
+    program = "".join((BEGIN, NO_MODELS, INTERRUPTED, LOOP, GAN, TEACHER, COMPILED))  # in one process, for its imports
     plain, run = (under(environment, "-c", program) for environment in ({}, attaching(tier="nvme")))
     assert plain[0] == run[0] == 0, (plain, run)
     assert len(plain[1].splitlines()) == 7
     assert run[1] == plain[1]
     begun = [re.match(r"tba: attached to (.*) \(.* parameters\), tier=nvme,", line) for line in run[2]]
-    models = ["Checkpointed", "GPT", "Maker", "Judge", "Student", "Blocks", "OptimizedModule(Whole)"]
+    models = ["Checkpointed", "Interrupted", "GPT", "Maker", "Judge", "Student", "Blocks", "OptimizedModule(Whole)"]
     assert [line[1] for line in begun if line] == models
-    ends = [line for line, match in zip(run[2], begun, strict=True) if not match and "OffloadWarning" not in line]
+    ends = [line for line, match in zip(run[2], begun, strict=True) if not match]
     assert sorted(line.split(": ")[1] for line in ends) == sorted(models)
 
 
-def test_the_first_forward_is_offloaded_with_its_keyword_arguments(tmp_path: Path) -> None:
-    """One step alone: what it saved can only have moved if its own forward was entered."""
+def test_the_first_forward_is_offloaded_already(tmp_path: Path) -> None:
+    """One step alone: a report of what it saved is written only if its own forward was entered."""
     program = tmp_path / "train.py"
     program.write_text(BEGIN + LOOP.replace("train([model], loss)", "train([model], loss, steps=1)"))
     page = tmp_path / "out.html"
@@ -156,6 +176,16 @@ def test_the_first_forward_is_offloaded_with_its_keyword_arguments(tmp_path: Pat
     assert "memory_budget=1MiB" in said[0]
     assert len(said) == 2
     assert "TBA_MEMORY_BUDGET" in page.read_text()
+
+
+def test_a_global_hook_finds_the_keyword_arguments_of_a_forward() -> None:
+    found = []
+    hook = nn.modules.module.register_module_forward_pre_hook(lambda *_: found.append(_keywords()))
+    try:
+        nn.MultiheadAttention(4, 1)(*torch.ones(3, 2, 1, 4), need_weights=False)
+    finally:
+        hook.remove()
+    assert found[0] == {"need_weights": False}
 
 
 def test_a_program_that_offloads_by_itself_is_left_alone() -> None:
