@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,9 +84,21 @@ def given(names: set[str], folder: Path) -> dict[str, Any]:
     return has
 
 
-def shape(text: str) -> list[str]:
-    """Lines without their figures, which differ from run to run."""
-    return [re.sub(r"\s+", " ", re.sub(r"[\d.,]+ ?([KMGT]i)?B?", "#", line)).strip() for line in text.splitlines()]
+def shape(line: str) -> str:
+    """A verdict without its figures."""
+    return re.sub(r"[-+]?[\d.,]+( [KMGT]?i?B)?", "#", line)
+
+
+def labels(text: str) -> set[str]:
+    """What the rows of a table are called."""
+    return {re.split(r" {2,}", line.strip())[0] for line in text.splitlines()[2:]}
+
+
+def assert_shown(printed: str, shown: str) -> None:
+    """The verdict is as it is shown, figures aside; which rows there are depends on how fast the disk is."""
+    assert shape(printed.splitlines()[0]) == shape(shown.splitlines()[0])
+    known = {line.metadata["label"].strip() for line in fields(tba.OffloadStats) if line.metadata}
+    assert labels(shown) - known <= labels(printed)
 
 
 @pytest.mark.parametrize("snippet", HERE, ids=[snippet.where for snippet in HERE])
@@ -97,12 +110,14 @@ def test_a_snippet_runs_and_prints_what_is_shown(
     if snippet.names & {"DistributedDataParallel", "fully_shard"}:
         request.getfixturevalue("one_rank")
     code = snippet.code.replace('"/scratch"', repr(str(tmp_path)))
+    if snippet.output:
+        code = code.replace('"8GiB"', '"4MiB"')  # the model here is smaller than the reader's
     scope = given(snippet.names, tmp_path)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, snippet.where, "exec"), scope)
     if snippet.output:
-        assert shape(printed.getvalue()) == shape(snippet.output)
+        assert_shown(printed.getvalue(), snippet.output)
     offload = scope.get("offload")
     if isinstance(offload, tba.Offloader):
         offload.close()

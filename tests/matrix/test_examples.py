@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ EXAMPLES = {
     "cpu_memory_cap": [MODEL, "1MiB"],
     "wave_inversion": ["--size", "32", "--steps", "60", "--memory-budget", "1MiB"],
     "what_checkpointing_changes": [],
+    "plain_gpt": ["--layers", "2", "--width", "64", "--length", "64", "--batch", "4"],
 }
 BY_TORCHRUN = {"fsdp2_torchrun", "deepspeed_zero"}
+UNDER_TBA_RUN = {"plain_gpt"}
 LIMIT_S = 300
 
 
@@ -49,8 +52,12 @@ def test_it_runs_and_moves_something(name: str, model: Path, tmp_path: Path) -> 
         "TBA_STORAGE_PATHS": str(tmp_path),
     }
     arguments = [str(model) if argument == MODEL else argument for argument in EXAMPLES[name]]
-    command = [*(by_torchrun(2) if name in BY_TORCHRUN else []), str(ROOT / "examples" / f"{name}.py"), *arguments]
+    start = by_torchrun(2) if name in BY_TORCHRUN else []
+    if name in UNDER_TBA_RUN:
+        start = ["-m", "tba", "run", "--tier", "nvme", "--", sys.executable]
+    command = [*start, str(ROOT / "examples" / f"{name}.py"), *arguments]
     status, printed = launch(command, tmp_path, LIMIT_S, **environment)
     assert status is not None, f"took longer than {LIMIT_S} s: {printed[-4000:]}"
     assert status == 0, printed[-4000:]
-    assert re.search(r"handed to the tier +[\d.]+ [KMG]iB", printed), printed[-2000:]
+    moved = r"saved tensors .+ -> " if name in UNDER_TBA_RUN else r"handed to the tier +[\d.]+ [KMG]iB"
+    assert re.search(moved, printed), printed[-2000:]
