@@ -42,7 +42,8 @@ def test_codec_measures_every_codec_the_layer_and_the_block(tmp_path: Path) -> N
         for projected, sampled in zip(methods["gaussian"][role], layers, strict=True):
             assert sampled["bytes"] - projected["bytes"] == 64 * 4  # a quarter of 256 tokens, an index each
             assert sampled["variance"] > 0
-            assert max(projected["bias_ratio"], sampled["bias_ratio"]) < 2.5  # without bias it averages 1
+    ratios = [layer["bias_ratio"] for layers in methods["wta-crs"].values() for layer in layers]
+    assert sum(ratios) / len(ratios) < 2  # without bias it averages 1
     assert len(found["bars"]) == 4 + 1 + 4 + 1
 
 

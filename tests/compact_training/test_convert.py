@@ -6,6 +6,7 @@ import copy
 import functools
 import io
 import pickle
+import statistics
 from typing import Any
 
 import pytest
@@ -372,10 +373,11 @@ def test_sampled_layers_have_weight_gradients_without_bias() -> None:
         model = _Model()
         convert(model, rank=0.5, method="wta-crs", seed=seed)
         draws.append(_sampled_gradients(model))
-    for name in names:
-        found = bias((draw[name] for draw in draws), exact[name])
-        assert found.error > 0.05
-        assert found.ratio < 2, name  # the squared error of the mean, as a multiple of variance / draws
+    found = [bias((draw[name] for draw in draws), exact[name]) for name in names]
+    assert min(layer.error for layer in found) > 0.5
+    # The squared error of the draws' mean, as a multiple of variance / draws: without bias it averages 1. A bias of an
+    # eighth of one draw's error would make it 4.
+    assert statistics.mean(layer.ratio for layer in found) < 2
 
 
 def test_samples_depend_on_seed_and_step_and_not_on_checkpoints() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from compact import PRESETS, Preset, Quantized, Sampled, Spec
+from compact import PRESETS, Preset, Quantized, Sampled, Spec, convert
 from support.engine import ALL_INT8, Gate, activation, engine, save
 from support.exactness import CPU, equal, gradients_of
 from support.models import Mixed
@@ -99,10 +99,11 @@ def test_a_class_may_be_given_any_codec(codec: Quantized) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
-def test_sampled_rows_move_as_any_tensor_and_change_weight_gradients_alone() -> None:
-    plain, _ = train(None)
-    first, stats = train("nvme", PRESETS["exact"].override({"linear_input": Sampled(0.25)}), flush=True)
-    _, projected = train("nvme", PRESETS["compact"], flush=True)
+def test_sampled_rows_move_as_any_tensor_and_change_weight_gradients_alone(device: torch.device) -> None:
+    plain, _ = train(None, device=device)
+    sampled = PRESETS["compact"].override({"linear_input": Sampled(0.25)})
+    first, stats = train("nvme", sampled, flush=True, device=device)
+    _, projected = train("nvme", PRESETS["compact"], flush=True, device=device)
     # The input of gate and up, and that of down, in each of two steps: 64 of 256 rows, with an index each.
     assert stats.saved_bytes - projected.saved_bytes == 2 * 2 * 64 * 4 + 2 * 64 * 4
     assert stats.offloaded_bytes >= projected.offloaded_bytes > 0
@@ -111,7 +112,17 @@ def test_sampled_rows_move_as_any_tensor_and_change_weight_gradients_alone() -> 
     differ = [name for name, ours, exact in zip(names, first, plain, strict=True) if not torch.equal(ours, exact)]
     assert differ == ["gate.weight", "up.weight", "down.weight"] * 2
     for tier in TIERS:
-        assert equal(train(tier, PRESETS["compact"].override({"linear_input": Sampled(0.25)}))[0], first)
+        assert equal(train(tier, sampled, device=device)[0], first)
+
+    def make() -> nn.Module:
+        model = Mixed()
+        convert(model, rank=0.25, method="wta-crs")
+        return model
+
+    converted, _ = train(None, make=make, device=device)
+    assert not equal(converted, plain)
+    for tier in TIERS:
+        assert equal(train(tier, make=make, device=device)[0], converted)
 
 
 @pytest.mark.filterwarnings("ignore:tier='cpu' moved nothing")
