@@ -16,7 +16,8 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 from support.engine import Gate, engine, save
-from support.exactness import assert_adds_up, assert_bit_equal, assert_through_file
+from support.exactness import Run, assert_adds_up, assert_bit_equal, assert_through_file, run_training
+from support.zoo import JaggedModel, jagged
 
 N = 64
 BYTES = 4 * N * N
@@ -310,6 +311,32 @@ def test_a_second_backward_through_jagged_tensors_is_exact(scratch: Path) -> Non
     with engine(scratch) as offload:
         assert_bit_equal(train(offload), train(nullcontext()))
         assert offload.stats().offloaded_bytes == 3 * 2 * BYTES  # `x`, its sigmoid and the product
+
+
+@pytest.mark.parametrize("tier", ["nvme", "keep"])
+def test_a_transformer_on_jagged_tensors_is_exact_under_an_exact_preset(tier: str, scratch: Path) -> None:
+    def train(**how: Any) -> Run:
+        return run_training(JaggedModel, lambda: (jagged(), jagged()), **how)
+
+    with engine(scratch, tier=tier, compress="exact") as offload:
+        train(context=lambda _: offload, between=offload.flush).assert_equals(train())
+        stats = offload.stats()
+    assert stats.encoded_bytes > stats.packed_bytes > 0
+    assert set(stats.kept_by_reason) <= {"tier keep"}
+
+
+def test_a_lossy_preset_packs_factors_of_jagged_products_that_are_not_broadcast(scratch: Path) -> None:
+    x, row = nested(), torch.ones(2 * N, requires_grad=True) * 1
+    with engine(scratch, compress="safe8") as offload:
+        with offload:
+            loss = (x * row * functional.dropout(x, 0.5)).values().sum()
+        offload.flush()
+        loss.backward()
+        stats = offload.stats()
+        assert_adds_up(stats)
+    # Of `x`, which `row` needs exactly, both factors and the mask; `row` stays exact.
+    assert stats.encoded_bytes > 2 * 2 * BYTES
+    assert stats.packed_bytes < stats.encoded_bytes / 2
 
 
 class Values(torch.autograd.Function):
