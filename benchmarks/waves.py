@@ -40,7 +40,7 @@ def waves(
     quick: Quick = False,
 ) -> Result:
     """Gradients through the time steps of a wave: seconds, peak and error, in PyTorch and by deepwave (10 minutes)."""
-    size, steps = (64, 24) if quick else (size, steps)
+    size, steps = (64, 90) if quick else (size, steps)
     with tempfile.TemporaryDirectory(dir=scratch_directory((path,) if path is not None else None)) as folder:
         arms = _run(Path(folder), size, steps, threads)
         errors = {name: _error(Path(folder), name) for name in arms}
