@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +25,8 @@ from torch.nn.parameter import is_lazy
 from io_backends import interrupts
 
 from ._config import REPORT, describe
-from ._context import attach, is_offloaded
+from ._context import attach_until_asked, is_offloaded
 from ._offloader import Offloader
-from ._stats import OffloadStats
-from ._text import size
 from ._torch import private
 from ._torch.hook_stack import clear_dead, owners
 
@@ -39,6 +38,7 @@ class _Attached(NamedTuple):
     name: str
     offload: Offloader
     number: int  # of the model in this process, from 1
+    rank: int  # of this process as it attached: at the end the group of processes may be gone
 
 
 class _Attaching:
@@ -58,19 +58,20 @@ class _Attaching:
         """Look at a module as its forward begins: the global forward pre-hook."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        tracer = interrupts.tracer()
         try:
             if weakref.ref(module) not in self._known:
                 self._consider(module, args)
-        except Exception as error:
-            if interrupts.is_foreign(error):
-                raise
+        except Exception as error:  # whatever it is, the program's forward goes on
+            interrupts.pass_on(error, tracer)
             self._leave_alone(module, str(error))
 
     @private.untraced
     @interrupts.whole
     def _consider(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         tracing: bool = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        traced = tracing or any(isinstance(each, Proxy) for each in (*args, *_keywords().values()))
+        traced = tracing or private.compiles()
+        traced = traced or any(isinstance(each, Proxy) for each in (*args, *_keywords().values()))
         if traced or private.current_graph_task_id() != -1 or not _trains(module):
             return
         with self._lock:
@@ -85,9 +86,14 @@ class _Attaching:
 
     def _attach(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         self._end(died=True)
-        offload = attach(model)
+        for (
+            inner
+        ) in self._attached:  # they were called by themselves before, and would take their tensors from this one
+            if inner.model() in set(model.modules()):
+                inner.offload.untie()
+        offload = attach_until_asked(model)
         self._count += 1
-        attached = _Attached(weakref.ref(model), _name(model), offload, self._count)
+        attached = _Attached(weakref.ref(model), _name(model), offload, self._count, _rank())
         try:
             offload.enter_forward(model, args, _keywords())
         except BaseException:
@@ -101,7 +107,7 @@ class _Attaching:
         self._known.update(weakref.ref(part, self._known.discard) for part in model.modules())
 
     def _leave_alone(self, module: nn.Module, why: str) -> None:
-        with suppress(TypeError):  # of a module that cannot be hashed
+        with suppress(Exception):  # the program's own: a module that cannot be hashed, say
             self._know(module)
         self._tell(f"not attached to {_name(module)}: {' '.join(why.split())}")
 
@@ -110,7 +116,7 @@ class _Attaching:
         vars(self).update(vars(_Attaching()))
 
     def finish(self) -> None:
-        """Tell what was moved, at the program's end. Not in a child that a process made with os.fork."""
+        """Tell what was moved, at the program's end. A child of `multiprocessing` ends without a word."""
         if os.getpid() == self._process:
             self._end(died=False)
 
@@ -118,16 +124,16 @@ class _Attaching:
         """Tell of models that have died, or of all, and write their reports."""
         for each in [each for each in self._attached if not died or each.model() is None]:
             self._attached.remove(each)
+            tracer = interrupts.tracer()
             try:
                 stats = each.offload.stats()
                 if each.number <= _MOST_TOLD:
-                    _say(f"{each.name}: {_verdict(stats)}")
+                    _say(f"{each.name}: {stats.verdict}", each.rank)
                 if (report := os.environ.get(REPORT)) and stats.saved_bytes:
-                    each.offload.report(_page(Path(report), each.number))
+                    each.offload.report(_page(Path(report), each.number, each.rank))
             except Exception as error:
-                if interrupts.is_foreign(error):
-                    raise
-                _say(f"{each.name}: {' '.join(str(error).split())}")
+                interrupts.pass_on(error, tracer)
+                _say(f"{each.name}: {' '.join(str(error).split())}", each.rank)
 
     def _tell(self, text: str) -> None:
         """Say a line on a model, unless there are very many."""
@@ -140,16 +146,16 @@ _attaching = _Attaching()
 os.register_at_fork(after_in_child=_attaching.forked)
 
 
-def start(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Attach to the module, whose forward begins, and to others from now on."""
+def start() -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Attach from now on. Returns what to call for a forward that has begun already."""
     nn.modules.module.register_module_forward_pre_hook(_attaching.begin)
     atexit.register(_attaching.finish)
-    _attaching.begin(module, args)
+    return _attaching.begin
 
 
-def _say(text: str) -> None:
-    if _rank() == 0:
-        with suppress(OSError, ValueError, AttributeError):  # stderr is closed, or there is none
+def _say(text: str, rank: int | None = None) -> None:
+    if sys.stderr is not None and (_rank() if rank is None else rank) == 0:
+        with suppress(OSError, ValueError):  # it is closed
             print(f"tba: {text}", file=sys.stderr, flush=True)
 
 
@@ -168,13 +174,17 @@ def _keywords() -> dict[str, Any]:
 
 def _name(model: nn.Module) -> str:
     """Name a model by its class, and what a wrapper (DDP, DeepSpeed, torch.compile) holds."""
-    inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    inside = vars(model).get("_modules", {})  # not by getattr, which may run code of the program
+    inner = inside.get("module") or inside.get("_orig_mod")
     return f"{type(model).__name__}({_name(inner)})" if isinstance(inner, nn.Module) else type(model).__name__
 
 
 def _parameters(model: nn.Module) -> str:
     """Count the parameters; DeepSpeed keeps the number of those that it has sharded."""
-    count = sum(getattr(each, "ds_numel", each.numel()) for each in model.parameters() if not is_lazy(each))
+    parameters = list(model.parameters())
+    if any(map(is_lazy, parameters)):
+        return "lazy parameters"
+    count = sum(getattr(each, "ds_numel", each.numel()) for each in parameters)
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= unit:
             return f"{count / unit:.1f}{name} parameters"
@@ -187,19 +197,14 @@ def _settings(offload: Offloader) -> str:
     return ", ".join(f"{each.name}={os.environ.get(each.origin, each.value)}" for each in given) or "tier=auto"
 
 
-def _verdict(stats: OffloadStats) -> str:
-    """Tell in one line what offloading did."""
-    verdict = getattr(stats, "verdict", None)
-    return verdict or f"{size(stats.offloaded_bytes)} of {size(stats.saved_bytes)} that autograd saved were offloaded"
-
-
 def _rank() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
-    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
+    told = os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or ""
+    return int(told) if told.isdecimal() else 0
 
 
-def _page(path: Path, number: int) -> Path:
+def _page(path: Path, number: int, rank: int) -> Path:
     """Give each model and rank a page of its own: out.html, out-2.html, out-rank1.html."""
-    which = f"-{number}" * (number > 1) + f"-rank{_rank()}" * (_rank() > 0)
+    which = f"-{number}" * (number > 1) + f"-rank{rank}" * (rank > 0)
     return path.with_name(f"{path.stem}{which}{path.suffix}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 import re
 import threading
@@ -77,11 +78,13 @@ def _bytes(value: Any, usual: str, accepted: str, per: str = "") -> Bytes:
         return value
     if isinstance(value, str):
         found = _parsed(value.strip(), usual, accepted, per)
-    elif isinstance(value, int) and not isinstance(value, bool):
-        found = Bytes(value)
+    elif hasattr(value, "__index__") and not isinstance(value, bool):
+        found = Bytes(operator.index(value))  # of NumPy too
     elif isinstance(value, float) and value.is_integer():
         found = Bytes(int(value))
-    elif isinstance(value, float) and 0 < value < float("inf"):
+    elif isinstance(value, float) and 1024 <= value < float("inf"):
+        raise ValueError(f"is not a whole number of bytes; did you mean {int(value)}?")
+    elif isinstance(value, float) and 0 < value < 1024:
         raise ValueError(f"is not a whole number of bytes; did you mean '{value:g}{usual}{per}'?")
     else:
         raise ValueError(f"is not a number of bytes; {accepted}")

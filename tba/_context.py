@@ -33,6 +33,7 @@ class _Known:
 
 
 _offloaders: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+_until_asked: weakref.WeakSet[Offloader] = weakref.WeakSet()
 
 
 def offload_context(
@@ -77,6 +78,10 @@ def offload_context(
     if model is None:
         return Offloader(None, _resolve(tier, memory_budget, compress, config, overrides))
     known = _offloaders.setdefault(model, _Known())
+    for each in [each for each in known.by_settings.values() if each in _until_asked] if _until_asked else ():
+        if not each.entered:
+            _until_asked.discard(each)
+            each.untie()
     asked = tier, memory_budget, compress, config, overrides, _environment()
     if known.asked == asked and known.given is not None and not known.given.closed:
         return known.given
@@ -113,7 +118,19 @@ def attach(
     for other in _offloaders[model].by_settings.values():
         if other is not offloader and (other.tied or other.entered) and not other.closed:
             raise conflict(model, offloader.config, other)
-    offloader.tie_to(model)
+    try:
+        offloader.tie_to(model)
+    except RuntimeError:  # a ScriptModule takes no hooks
+        if not offloader.entered:
+            offloader.close()
+        raise
+    return offloader
+
+
+def attach_until_asked(model: nn.Module) -> Offloader:
+    """Attach with the environment's settings, until the program itself asks for an Offloader of this model."""
+    offloader = attach(model)
+    _until_asked.add(offloader)
     return offloader
 
 

@@ -331,6 +331,13 @@ class Offloader:
             self._untie = tie(model, first, last, partial(_end_forward, weak))
             self._saver.tie()
 
+    @interrupts.whole
+    def untie(self) -> None:
+        """Enter with the model's forward no more; graphs made so far stay valid. Idempotent."""
+        untie, self._untie = self._untie, None
+        if untie is not None:
+            untie()
+
     def enter_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Enter for a forward that has begun already: torch has looked up the model's hooks before ours were tied."""
         ModelHook(lambda *_: _enter(weakref.ref(self), weakref.ref(model), args, kwargs))()
@@ -346,9 +353,9 @@ class Offloader:
         backward.look()
         if self._saved_by is not None:
             self._saved_by.remove()
-        untie, self._untie = self._untie, None
-        if untie is not None:
-            untie()
+        tied = self.tied
+        self.untie()
+        if tied:
             while self._per_thread.forwards:  # closed inside the model's own forward, which will not leave us
                 if self._per_thread.forwards.pop() is not _NOT_ENTERED:
                     self._leave(failed=True)

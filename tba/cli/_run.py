@@ -50,7 +50,8 @@ def run(
         if attach or settings or report is not None:
             attaching = _attaching(settings, report, os.environ)
     library = f" ({chosen.library})" if chosen.library else ""
-    print(f"tba run: {chosen.name}{library}: {chosen.reason}", file=sys.stderr)
+    if sys.stderr is not None:
+        print(f"tba run: {chosen.name}{library}: {chosen.reason}", file=sys.stderr)
     replace_process(command, {**os.environ, **chosen.environment, **attaching})
 
 
@@ -68,14 +69,16 @@ def _attaching(settings: dict[str, str], report: Path | None, environ: Mapping[s
         check_page(report)
         variables[REPORT] = str(report.absolute())
     startup = str(Path(tba.__file__).with_name("_startup"))
-    there = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != startup]
+    before = environ.get("PYTHONPATH")  # an empty entry of it is the working directory
+    there = [path for path in before.split(os.pathsep) if path != startup] if before else []
     return variables | {"PYTHONPATH": os.pathsep.join([startup, *there])}
 
 
 def replace_process(command: list[str], environment: Mapping[str, str]) -> NoReturn:
     """Become `command`, or exit with a shell's status for a program that cannot be started."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
         signal.signal(number, signal.SIG_DFL)
     try:

@@ -34,7 +34,7 @@ def gradients(printed: str) -> list[str]:
 
 
 def offloaded(printed: str) -> bool:
-    return re.search(r"offloaded +[\d.]+ [KMG]iB", printed) is not None
+    return re.search(r"handed to the tier +[\d.]+ [KMG]iB", printed) is not None
 
 
 def test_a_wave_has_plains_gradients_whatever_moves(scratch: Path) -> None:

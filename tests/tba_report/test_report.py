@@ -209,7 +209,8 @@ def test_a_page_has_what_plain_pytorch_would_hold_at_every_instant(
         looked += len(inside)
     assert looked > 12
     assert found.most_plain_bytes == stats.plain_peak_bytes
-    assert found.most_held_bytes <= stats.step_peak_bytes <= found.most_plain_bytes
+    # What is read back while its write still runs is in memory twice, on a slow disk.
+    assert min(found.most_held_bytes, found.most_plain_bytes) <= stats.step_peak_bytes <= found.most_plain_bytes
     if does == "recompute":  # a block has six tensors, of which it saves the first as it is given it
         assert stats.step_peak_bytes >= found.most_held_bytes + 5 * 64 * X_BYTES
 

@@ -56,7 +56,7 @@ def probe_kvikio(directory: str | None) -> KvikioFacts:
         return KvikioFacts(version=version, error=missing)
     except Exception as error:  # it loads shared libraries, and every loader has its own errors
         text = str(error)
-        if "libcuda" in text:
+        if "libcuda.so" in text:
             return KvikioFacts(version=version, error="the NVIDIA driver (libcuda.so.1) is not installed")
         return KvikioFacts(version=version, error=f"it cannot be used: {(text.splitlines() or ['?'])[0]}")
 
