@@ -208,6 +208,61 @@ print(all(each.stats().offloaded_bytes for each in (first, second, third)))
     assert said == [f"tba: not attached to {name}: {why}" for name in ("One", "Two", "Sequential")]
 
 
+ODD = """
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp("Inner")
+
+    @property
+    def module(self):
+        raise RuntimeError("not yet")
+
+    def forward(self, x):
+        return self.layers(x)
+
+class Hidden(Odd):
+    def parameters(self, recurse=True):
+        raise NotImplementedError("of no use")
+
+odd, hidden = Odd(), Hidden()
+for model in (odd.layers, odd):  # a part that is called by itself first
+    train([model], lambda x: model(x).sum())
+hidden(torch.randn(2, 32)).sum().backward()
+"""
+
+
+def test_nothing_that_goes_wrong_in_attaching_ends_the_program(tmp_path: Path) -> None:
+    (page := tmp_path / "out.html").mkdir()  # a folder is no page
+    odd = attaching(tier="nvme") | {"RANK": "node0", "TBA_REPORT": str(page)}
+    status, printed, said = under(odd, "-c", BEGIN + ODD)
+    plain = under({}, "-c", BEGIN + ODD)
+    assert (status, printed) == plain[:2] == (0, plain[1]), said
+    assert [line.split("(")[0] for line in said[:2]] == ["tba: attached to Inner ", "tba: attached to Odd "]
+    assert said[2] == "tba: not attached to Hidden: of no use"
+    assert any("Is a directory" in line for line in said[3:])
+
+
+def test_the_programs_own_context_comes_first_also_after_a_forward() -> None:
+    own = """
+import tba
+model = mlp("Own")
+model(torch.randn(2, 32)).sum().backward()
+with tba.offload_context(model, tier="keep") as offload:
+    train([model], lambda x: model(x).sum())
+print(offload.stats().kept_bytes > 0)
+"""
+    status, printed, said = under(attaching(tier="nvme"), "-c", BEGIN + own)
+    assert status == 0, said
+    assert printed.splitlines()[-1] == "True"
+
+
+def test_an_empty_entry_of_pythonpath_stays_the_working_directory() -> None:
+    paths = _attaching({}, None, {"PYTHONPATH": ":/foo"})["PYTHONPATH"].split(os.pathsep)
+    assert paths[1:] == ["", "/foo"]
+    assert len(_attaching({}, None, {})["PYTHONPATH"].split(os.pathsep)) == 1
+
+
 def test_a_program_that_trains_nothing_is_told_why() -> None:
     frozen = "mlp('Frozen').requires_grad_(False)(torch.randn(2, 32))"
     programs = (f"with torch.no_grad():\n    {frozen}", frozen)
@@ -215,6 +270,8 @@ def test_a_program_that_trains_nothing_is_told_why() -> None:
     assert (off, silent) == (0, "")
     assert why.startswith("tba: attached to nothing: no forward with gradients was seen")
     assert other.startswith("tba: attached to nothing: no module whose forward ran with gradients has a parameter that")
+    compiled = "model = mlp('C')\nmodel.compile(backend='aot_eager')\nmodel(torch.randn(2, 32)).sum().backward()"
+    assert "compiled whole" in under(attaching(), "-c", BEGIN + compiled)[2][0]
 
 
 def test_a_program_without_torch_keeps_its_sitecustomize_and_imports_no_tba(tmp_path: Path) -> None:
