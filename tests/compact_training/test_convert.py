@@ -472,7 +472,8 @@ def test_a_compiled_model_with_sampled_layers_keeps_its_graphs_and_draws_anew() 
 
     def train(compiled: bool) -> tuple[list[Tensor], list[int]]:
         model = _Block()
-        convert(model, rank=4, method="wta-crs")
+        # With few layers graphs would grow step by step; many exhaust torch's limit in the first.
+        assert convert(model, rank=4, method="wta-crs", skip=["?", "o_proj"]) == ["up", "down"]
         call = torch.compile(model, backend=backend) if compiled else model
         optimizer, gradients, counts = torch.optim.SGD(model.parameters(), lr=0.0), [], []
         for _ in range(12):  # more than torch compiles one function
