@@ -28,7 +28,7 @@ def measure_weight_gradients(options: Mapping[str, Any], tell: Tell) -> dict[str
 
     Returns:
         For each method and each role of a layer in its block, a list over blocks: the `variance` of the gradient as a
-        share of its square, `compact.Bias.ratio`, and the `bytes` saved, indices included.
+        share of its square, `compact.Bias.ratio`, and the `bytes` saved, indices and factors included.
     """
     torch.set_num_threads(options["threads"])
     layers = _trained_layers(options, tell)

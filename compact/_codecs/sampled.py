@@ -3,7 +3,8 @@
 Shapes: x [..., n] as rows [tokens, n].
 
 If the engine replaces a linear layer, `compact_linear` computes the weight gradient from the kept rows. The input of an
-operator that it cannot replace is decoded with zeros for the other rows. The mean of either is the exact one.
+operator that it cannot replace is decoded with zeros for the other rows. The mean of either is the exact one. The
+decoded rows are x_i / p_i, and are packed so; if one is too large for the dtype, the tensor is kept verbatim.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Sampled(Ranked):
             return Verbatim().begin(tensor)
         x = flat(tensor, logical=True).view(-1, spec.shape[-1])
         norms = row_norms(x)
-        rows, index = self._rows(spec, key).keep(x, norms)
+        kept, index, factor = self._rows(spec, key).keep(x, norms)
+        rows = (kept.to(norms.dtype) * factor.unsqueeze(1)).to(spec.dtype)
         buffer = torch.cat((rows.view(-1).view(torch.uint8), index.view(torch.uint8)))
         packed = Packed(spec, "sampled", (buffer,))
         flag = norms.isfinite().all() & rows.isfinite().all()

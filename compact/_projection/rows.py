@@ -1,9 +1,9 @@
 """Rows: a sample of a matrix's rows for an unbiased product (winner-take-all column-row sampling, arXiv 2305.15265).
 
 For x [n, w] and d [n, out], d^T x is the sum of n products d_i^T x_i. If row i is kept with probability p_i, then the
-sum of d_i^T (x_i / p_i) over the kept rows has d^T x as its mean. Guarantees:
+sum of (d_i / p_i)^T x_i over the kept rows has d^T x as its mean. Guarantees:
 
-1. Exactly k distinct rows are kept, in their order, as x_i / p_i. All n are kept unchanged.
+1. Exactly k distinct rows are kept, in their order and unchanged, and 1 / p_i beside them. If all n are, it is 1.
 2. p_i is |x_i| / t but at most 1, where t makes them sum to k. So the heaviest rows are always kept and are not scaled:
    as many as the paper's rule gives. The others are drawn without replacement, by systematic sampling in random order
    (Hartley and Rao 1962), so no byte goes to a row that is kept already. The paper draws them with replacement.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .. import _seeds
-from .projection import check_rank
+from .projection import check_rank, product
 
 _NORM_BITS = 24  # of a norm as an integer, if the sums leave so many
 
@@ -33,7 +33,8 @@ _NORM_BITS = 24  # of a norm as an integer, if the sums leave so many
 class Rows:
     """How many rows of an input [n, width] to keep, and the key of the draw: k * width = n * rank, rounded down.
 
-    So the kept rows take as many bytes as a projection of this rank. Beside them, 4 bytes a row say which they are.
+    So the kept rows take as many bytes as a projection of this rank. Beside them, 4 bytes a row say which they are, and
+    4 more how much each counts.
     """
 
     width: int
@@ -47,7 +48,7 @@ class Rows:
         """k for n tokens."""
         return max(tokens * self.rank // self.width, 1)
 
-    def keep(self, x: Tensor, norms: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def keep(self, x: Tensor, norms: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Keep rows of x [n, width]. `norms` and results are those of `keep_rows`."""
         return keep_rows(x, row_norms(x) if norms is None else norms, self.count(len(x)), self.key)
 
@@ -59,7 +60,7 @@ def row_norms(x: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def keep_rows(x: Tensor, norms: Tensor, count: int, key: int) -> tuple[Tensor, Tensor]:
+def keep_rows(x: Tensor, norms: Tensor, count: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keep `count` rows of x [n, w], or all if there are no more. Never waits for a device.
 
     Args:
@@ -69,12 +70,26 @@ def keep_rows(x: Tensor, norms: Tensor, count: int, key: int) -> tuple[Tensor, T
         key: 64 bits (`compact.key`).
 
     Returns:
-        x_i / p_i of the kept rows, [k, w] in x's dtype and in memory of its own; their indices, int32 [k], ascending.
+        The kept rows, [k, w] in memory of its own; their indices, int32 [k], ascending; 1 / p_i, fp32 [k]. A row times
+        1 / p_i may be too large for fp16.
     """
     if count >= len(x):
-        return x.clone(), torch.arange(len(x), dtype=torch.int32, device=x.device)
+        index = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        return x.clone(), index, torch.ones(len(x), device=x.device, dtype=torch.float32)
     index, chance = _draw(norms, count, key)
-    return (x.index_select(0, index).to(norms.dtype) / chance.unsqueeze(1)).to(x.dtype), index
+    return x.index_select(0, index), index, chance.reciprocal().float()
+
+
+@torch.no_grad()
+def rows_product(d: Tensor, rows: Tensor, index: Tensor, factor: Tensor) -> Tensor:
+    """Compute the sum of (d_i / p_i)^T x_i, [out, w], of what `keep_rows` returned and d [n, out] of its dtype.
+
+    In d's dtype, but in fp32 for fp16, where d_i / p_i or the sum may be too large.
+    """
+    wide = torch.promote_types(d.dtype, torch.float32)
+    scaled = d.index_select(0, index).to(wide).mul_(factor.unsqueeze(1))
+    dtype = wide if d.dtype == torch.float16 else d.dtype
+    return product(scaled.to(dtype).t(), rows.to(dtype))
 
 
 def _draw(norms: Tensor, count: int, key: int) -> tuple[Tensor, Tensor]:

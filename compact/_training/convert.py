@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import _seeds
@@ -36,6 +37,11 @@ PAPER_SKIP = (
 )
 
 Skip = Sequence[str] | Callable[[str, nn.Module], bool]
+
+# Decorates what torch.compile must not trace. The public way imports the compiler at once, which takes a second.
+_untraced: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = getattr(
+    torch._compile, "_disable_dynamo", torch.compiler.disable
+)
 
 
 class _Converted:
@@ -88,9 +94,17 @@ class _Sampled(_Converted):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out], bit for bit as the original layer; its weight gradient is unbiased."""
+        weight = self.weight.t() if self.transposed else self.weight
+        if torch.is_grad_enabled() and weight.requires_grad:
+            return self._sampled(x, weight)
+        return nn.functional.linear(x, weight, self.bias)
+
+    @_untraced  # each step has its own key, and would be compiled anew
+    def _sampled(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.weight.is_inference():  # has no version, and no gradient
+            return nn.functional.linear(x, weight, self.bias)
         # The version changes with every optimizer step, and not before a checkpoint runs forward again.
         key = _seeds.key(self.rows.key, self.weight._version)
-        weight = self.weight.t() if self.transposed else self.weight
         return compact_linear(x, weight, self.bias, rank=self.rows.rank, key=key, method="wta-crs", shared=self.shared)
 
     def extra_repr(self) -> str:

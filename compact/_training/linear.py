@@ -7,8 +7,8 @@ Guarantees, with x [..., n], weight [out, n], output gradient d [..., out], proj
 2. The weight gradient is (d^T z) P^T; its mean is the exact one, G = d^T x. Its error is (P P^T - I) applied to G for
    any number of tokens: larger batches do not average it out.
    With a sample of rows (`rows`) it is that of the kept rows, whose mean is the exact one too.
-3. Saved for backward: the weight (if x needs a gradient) and z, or the rows and their indices (if the weight does), as
-   saved tensors, so hooks see them. Never x.
+3. Saved for backward: the weight (if x needs a gradient) and z, or the rows, their indices and factors (if the weight
+   does), as saved tensors, so hooks see them. Never x.
 4. Forward under autocast casts as `linear` does; what is saved of x has the cast dtype.
 
 CompAct: arXiv 2410.15352, section 3.
@@ -25,7 +25,7 @@ from torch.autograd.function import FunctionCtx
 
 from .._errors import CodecError
 from .._projection.projection import Projection, ProjectionKind, product
-from .._projection.rows import Rows
+from .._projection.rows import Rows, rows_product
 from .._projection.shared_input import SharedInput
 from .._projection.subspace import Subspace
 
@@ -98,13 +98,13 @@ def _apply(
     cast = _autocast(x)
     flat = cast.reshape(-1, cast.shape[-1])
 
-    def make() -> tuple[Tensor, Tensor | None]:
+    def make() -> tuple[Tensor, Tensor | None, Tensor | None]:
         if isinstance(projection, Rows):
             return projection.keep(flat.detach())
-        return projection.project(flat.detach()), None
+        return projection.project(flat.detach()), None, None
 
     # Looked up by the original x, because under autocast each layer has its own cast copy.
-    z, index = make() if shared is None else shared.projected(x, projection, cast.dtype, make)
+    z, index, factor = make() if shared is None else shared.projected(x, projection, cast.dtype, make)
     # For these layouts `linear` adds the bias within the product, for others after it, which changes the last bit.
     inside = bias is not None and (cast.dim() == 2 or cast.is_contiguous())
     out: Tensor = _CompactLinear.apply(  # type: ignore[no-untyped-call]  # torch has no types for it
@@ -113,6 +113,7 @@ def _apply(
         _autocast(bias) if bias is not None and inside else None,
         z,
         index,
+        factor,
         _autocast_dtype(weight),
         projection,
         subspace,
@@ -132,11 +133,12 @@ class _CompactLinear(Function):
         bias: Tensor | None,
         z: Tensor,
         index: Tensor | None,
+        factor: Tensor | None,
         dtype: torch.dtype,
         projection: Projection | Rows,
         subspace: Subspace | None,
     ) -> Tensor:
-        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, z, index)
+        ctx.save_for_backward(weight if ctx.needs_input_grad[0] else None, z, index, factor)
         ctx.projection, ctx.subspace, ctx.dtype, ctx.weight_dtype = projection, subspace, dtype, weight.dtype
         ctx.by_columns = x.stride() == (1, x.shape[0])
         with torch.autocast(x.device.type, enabled=False):
@@ -145,7 +147,7 @@ class _CompactLinear(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        weight, z, index = ctx.saved_tensors
+        weight, z, index, factor = ctx.saved_tensors
         grad_x = grad_weight = grad_bias = None
         with torch.no_grad():
             if ctx.needs_input_grad[0]:
@@ -153,7 +155,7 @@ class _CompactLinear(Function):
                 # Like the derivative of `mm`: by columns if x was stored by columns.
                 grad_x = w.t().mm(grad.t()).t() if ctx.by_columns else grad.mm(w)
             if ctx.needs_input_grad[1] and index is not None:
-                grad_weight = product(grad.index_select(0, index).t(), z).to(ctx.weight_dtype)
+                grad_weight = rows_product(grad, z, index, factor).to(ctx.weight_dtype)
             elif ctx.needs_input_grad[1]:
                 # d^T z, [out, r]: CompAct's compressed gradient, transposed as torch's weights are.
                 small = product(grad.t(), z)
@@ -166,7 +168,7 @@ class _CompactLinear(Function):
         if torch.is_grad_enabled():
             results = _FirstDerivativeOnly.apply(grad, grad_x, grad_weight, grad_bias)  # type: ignore[no-untyped-call]
             grad_x, grad_weight, grad_bias = results
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None, None
 
 
 class _FirstDerivativeOnly(Function):

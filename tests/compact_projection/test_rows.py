@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compact import bias
-from compact._projection.rows import keep_rows, row_norms
+from compact._projection.rows import keep_rows, row_norms, rows_product
 
 ROWS, WIDTH, OUT = 96, 48, 40
 
@@ -32,11 +32,12 @@ def test_the_mean_is_exact_and_the_variance_at_most_the_paper_s(count: int) -> N
     drawn, draws = torch.zeros(ROWS), 400
 
     def draw(key: int) -> Tensor:
-        rows, index = keep_rows(x, norms, count, key)
+        rows, index, factor = keep_rows(x, norms, count, key)
         assert len(index) == count
+        assert torch.equal(rows, x[index])
         assert (index.diff() > 0).all()
         drawn[index] += 1
-        return d[index].t() @ rows
+        return rows_product(d, rows, index, factor)
 
     found = bias((draw(key) for key in range(draws)), exact)
     # The squared error of the draws' mean, as a multiple of variance / draws: without bias it averages 1.
@@ -59,10 +60,29 @@ def test_the_mean_is_exact_and_the_variance_at_most_the_paper_s(count: int) -> N
 def test_all_rows_are_kept_unchanged(dtype: torch.dtype) -> None:
     x, _ = _matrices(dtype)
     for count in (ROWS, ROWS + 1):
-        rows, index = keep_rows(x, row_norms(x), count, 1)
+        rows, index, factor = keep_rows(x, row_norms(x), count, 1)
         assert torch.equal(rows, x)
         assert rows.data_ptr() != x.data_ptr()
         assert index.tolist() == list(range(ROWS))
+        assert (factor == 1).all()
+
+
+@pytest.mark.parametrize("large", ["rows", "gradients"])
+def test_what_fits_fp16_gives_a_finite_product(large: str) -> None:
+    x, d = _matrices(torch.float16)
+    if large == "rows":
+        x[:, 3] = 8000  # an outlier channel: 16 times it is more than fp16 holds
+    else:
+        x, d = x.sign() * 2**-6, d.clamp(-1, 1) * 2**15  # and so are gradients that were scaled up
+    exact, norms, count = d.double().t() @ x.double(), row_norms(x), ROWS // 16
+
+    def draw(key: int) -> Tensor:
+        product = rows_product(d, *keep_rows(x, norms, count, key))
+        assert product.dtype == torch.float32
+        assert product.isfinite().all()
+        return product.double()
+
+    assert bias(map(draw, range(200)), exact).ratio < 2
 
 
 def test_a_draw_depends_on_the_key_and_the_values_alone() -> None:
@@ -84,14 +104,15 @@ def test_rows_that_outweigh_all_others_are_kept(value: float) -> None:
     x, _ = _matrices(torch.float32)
     x[[5, 77], 3] = value
     for key in range(20):
-        rows, index = keep_rows(x, row_norms(x), 6, key)
+        rows, index, factor = keep_rows(x, row_norms(x), 6, key)
         assert {5, 77} < set(index.tolist())
         assert torch.equal(rows[index == 5].nan_to_num(), x[5:6].nan_to_num())
+        assert factor[index == 5] == 1
 
 
 def test_rows_of_zeros_do_no_harm() -> None:
     for x in (torch.zeros(8, 3), torch.eye(8)[:, :3]):
-        rows, index = keep_rows(x, row_norms(x), 4, 1)
-        assert (len(index), bool(rows.isfinite().all())) == (4, True)
-    rows, _ = keep_rows(torch.eye(8)[:, :3], row_norms(torch.eye(8)[:, :3]), 4, 1)
-    assert torch.equal(rows.sum(0), torch.ones(3))  # the three that are not zero, whole
+        _, index, factor = keep_rows(x, row_norms(x), 4, 1)
+        assert (len(index), bool(factor.isfinite().all())) == (4, True)
+    rows, _, factor = keep_rows(torch.eye(8)[:, :3], row_norms(torch.eye(8)[:, :3]), 4, 1)
+    assert torch.equal(factor @ rows, torch.ones(3))  # the three that are not zero, whole
