@@ -116,8 +116,8 @@ class Situation:
         closed: it was closed.
         hooks: "on", "off", or "count" where they only count.
         since: the step from which on they are off or only count; 0 where that is not known.
-        planned: a plan moves or recomputes something.
-        step_ratio: times as long as a step that keeps everything, that a planned step took; 0 where that is not known.
+        planned: a plan moved or recomputed something of the last step.
+        step_ratio: times as long as one that keeps everything, that steps by that plan take; 0 where that is not known.
     """
 
     tier: str = "auto"
@@ -346,11 +346,12 @@ def _why_in_memory(now: Situation, last: OffloadStats) -> str:
     if last.offloaded_bytes:
         return "held back in memory: nothing was written"
     reason = max(last.kept_by_reason, key=lambda each: last.kept_by_reason[each], default="")
-    why = "they fit" if reason == "fits in memory" else reason
-    hooks = {"off": "hooks off", "count": "hooks only count"}.get(now.hooks)
-    if hooks:
-        why += f"; {hooks}" + (f" since step {now.since:,}" if now.since else "")
-    return f"in memory: {why}"
+    hooks = {"off": "hooks off", "count": "hooks only count"}.get(now.hooks, "")
+    why = "they fit" if reason == "fits in memory" or (hooks and not reason) else reason
+    if hooks and now.since:
+        hooks += f" since step {now.since:,}"
+    said = "; ".join(part for part in (why, hooks) if part)
+    return f"in memory: {said}" if said else "in memory"
 
 
 def _rows(stats: OffloadStats) -> Iterator[tuple[str, ...]]:

@@ -57,6 +57,7 @@ from .._record.record import DERIVED, Record
 from .._torch.private import recomputes, transforming
 from .._transfer.cost import Cost
 from .._transfer.daily_allowance import Allowance
+from .acted import Acted
 from .course import Entry
 from .kind import Kind
 from .pace import Pace
@@ -90,6 +91,7 @@ class Planner:
     Attributes:
         plan: the last that was made.
         kind: of the step under way.
+        followed: the plan of the last step, as it is since; None if that went by none.
         follows: the step under way does what one before did, and only what is to go has records.
         put_aside: numbers of records that a trial was the first to save; autograd may do so later.
 
@@ -117,6 +119,7 @@ class Planner:
         give: Callable[[Any], Tensor],
     ) -> None:
         self.plan: Plan | None = None
+        self.followed: Plan | None = None
         self.put_aside: set[int] = set()
         self._model, self._lock = model, lock
         self._keep, self._give = keep, give
@@ -141,6 +144,16 @@ class Planner:
     def acts(self) -> bool:
         """Whether a plan moves or recomputes anything of the step under way, which may not fit without it."""
         return self.kind.plan is not None and not self.kind.plan.idle
+
+    @property
+    def acted(self) -> Acted:
+        """What has been done to the step under way, which is to end."""
+        plan, seen = self.kind.plan, self._now
+        return Acted(
+            planned=self.acts,
+            recomputed=plan is not None and bool(plan.recomputed),
+            tried=seen is not None and bool(seen.trials),
+        )
 
     @property
     def repeats(self) -> bool:
@@ -344,12 +357,13 @@ class Planner:
         self._capacity_bytes = capacity_bytes
         self._steps += 1
         seen, whole = self._now, whole and not self._spoilt
+        kind, plan = self.kind, self.kind.plan
         self.forget()
         if whole and seen is not None and seen.turned:
-            kind, plan = self.kind, self.kind.plan
             self._learn(kind, seen, sent_bytes, on_device)
             if course is not None and plan is not None and kind.plan is not None and kind.plan.decides_as(plan):
                 kind.course = course
+        self.followed = kind.plan if plan is not None else None
         self._begin(self._kinds.setdefault(None, Kind()))  # until a forward tells of which kind the next is
 
     def _learn(self, kind: Kind, seen: Watch, sent_bytes: int, on_device: bool) -> None:

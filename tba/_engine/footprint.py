@@ -1,13 +1,15 @@
 """Footprint: what saved tensors of the last step held in memory at once, and would have held in plain PyTorch.
 
 The ledger counts what is worth moving. All else that stays is added to both: small tensors, those of types that never
-move. Where the hooks only count or follow a plan they do not see these; then it is as much as they last saw.
+move. Where the hooks only count or follow a plan they do not see these; then it is as much as they last saw. A step in
+which blocks are tried runs them twice, and one in which blocks recompute saves less of it than plain PyTorch.
 
 Wants the engine's lock held.
 """
 
 from __future__ import annotations
 
+from .._auto.acted import Acted
 from .._memory.ledger import Peaks
 from .._plan import policy
 from .._stats import Counters, difference
@@ -23,29 +25,34 @@ class Footprint:
     Attributes:
         plain_bytes: if nothing was moved, compressed or recomputed.
         held_bytes: as it was.
+        planned: a plan moved or recomputed some of it.
     """
 
     def __init__(self, counters: Counters, *, compresses: bool) -> None:
         self.plain_bytes = self.held_bytes = 0
+        self.planned = False
         self._counters = counters
         self._compresses = compresses
-        self._aside_bytes = 0
+        self._aside_bytes = self._plain_aside_bytes = 0
         self._before = counters.snapshot()
 
-    def end_micro_batch(self, peaks: Peaks, *, light: bool, first: bool) -> None:
+    def end_micro_batch(self, peaks: Peaks, acted: Acted, *, light: bool, first: bool) -> None:
         """Add a micro-batch that has ended, the `first` of its step or another; `light`: it saw only what may move."""
         now = self._counters.snapshot()
         seen, self._before = difference(now, self._before), now
         kept = seen.kept_by_reason
         in_place = _IN_PLACE if self._compresses else ()
-        if not light:
+        if not (light or acted.tried):
             own = (*_WITH_RECORDS, *in_place, policy.USED_AT_ONCE)
             self._aside_bytes = sum(nbytes for reason, nbytes in kept.items() if reason not in own)
-        plain_bytes = peaks.plain_bytes + self._aside_bytes
+            if not acted.recomputed:
+                self._plain_aside_bytes = self._aside_bytes
+        plain_bytes = peaks.plain_bytes + self._plain_aside_bytes
         held_bytes = peaks.held_bytes + self._aside_bytes + sum(kept.get(reason, 0) for reason in _UNWRITTEN)
         if smaller := sum(kept.get(reason, 0) for reason in in_place):
             held_bytes += max(0, smaller - seen.encoded_bytes + seen.packed_bytes - seen.derived_bytes)
         held_bytes = min(held_bytes, plain_bytes)
+        self.planned = acted.planned or (self.planned and not first)
         if first:
             self.plain_bytes, self.held_bytes = plain_bytes, held_bytes
         else:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from io_backends import ForkAware, Store, interrupts
 
+from .._auto.acted import Acted
 from .._auto.planner import Planner
 from .._auto.rest import Rest
 from .._compress.calls import SavedBy, unclassed
@@ -404,15 +405,15 @@ class Saver(ForkAware):
 
     def _situation(self) -> Situation:
         rest, steps = self.rest, self.steps
-        plan = self.plan if rest.hooks == "on" else None
+        plan = self.planner.followed if self.planner is not None else None
         return Situation(
             tier=self._tier,
             entered=steps.entered or steps.tied,
             closed=self.closed,
             hooks=rest.hooks,
             since=rest.since,
-            planned=not plan.idle if plan else False,
-            step_ratio=plan.step_ratio if plan else 0.0,
+            planned=steps.footprint.planned,
+            step_ratio=plan.step_ratio if plan is not None else 0.0,
         )
 
     @property
@@ -505,21 +506,21 @@ class Saver(ForkAware):
         packing.pass_on(step, None)
         if step.over:  # waiting for room lets go of the lock: another thread has ended it
             return
-        self._learn(step)
+        acted = self.planner.acted if self.planner is not None else Acted()
+        self._learn(step, acted)
         self.write_behind.end_step()
         peaks = self.ledger.end_step()
         self.mover.end_step()
         self._readings.take()
         following = Step(packing.numbers, packing.worth_bytes, self._sizes, self.rest.fitted_bytes)
-        self.steps.end(following, self.mover.file_bytes(), peaks)
+        self.steps.end(following, self.mover.file_bytes(), peaks, acted)
 
-    def _learn(self, step: Step) -> None:
+    def _learn(self, step: Step, acted: Acted) -> None:
         """Tell what decides about later steps of one that ends."""
         mover, moved_bytes = self.mover, self.mover.sent_bytes
         worth_bytes = self._packing.worth_bytes - step.before_bytes + step.passed_bytes
         self.pending.end_step(mover.cost, self.worth, self._packing.numbers)
         self.counters.kept_by_reason[FITS] += step.passed_bytes
-        planned = self.planner is not None and self.planner.acts
         if self.planner is not None:
             entries = step.written_down if moved_bytes <= self.ledger.expected.sent_bytes else None
             self.planner.end_step(
@@ -532,7 +533,7 @@ class Saver(ForkAware):
         room_bytes = self.ledger.room_bytes
         if step.mode is not COUNTING:
             self.rest.end_step(
-                planned=planned,
+                planned=acted.planned,
                 kept_bytes=max(0, worth_bytes - moved_bytes),
                 moved_bytes=moved_bytes,
                 failures=mover.failures.in_step,

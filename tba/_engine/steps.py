@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils import checkpoint
 
+from .._auto.acted import Acted
 from .._memory import heap
 from .._memory.ledger import Peaks
 from .._stats import Counters, OffloadStats, difference
@@ -39,7 +40,7 @@ from .step import LIGHT, TURNED, Step
 # So often must optimizers have stepped trained parameters of an attached model whose forward nothing has called: before
 # the first such step a forward may have run, and attach come after it.
 _BYPASSES = 2
-_MOST_LOOKS = 64  # at steps of optimizers, of a context that is not entered: then it is for something else
+_MOST_LOOKS = 64  # at steps of optimizers that train other models: then the context is for something else
 
 
 class Steps:
@@ -66,6 +67,7 @@ class Steps:
         self.last: OffloadStats | None = None
         self._watches = tier != "keep"  # whether the model is trained outside of the context
         self._bypasses = self._looks = 0  # steps of the model's parameters while it was, and of any
+        self._use = _Use.of(model())
         self._tier = tier
         self._counters = counters
         self._model = model
@@ -87,7 +89,8 @@ class Steps:
 
     def enter(self) -> None:
         """Note that the context is entered."""
-        self.entered = True
+        self.entered = self._use.entered = True
+        _unentered.pop(self._use, None)
 
     def tie(self) -> None:
         """Note that it is attached to the model, whose forward enters it from now on."""
@@ -108,10 +111,11 @@ class Steps:
         self.current.end()
         self.current = step
 
-    def end(self, following: Step, file_bytes: int, peaks: Peaks) -> None:
+    def end(self, following: Step, file_bytes: int, peaks: Peaks, acted: Acted) -> None:
         """End the open micro-batch; another one takes its place."""
         self.current.end()
-        self.footprint.end_micro_batch(peaks, light=self.current.mode in (TURNED, *LIGHT), first=not self._of_step)
+        light = self.current.mode in (TURNED, *LIGHT)
+        self.footprint.end_micro_batch(peaks, acted, light=light, first=not self._of_step)
         begun_s, self.current = self.current.begun_s, following
         assert begun_s is not None
         self._counters.step_s += time.perf_counter() - begun_s
@@ -165,7 +169,7 @@ class Steps:
         self._stepped = True
 
     def _look_for_bypass(self, optimizer: Optimizer) -> None:
-        """Say once that the model is trained outside of the context."""
+        """Note that the model is trained outside of the context, which may be entered yet; tell of an attached one."""
         model = self._model()
         self._looks += not self.tied
         if model is None or self._looks > _MOST_LOOKS:
@@ -173,12 +177,13 @@ class Steps:
             return
         trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
         self._bypasses += any(id(parameter) in trained for parameter in model.parameters())
+        if not self.tied:
+            if self._bypasses:
+                self._note_unentered(model)
+            return
         if self._bypasses < _BYPASSES:
             return
         name = type(model).__name__
-        if not self.tied:
-            self._tell_unentered(model)
-            return
         self._watches = False
         warn(
             f"tier={self._tier!r} gets nothing: an optimizer steps parameters of the attached {name}, but nothing has "
@@ -187,22 +192,21 @@ class Steps:
         )
 
     def end_program(self) -> None:
-        """Say once that the model was trained outside of the context, where no optimizer of torch has told."""
+        """Note that the model was trained outside of the context, where no optimizer of torch has told."""
         model = self._model()
         if model is None or not self._watches or self.entered or self.tied:
             return
         if any(parameter.grad is not None for parameter in model.parameters()):
-            self._tell_unentered(model)
+            self._note_unentered(model)
 
-    def _tell_unentered(self, model: nn.Module) -> None:
+    def _note_unentered(self, model: nn.Module) -> None:
         self._watches = False
-        if any(other.entered and other._model() is model for other in list(_all)):
-            return  # this one was for something else
-        warn(
-            f"tier={self._tier!r} gets nothing: the {type(model).__name__} was trained, and the context that "
-            "offload_context(...) returned was not entered. Write `with offload_context(model, ...):` around the "
-            "training, or attach(model, ...), which needs no `with`"
-        )
+        if not self._use.entered:  # otherwise this context was for something else
+            _unentered[self._use] = (
+                f"tier={self._tier!r} gets nothing: the {type(model).__name__} was trained, and the context that "
+                "offload_context(...) returned was not entered. Write `with offload_context(model, ...):` around the "
+                "training, or attach(model, ...), which needs no `with`"
+            )
 
     def tell_if_idle(self, step: OffloadStats, *, forward_seen: bool) -> None:
         """Say once why a tier that was asked for moved nothing. What backward packs is nothing to judge by."""
@@ -263,7 +267,21 @@ def _inside_checkpoint() -> bool:
     return False
 
 
+class _Use:
+    """Whether a context of a model has ever been entered; if not, it outlives the contexts and the model."""
+
+    def __init__(self) -> None:
+        self.entered = False
+
+    @staticmethod
+    def of(model: nn.Module | None) -> _Use:
+        """Return that of a model, or one of its own for none."""
+        return _Use() if model is None else _uses.setdefault(model, _Use())
+
+
 _all: weakref.WeakSet[Steps] = weakref.WeakSet()
+_uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
+_unentered: dict[_Use, str] = {}  # what to say at the end of the program, of models that were trained
 
 
 @functools.cache
@@ -271,6 +289,7 @@ def _watch_optimizers() -> None:
     """Have torch say when an optimizer steps, once for the process."""
     register_optimizer_step_post_hook(_optimizer_stepped)
     atexit.register(_end_program)
+    os.register_at_fork(after_in_child=_unentered.clear)
 
 
 @untraced
@@ -282,3 +301,5 @@ def _optimizer_stepped(optimizer: Optimizer, *_: Any) -> None:
 def _end_program() -> None:
     for steps in list(_all):
         steps.end_program()
+    for use in [*_unentered]:
+        warn(_unentered.pop(use))

@@ -68,8 +68,7 @@ class WriteBehind:
 
     def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
         """Count them, as their operator has finished, and wait if they are too much."""
-        self.ledger.await_operator(-nbytes)
-        self.count(packed, nbytes)
+        self.ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached, awaited=True)
         self._make_room(False)
 
     def tell_progress(self) -> None:

@@ -128,19 +128,18 @@ class Ledger:
         """Count a record that a graph owns, wherever its bytes are; below 0, one that has died."""
         self._recorded_bytes += nbytes
         if nbytes > 0:
-            self._note_plain()
+            self._note_plain(self.passed_bytes)
 
     def await_operator(self, nbytes: int) -> None:
-        """Count what stays without a record until its operator has finished; below 0, once it has."""
+        """Count what stays without a record until its operator has finished (`keep`)."""
         self.due_bytes += nbytes
-        if nbytes > 0:
-            self._note_plain()
+        self._note_plain(self.passed_bytes)
 
     def recompute(self, graph: object, nbytes: int) -> None:
         """Count what a block would have saved that runs again, for as long as its graph lives."""
         self._recomputed.add(graph, nbytes)
         self._replay_bytes = max(self._replay_bytes, nbytes)
-        self._note_plain()
+        self._note_plain(self.passed_bytes)
 
     def hold(self, nbytes: int, plain_bytes: int, device: torch.device) -> None:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""
@@ -158,12 +157,19 @@ class Ledger:
         """Count a record that read-ahead has in memory; below 0, one that it has no longer."""
         self.read_back_bytes += nbytes
 
-    def keep(self, tensor: Tensor, nbytes: int, *, shared: bool) -> None:
-        """Count a tensor that stays without a record while it lives; one that the program may own too, in this step."""
+    def keep(self, tensor: Tensor, nbytes: int, *, shared: bool, awaited: bool = False) -> None:
+        """Count a tensor that stays without a record while it lives; one that the program may own too, in this step.
+
+        `awaited`: it was counted until its operator had finished.
+        """
         (self._passed_shared if shared else self._passed).add(tensor, nbytes)
         self._meet(nbytes)
-        self._note_plain()
-        self.note()
+        passed_bytes = self.passed_bytes
+        if awaited:
+            self.due_bytes -= nbytes  # so the sum cannot have risen
+        else:
+            self._note_plain(passed_bytes)
+        self._note_held(passed_bytes)
 
     def sent(self, nbytes: int) -> None:
         """Learn the size of a record that was sent: the window depends on the largest."""
@@ -274,17 +280,20 @@ class Ledger:
 
     def note(self, twice_bytes: int = 0) -> None:
         """Note the bytes in memory, for peaks and timelines; `twice_bytes` of the sum are counted twice."""
-        nbytes = self.in_memory_bytes - twice_bytes
+        self._note_held(self.passed_bytes, twice_bytes)
+
+    def _note_held(self, passed_bytes: int, twice_bytes: int = 0) -> None:
+        nbytes = passed_bytes + self.held_bytes + self._in_flight.bytes + self.read_back_bytes - twice_bytes
         if nbytes > self.watched_peak_bytes:  # of a step, so it may be no more than the peak of all
             self.watched_peak_bytes = nbytes
             self._counters.peak_bytes = max(self._counters.peak_bytes, nbytes)
         if self._recorder.trace is not None:
             now_s = time.perf_counter()
             self._recorder.note("held", now_s, now_s, nbytes, "")
-            self._note_plain()  # it may have fallen
+            self._note_plain(passed_bytes)  # it may have fallen
 
-    def _note_plain(self) -> None:
-        nbytes = self.plain_bytes
+    def _note_plain(self, passed_bytes: int) -> None:
+        nbytes = passed_bytes + self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
         if nbytes > self._plain_peak_bytes:
             self._plain_peak_bytes = nbytes
         if self._recorder.trace is not None:

@@ -232,6 +232,13 @@ MOVED = dataclasses.replace(FITS, written_bytes=MIB, offloaded_bytes=MIB, step_p
         ),
         (
             FITS,
+            {"kept_by_reason": {}},
+            {"hooks": "count", "since": 9},
+            "saved tensors 244 MiB, all in memory: they fit; hooks only count since step 9",
+        ),
+        (FITS, {"kept_by_reason": {}}, {}, "saved tensors 244 MiB, all in memory"),
+        (
+            FITS,
             {"kept_by_reason": {"tier keep": 1}},
             {"tier": "keep"},
             "saved tensors 244 MiB, all in memory: tier keep",

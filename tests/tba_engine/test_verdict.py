@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import nn
 
 from io_backends.testing import Fault
 from support.engine import ALL_INT8, activation, chain, engine
+from support.planned import ROWS, SLOW, Training
+from tba import Offloader, offload_context
 
 MIB = 1 << 20
 
@@ -63,3 +66,33 @@ def test_of_several_micro_batches_the_largest_counts(scratch: Path) -> None:
             optimizer.step()
             stats = offload.stats()
             assert stats.plain_peak_bytes == (max(lengths) + 1) * MIB
+
+
+def _verdicts(offload: Offloader, training: Training, rows: int, steps: int = 1) -> str:
+    for number in range(steps):
+        with offload:
+            training.step(rows, number)
+    return offload.stats().verdict
+
+
+def test_a_step_of_another_kind_is_not_told_by_the_plan_before(scratch: Path) -> None:
+    training = Training()
+    offload = offload_context(training.model, memory_budget="6MiB", storage_paths=scratch, min_tensor_bytes=4096)
+    assert "->" in _verdicts(offload, training, ROWS, 5)
+    assert offload.plan
+    assert re.fullmatch(r"saved tensors \d+ KiB, all in memory: they fit", _verdicts(offload, training, 4))
+    assert "->" in _verdicts(offload, training, ROWS)
+    offload.close()
+
+
+def test_what_is_too_small_to_move_counts_once_where_blocks_are_tried_and_where_they_recompute(scratch: Path) -> None:
+    training, figures = Training(), set[int]()
+    settings: dict[str, Any] = {"storage_paths": scratch, "min_tensor_bytes": "300KiB", **SLOW}
+    offload = offload_context(training.model, memory_budget="3MiB", **settings)
+    for _ in range(6):
+        _verdicts(offload, training, ROWS)
+        figures.add(offload.stats().plain_peak_bytes)
+    assert offload.plan
+    assert offload.plan.recomputed
+    assert len(figures) == 1
+    offload.close()
