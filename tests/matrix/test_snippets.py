@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ HERE = [snippet for snippet in all_snippets() if snippet.of_framework]
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
+    """A process group of one rank; what frameworks write into the environment is gone afterwards."""
+    before = dict(os.environ)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 # What the reader has, for each name that a snippet reads; `...` in a call stands for arguments of theirs.

@@ -68,4 +68,4 @@ def test_a_plan_leaves_the_state_that_checkpointing_changes(scratch: Path) -> No
     assert rows == [("x", "=", "=")] * 7, printed
     moved = re.findall(r"(\d+) of (\d+) tensors .* bit for bit", printed)
     assert moved[1:] == [("36", "36")] * 2, printed
-    assert min(float(mib) for mib in re.findall(r"offloaded ([\d.]+) MiB", printed)) > 0
+    assert min(float(mib) for mib in re.findall(r"handed to the tier ([\d.]+) MiB", printed)) > 0
