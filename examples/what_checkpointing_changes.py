@@ -90,7 +90,6 @@ for title, state in states.items():
     print(f"{title}: {same} of {len(plain)} tensors of the state are equal to plain's, bit for bit")
 for title, offload in {"tba, nvme": on_disk_by, "tba, 12MiB": planned_by}.items():
     stats = offload.stats()
-    print(
-        f"{title}: saved {stats.saved_bytes / 2**20:.1f} MiB, handed to the tier {stats.offloaded_bytes / 2**20:.1f} MiB"
-    )
+    saved, moved = (f"{nbytes / 2**20:.1f} MiB" for nbytes in (stats.saved_bytes, stats.offloaded_bytes))
+    print(f"{title}: saved {saved}, handed to the tier {moved}")
     offload.close()
