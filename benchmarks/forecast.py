@@ -25,6 +25,7 @@ from ._workload.families import FAMILIES
 _ROOT = Path(__file__).resolve().parents[1]
 # Ways of a forecast, and whether the arm that is run checkpoints.
 _WAYS = {"all kept": False, "full checkpointing": True}
+_POLICIES = {"all kept": "plain", "full checkpointing": "checkpointing"}  # as `tba plan` calls them
 _STEPS, _WARM_UP = 2, 1
 # Of an arm in each round: "forecast_s"; "cpu_s", those of one thread; "wall_s"; and "ratio", CPU / forecast.
 _Rounds = dict[str, list[float]]
@@ -54,7 +55,7 @@ def forecast(
                 bar.advance(name)
         for arm, found in measure(specs, rounds=_STEPS, title="steps", warm_up=_WARM_UP).items():
             name, way = ways[arm]
-            forecast_s, cpu_s = forecasts[name][-1]["steps"][way]["step_s"], median(found.cpu_s) / threads
+            forecast_s, cpu_s = forecasts[name][-1]["steps"][_POLICIES[way]]["step_s"], median(found.cpu_s) / threads
             taken = {"forecast_s": forecast_s, "cpu_s": cpu_s, "wall_s": median(found.wall_s)}
             for figure, value in (taken | {"ratio": cpu_s / forecast_s}).items():
                 steps.setdefault(arm, {}).setdefault(figure, []).append(value)

@@ -38,10 +38,7 @@ PAPER_SKIP = (
 
 Skip = Sequence[str] | Callable[[str, nn.Module], bool]
 
-# Decorates what torch.compile must not trace. The public way imports the compiler at once, which takes a second.
-_untraced: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = getattr(
-    torch._compile, "_disable_dynamo", torch.compiler.disable
-)
+_not_compiled: list[Callable[..., Tensor]] = []  # `_sampled`, once it is needed: it imports the compiler, in a second
 
 
 class _Converted:
@@ -96,20 +93,27 @@ class _Sampled(_Converted):
         """[..., in] -> [..., out], bit for bit as the original layer; its weight gradient is unbiased."""
         weight = self.weight.t() if self.transposed else self.weight
         if torch.is_grad_enabled() and weight.requires_grad:
-            return self._sampled(x, weight)
+            return _apart()(self, x, weight)
         return nn.functional.linear(x, weight, self.bias)
-
-    @_untraced  # each step has its own key, and would be compiled anew
-    def _sampled(self, x: Tensor, weight: Tensor) -> Tensor:
-        if self.weight.is_inference():  # has no version, and no gradient
-            return nn.functional.linear(x, weight, self.bias)
-        # The version changes with every optimizer step, and not before a checkpoint runs forward again.
-        key = _seeds.key(self.rows.key, self.weight._version)
-        return compact_linear(x, weight, self.bias, rank=self.rows.rank, key=key, method="wta-crs", shared=self.shared)
 
     def extra_repr(self) -> str:
         out = self.weight.shape[self.transposed]
         return f"{self.rows.width}, {out}, bias={self.bias is not None}, rank={self.rows.rank}, method=wta-crs"
+
+
+def _sampled(layer: _Sampled, x: Tensor, weight: Tensor) -> Tensor:
+    """Compute a sampled layer's output. Not compiled: each step has its own key, and would be compiled anew."""
+    if layer.weight.is_inference():  # has no version, and no gradient
+        return nn.functional.linear(x, weight, layer.bias)
+    # The version changes with every optimizer step, and not before a checkpoint runs forward again.
+    key, rows = _seeds.key(layer.rows.key, layer.weight._version), layer.rows
+    return compact_linear(x, weight, layer.bias, rank=rows.rank, key=key, method="wta-crs", shared=layer.shared)
+
+
+def _apart() -> Callable[..., Tensor]:
+    if not _not_compiled:
+        _not_compiled.append(torch.compiler.disable(_sampled))
+    return _not_compiled[0]
 
 
 class SampledLinear(_Sampled, nn.Linear):
@@ -185,6 +189,8 @@ def convert(
         else:
             subspace = Subspace(name, kind, _width(module), number, alpha, refresh, key, _is_conv1d(module))
             _change(module, subspace, shared)
+    if method == "wta-crs":
+        _apart()  # now, rather than within a compiled forward
     if method == "projection":
         _ignored_by_ddp(model).extend(f"{name}.weight" if name else "weight" for name, _ in layers)
     return [name for name, _ in layers]

@@ -5,6 +5,7 @@ The facts of a path (`PathFacts`) are looked up once; pure functions of those fa
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -192,6 +193,8 @@ def _try_to_write(directory: str) -> str | None:
             file.seek(0)
             return None if file.read() == page else "other bytes came back"
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return None  # not the directory's fault; the store collects what is dropped, and tries again
         return error.strerror or type(error).__name__
 
 
