@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tba import Offloader, OffloadStats
 
@@ -182,7 +183,10 @@ def run_training(
                 loss.backward(retain_graph=retain_graph)
 
     for _ in range(steps):
-        batches = [on(make_batch(), device) for _ in range(forwards)]
+        made = [make_batch() for _ in range(forwards)]
+        if device.type == "sim" and any(isinstance(each, Tensor) and each.is_nested for each in tree_leaves(made)):
+            pytest.skip("PyTorch's attention on nested tensors aborts on a device of another backend")
+        batches = [on(batch, device) for batch in made]
         with context(model) if context is not None else nullcontext():
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
                 losses = [first_argument(model, batch) for batch in batches]
