@@ -68,6 +68,7 @@ def test_step_in_processes_of_their_own_shows_equal_gradients_and_all_numbers(tm
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_waves_shows_seconds_peak_and_error_of_each_arm(tmp_path: Path) -> None:
     found = quick("waves", tmp_path)
     plain, nvme, _ = (found["arms"][f"PyTorch, {name}"] for name in ("plain", "tba nvme", "tba 256MiB"))

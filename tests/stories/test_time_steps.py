@@ -37,6 +37,7 @@ def offloaded(printed: str) -> bool:
     return re.search(r"handed to the tier +[\d.]+ [KMG]iB", printed) is not None
 
 
+@pytest.mark.exhaustive
 def test_a_wave_has_plains_gradients_whatever_moves(scratch: Path) -> None:
     size = ["--size", "32", "--steps", "60", "--iterations", "4"]
     _, plain = example("wave_inversion", *size, "--plain", scratch=scratch)
@@ -49,6 +50,7 @@ def test_a_wave_has_plains_gradients_whatever_moves(scratch: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_wave_larger_than_memory_finishes_where_plain_is_killed(scratch: Path) -> None:
     size = ["--size", "64", "--steps", "240", "--iterations", "1"]
     with memory_cgroup(LIMIT_BYTES) as cgroup:
@@ -61,6 +63,7 @@ def test_a_wave_larger_than_memory_finishes_where_plain_is_killed(scratch: Path)
     assert gradients(ours) == gradients(plain) != [], ours
 
 
+@pytest.mark.exhaustive
 def test_a_plan_leaves_the_state_that_checkpointing_changes(scratch: Path) -> None:
     status, printed = example("what_checkpointing_changes", scratch=scratch)
     assert status == 0, printed
