@@ -46,7 +46,6 @@ class _Attaching:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._process = os.getpid()
         # Attached or left alone, with all inside. Plain references: torch.compile must find no Python code to compile.
         self._known: set[weakref.ref[nn.Module]] = set()
         self._attached: list[_Attached] = []
@@ -86,11 +85,10 @@ class _Attaching:
 
     def _attach(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         self._end(died=True)
-        for (
-            inner
-        ) in self._attached:  # they were called by themselves before, and would take their tensors from this one
-            if inner.model() in set(model.modules()):
-                inner.offload.untie()
+        parts = set(model.modules())
+        for each in self._attached:  # a part that was called by itself before would take its tensors from this one
+            if each.model() in parts:
+                each.offload.untie()
         offload = attach_until_asked(model)
         self._count += 1
         attached = _Attached(weakref.ref(model), _name(model), offload, self._count, _rank())
@@ -117,8 +115,7 @@ class _Attaching:
 
     def finish(self) -> None:
         """Tell what was moved, at the program's end. A child of `multiprocessing` ends without a word."""
-        if os.getpid() == self._process:
-            self._end(died=False)
+        self._end(died=False)
 
     def _end(self, *, died: bool) -> None:
         """Tell of models that have died, or of all, and write their reports."""
