@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -28,7 +27,7 @@ from io_backends import interrupts
 
 from .._config import OffloadConfig
 from .._text import size
-from .._torch.user_frames import Notices
+from .._torch.user_frames import Notices, speaks
 
 # The modes a forward runs in, and its arguments in the order in which they are found (`_shapes`).
 Key = tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]]
@@ -201,7 +200,7 @@ class Rest:
 
     def _tell(self, kept_bytes: int, moved_bytes: int, room_bytes: int) -> None:
         """Say once what was decided, and why."""
-        if self._tells and os.environ.get("RANK", "0") == "0":
+        if self._tells and speaks():
             level = logging.WARNING if moved_bytes else logging.INFO
             self._notices.say("decision", self._decision(kept_bytes, moved_bytes, room_bytes), level=level)
 

@@ -33,7 +33,7 @@ from .._stats import Counters, OffloadStats, difference
 from .._text import size
 from .._torch.foreign import line_to_delete
 from .._torch.private import untraced
-from .._torch.user_frames import warn
+from .._torch.user_frames import speaks, warn
 from .footprint import Footprint
 from .step import LIGHT, TURNED, Step
 
@@ -233,7 +233,7 @@ class Progress:
     """
 
     def __init__(self, tier: str, counters: Counters) -> None:
-        self._tells = tier != "keep" and os.environ.get("RANK", "0") == "0"
+        self._tells = tier != "keep" and speaks()
         self._tier = tier
         self._counters = counters
         self._begun_s = 0.0

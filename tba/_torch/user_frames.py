@@ -54,6 +54,11 @@ def warn(message: str) -> None:
     warnings.warn_explicit(message, OffloadWarning, file, line, place.get("__name__"), registry)
 
 
+def speaks() -> bool:
+    """Whether this process is the one of its ranks that logs what concerns them all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 class Notices:
     """Messages given once each, by key. Takes no lock: two threads at the same moment may both give one."""
 
