@@ -385,6 +385,8 @@ class Saver(ForkAware):
             return
         with self.locked(), quiet():
             self.pending.pass_on(None)
+            if self.pending.waits:
+                self.pending.settle(wait=True)
             self.write_behind.send_all()
             self.mover.await_writes(where)
             self.settle()

@@ -84,3 +84,19 @@ def test_forward_does_not_wait_for_the_device(scratch: Path) -> None:
     assert not busy.query()
     loss.backward()
     offload.close()
+
+
+def test_flush_writes_what_a_codec_has_not_seen_the_values_of(scratch: Path) -> None:
+    model = Mixed().to(DEVICE)
+    ids = torch.randint(0, 50, (8, 256), device=DEVICE)
+    config = OffloadConfig(tier="nvme", compress="exact", min_tensor_bytes=0, prefetch_bytes=0, storage_paths=scratch)
+    offload = Offloader(model, config)
+    for _ in range(2):  # the first step compares derivations, which waits
+        with offload:
+            card._sleep(100_000_000)
+            loss = model(ids)
+            offload.flush()
+        before = offload.stats().forwarded_bytes
+        loss.backward()
+        assert offload.stats().forwarded_bytes - before <= loss.nbytes
+    offload.close()

@@ -250,8 +250,9 @@ def gradients_of(
         model.zero_grad()
         with offload if offload is not None else nullcontext():
             loss = model(ids)
-        if offload is not None and flush:
-            offload.flush()
+            # Within the context: at its end the prefetch begins, and forwards what is not written yet.
+            if offload is not None and flush:
+                offload.flush()
         loss.backward()
         del loss
         gradients += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
