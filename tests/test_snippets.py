@@ -101,7 +101,13 @@ def assert_shown(printed: str, shown: str) -> None:
     assert labels(shown) - known <= labels(printed)
 
 
-@pytest.mark.parametrize("snippet", HERE, ids=[snippet.where for snippet in HERE])
+def case(snippet: Snippet) -> Any:
+    """The page of the quick start trains for ten seconds."""
+    marks = [pytest.mark.exhaustive] if snippet.where.startswith("quick_start.md") else []
+    return pytest.param(snippet, id=snippet.where, marks=marks)
+
+
+@pytest.mark.parametrize("snippet", map(case, HERE))
 def test_a_snippet_runs_and_prints_what_is_shown(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

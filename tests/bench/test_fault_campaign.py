@@ -192,6 +192,7 @@ def test_it_notices_an_error_that_had_not_to_be(scratch: Path, monkeypatch: pyte
     assert "has to be survived" in outcome.detail
 
 
+@pytest.mark.exhaustive
 def test_it_notices_an_error_that_is_none_of_tbas(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ValueError("not one of tba's")
@@ -301,6 +302,7 @@ def test_the_tally_counts_by_kind() -> None:
     assert not counts["open"]
 
 
+@pytest.mark.exhaustive
 def test_a_campaign_that_is_told_to_end_leaves_no_mount(scratch: Path) -> None:
     command = [sys.executable, "-m", "tests.campaigns", "faults", "--count", "1000", "--path", str(scratch)]
     try:

@@ -160,8 +160,9 @@ def test_aot_eager_block_is_exact(name: str, scratch: Path) -> None:
     _compare(name, "aot_eager", scratch)
 
 
-@pytest.mark.sampled(1)
-@BLOCK
+@pytest.mark.parametrize(
+    "name", ["conv", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in BLOCKS if name != "conv")]
+)
 @pytest.mark.slow
 @WITH_COMPILER
 def test_inductor_block_is_exact(name: str, scratch: Path) -> None:
