@@ -107,7 +107,7 @@ def case(snippet: Snippet) -> Any:
     return pytest.param(snippet, id=snippet.where, marks=marks)
 
 
-@pytest.mark.parametrize("snippet", map(case, HERE))
+@pytest.mark.parametrize("snippet", [case(snippet) for snippet in HERE])
 def test_a_snippet_runs_and_prints_what_is_shown(
     snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -138,6 +138,7 @@ def test_arms_apart_have_the_machine_to_themselves(monkeypatch: pytest.MonkeyPat
     assert not same_gradients(list(found.values()))  # their losses of round 3 differ, though the arms never met
 
 
+@pytest.mark.exhaustive
 def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     found = run_benchmark("hooks", scratch=tmp_path)
     light = {"counted: everything fits the budget", "kept: stays under a plan"}
@@ -154,6 +155,7 @@ def test_hooks_measures_every_kind(tmp_path: Path) -> None:
     assert passes["kept_bytes"] == passes["saved_bytes"] > 0
 
 
+@pytest.mark.exhaustive
 def test_overlap_writes_a_report_of_each_link(tmp_path: Path) -> None:
     out = tmp_path / "out"
     found = run_benchmark("overlap", "--threads", "1", "--rate", "50MB", "--out", str(out), scratch=tmp_path)

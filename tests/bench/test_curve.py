@@ -63,6 +63,7 @@ def test_a_budget_is_kept_and_nothing_moves_where_all_fits(tmp_path: Path) -> No
     assert bars["gpt, batch 2: auto 0.40: held / budget"]["met"] is True
 
 
+@pytest.mark.exhaustive
 def test_the_papers_arms_have_either_window(tmp_path: Path) -> None:
     arms = run_curve(tmp_path, "--arms", "paper")["arms"]
     assert arms.keys() == {"plain", "nvme", "nvme, 14% held back"}

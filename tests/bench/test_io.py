@@ -57,6 +57,7 @@ def arm(scratch: Path, rig: Rig) -> Iterator[StoreArm]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_io_measures_every_arm_and_leaves_nothing(scratch: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "io", "--quick", "--json", "--path", str(scratch)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
