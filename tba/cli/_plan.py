@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Annotated, Any
 
 import typer
 
 from tba._config import OffloadConfig
-from tba._errors import ConfigError
 from tba._forecast.forecast import Forecast, forecast
 from tba._forecast.hardware import DEVICES, DISKS, device_named, disk_named
 from tba._forecast.here import measure_here
-from tba._forecast.largest import largest
 from tba._forecast.observe import observe
 from tba._forecast.report import report
 from tba._forecast.training import OPTIMIZERS
 
 from ._blame import BAD_USAGE, blaming, refusing
+from ._search import BATCH, SEQUENCE, asked, find
 from ._subject import (
     ABOUT_MODEL,
     BatchOption,
@@ -32,7 +30,6 @@ from ._subject import (
 )
 
 _ABOUT_OPTIMIZERS = "; ".join(f"{each.name}: {each.about}" for each in OPTIMIZERS.values()) + "."
-_MOST_BATCH, _TOKENS, _MOST_TOKENS = 1 << 16, 64, 1 << 24  # sequences are tried in steps of 64 tokens
 
 
 def plan_command(
@@ -67,7 +64,7 @@ def plan_command(
     ] = None,
     find_batch: Annotated[bool, typer.Option("--find-batch", help="Find the largest batch that fits.")] = False,
     find_sequence: Annotated[
-        bool, typer.Option("--find-sequence", help=f"Find the longest sequence that fits, in steps of {_TOKENS}.")
+        bool, typer.Option("--find-sequence", help=f"Find the longest sequence that fits, in steps of {SEQUENCE.step}.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; bytes and seconds.")] = False,
 ) -> None:
@@ -88,50 +85,23 @@ def plan_command(
         @cache
         def planned(batch: int | None, sequence: int | None) -> Forecast:
             def make() -> Any:
-                with blaming("tba plan", model):
-                    return subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
+                return subject(model, batch=batch, sequence=sequence, dtype=dtype, changes=fields)
 
-            with blaming("tba plan", model):
-                seen = observe(make, machine, autocast=cast)
+            seen = observe(make, machine, autocast=cast)
             return forecast(seen, machine, drives, budget_bytes=budget_bytes, optimizer=optimizer, shards=shards)
 
-        most: dict[str, int] = {}
-        ends = ""
-        if find_batch and find_sequence:
-            raise ConfigError("--find-batch and --find-sequence were both given; give one, and the other as a number")
-        if (find_batch and batch is not None) or (find_sequence and sequence is not None):
-            what = "batch" if find_batch else "sequence"
-            raise ConfigError(f"--{what} was given with --find-{what}, which tries them all; leave --{what} out")
-        if find_batch:
-            most, ends = _largest(lambda number: planned(number, sequence), _MOST_BATCH)
-            batch = max(1, most["auto"])
-        elif find_sequence:
-            found, ends = _largest(lambda number: planned(batch, number * _TOKENS), _MOST_TOKENS // _TOKENS)
-            most = {name: number * _TOKENS for name, number in found.items()}
-            sequence = max(_TOKENS, most["auto"])
-        result = planned(batch, sequence)
+        search, found = asked(find_batch, find_sequence, batch, sequence), None
+        with blaming("tba plan", model):
+            if search is BATCH:
+                found = find(search, lambda number: planned(number, sequence))
+                batch = found.number
+            elif search is not None:
+                found = find(search, lambda number: planned(batch, number))
+                sequence = found.number
+            result = planned(batch, sequence)
     if as_json:
-        print(json.dumps(result.to_dict() | ({"largest": most} if most else {}), indent=2))
+        print(json.dumps(result.to_dict() | ({"largest": dict(found.by_policy)} if found else {}), indent=2))
     else:
-        what = "batch" if find_batch else "sequence"
-        told = f"largest {what} that fits: {', '.join(f'{name} {number:,}' for name, number in most.items())}{ends}"
-        print(report(result, model, told if most else ""))
+        print(report(result, model, str(found or "")))
     if result.problem:
         raise typer.Exit(BAD_USAGE)
-
-
-def _largest(planned: Callable[[int], Forecast], most: int) -> tuple[dict[str, int], str]:
-    """Find the largest number that fits the card under each policy (0: none does), and what ends the search early."""
-    ends: set[str] = set()
-
-    def fits(name: str, number: int) -> bool:
-        try:
-            found = planned(number)
-        except ConfigError as error:  # more tokens than positions, or a budget beyond what is left
-            if number == 1:
-                raise
-            ends.add(f" ({error})")
-            return False
-        return found.fits(found.ways[name])
-
-    return {name: largest(partial(fits, name), most) for name in planned(1).ways}, min(ends, default="")

@@ -43,6 +43,19 @@ class Wrong(Feed):
 
 def wrong():
     return Wrong(), torch.randn(512, 256)
+
+class Placed(Feed):
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(200, 256))
+    def forward(self, x):
+        return super().forward(x + self.places[: x.shape[1]])
+
+def wrong_at_any(batch=2, sequence=64):
+    return Wrong(), torch.randn(batch, sequence, 256)
+
+def placed(batch=2, sequence=64):
+    return Placed(), torch.randn(batch, sequence, 256)
 """
 SMALL = (
     *("--set", "hidden_size=256", "--set", "num_hidden_layers=4", "--set", "num_attention_heads=4"),
@@ -210,6 +223,19 @@ def test_the_longest_sequence_ends_at_the_positions_of_the_config() -> None:
     line = result.stdout.splitlines()[2]
     assert line.startswith("largest sequence that fits: plain 192, nvme 192, host 192, auto 192 (")
     assert "is more than the 200 positions" in line
+
+
+def test_the_longest_sequence_ends_where_the_model_raises(ours: str) -> None:
+    result = run(f"{ours}:placed", "--find-sequence", "--device", "h100")
+    assert result.exit_code == 0, result.output
+    assert "Traceback" not in result.output
+    line = result.stdout.splitlines()[2]
+    assert line.startswith(
+        "largest sequence that fits: plain 192, nvme 192, host 192, auto 192 (at sequence 256 the model"
+    )
+    wrong = run(f"{ours}:wrong_at_any", "--find-sequence", "--device", "h100")
+    assert wrong.exit_code == 1
+    assert "raised an error of its own" in wrong.stderr
 
 
 def test_a_card_and_a_disk_are_made_of_figures(ours: str) -> None:

@@ -92,6 +92,7 @@ def _train(scratch: Path, cgroup: Path, *trainings: str) -> list[tuple[int, Any]
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_training_finishes_where_plain_is_killed(cgroup: Path, scratch: Path) -> None:
     (status, plain), killed, *ours, fits = _train(
         scratch,

@@ -96,7 +96,7 @@ def _sample(found: list[Place], every: int) -> list[Place]:
 
 
 @pytest.mark.parametrize("how", ["finaliser", "trace function"])
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_what_trains_in_the_midst_of_a_hook_is_exact_and_changes_nothing(how: str, every: int, bench: Repeated) -> None:
     other, errors = Other(bench.offload), list[BaseException]()
     trains = other.train if how == "trace function" else lambda: _collects(other.train, errors)
@@ -113,7 +113,7 @@ def test_what_trains_in_the_midst_of_a_hook_is_exact_and_changes_nothing(how: st
 
 
 @pytest.mark.parametrize("kind", [Interrupt, RuntimeError, OSError])
-@pytest.mark.parametrize("every", [23, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
+@pytest.mark.parametrize("every", [37, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.exhaustive])])
 def test_an_error_of_a_trace_function_reaches_the_program_and_the_next_step_is_exact(
     kind: type[BaseException], every: int, bench: Repeated
 ) -> None:
