@@ -179,7 +179,7 @@ class Sabotage:
                 self._free.wait()
         moved = real(fd, pieces, at)
         if case.kind == "flipped" and moved > 0:
-            place = int(case.amount * moved)
+            place = _place(pieces, moved, case.amount)
             if case.on_disk:
                 _flip_in_file(fd, at + place)
             else:
@@ -188,6 +188,15 @@ class Sabotage:
 
     def _error(self) -> OSError:
         return OSError(self._case.code, os.strerror(self._case.code))
+
+
+def _place(pieces: Pieces, moved: int, amount: float) -> int:
+    """A place in the largest piece that moved: the small ones around it have padding, where a flip does no harm."""
+    begin, best = 0, (0, 0)
+    for _, length in pieces:
+        best = max(best, (min(length, moved - begin), -begin))
+        begin += length
+    return int(amount * best[0]) - best[1]
 
 
 def _flip_in_memory(pieces: Pieces, place: int) -> None:
