@@ -9,6 +9,7 @@ from torch import nn
 
 from .._blocks.watch import Places
 from .._memory.ledger import Expected
+from .._plan.contest import Contest
 from .._plan.plan import Plan
 from .course import Entry
 
@@ -29,6 +30,8 @@ class Kind:
         visits: the module of each block, in order of forward.
         places: where it saves what, by its plan.
         course: what a step by its plan was, if one has been written down.
+        contest: of its plan and another.
+        contests: how many there have been.
         slower: times slower than it carries that the link counts as, since more is waited for it than plans foresee.
     """
 
@@ -41,6 +44,8 @@ class Kind:
     plan: Plan | None = None
     places: Places = field(default_factory=Places)
     course: list[Entry] | None = None
+    contest: Contest = field(default_factory=Contest)
+    contests: int = 1
     slower: float = 1.0
     _off_steps: int = 0
 

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,11 +49,12 @@ from .._memory.budgets import local_ranks
 from .._memory.ledger import Ledger
 from .._memory.pressure import release
 from .._plan import clock
+from .._plan.contest import Contest
 from .._plan.facts import OUTSIDE, Cap, Facts, Link
 from .._plan.greedy import decide
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
-from .._plan.replan import Shown, follow_up, pace
+from .._plan.replan import Shown, follow_up, pace, stands
 from .._record.record import DERIVED, Record
 from .._torch.private import recomputes, transforming
 from .._transfer.cost import Cost
@@ -65,6 +67,7 @@ from .write_cap import write_cap
 
 _MOST_KINDS = 16
 _MOST_WATCHED = 1 << 16  # storages or blocks, after which forwards without a backward begin to be watched anew
+_MOST_CONTESTS = 3  # of a kind: each has steps by a plan that may be slower
 _MOST_DEPARTURES = 3  # of steps called alike, which then are not watched any more: each watch runs every block again
 _LOSSY = "under a lossy preset its gradients would depend on the plan"
 
@@ -189,7 +192,8 @@ class Planner:
             del self._kinds[next(iter(self._kinds))]
         if self._strict and kind.plan is not None and not kind.plan.fits:
             facts = replace(kind.plan.facts, cap=self._cap(kind.plan.facts))
-            plan = self._decide(facts, self._ledger.look_at_room())  # the disk and the day have room again, maybe
+            # The disk and the day may have room again.
+            plan = self._decide(facts, self._ledger.look_at_room(), kind.plan)
             self._set(kind, replace(plan, reason="the one before did not fit"))
             if not plan.fits:
                 raise BudgetError(plan.shortfall())
@@ -406,15 +410,19 @@ class Planner:
         assert plan is not None
         if seen.departed:
             kind.plan, kind.places, kind.course = None, Places(), None
+            kind.contest = Contest(over=kind.contest.over)
             kind.departures += 1
             return
         kind.departures = 0
         waits_otherwise = kind.compare(self._cost.waited_s)
         step_s, lost_s, line = seen.step_s, self._pace.lost_s(seen), seen.timeline
+        timed = True
         if line is not None:
             before_s = plan.facts.step_s + plan.predicted.replayed_s
             before_s = before_s if plan.measured is None else plan.measured.step_s
-            step_s, lost_s = line.step() or (before_s, 0.0)  # the device may not be so far
+            found = line.step()
+            timed = found is not None  # the device may not be so far
+            step_s, lost_s = found or (before_s, 0.0)
         facts = plan.facts.holding(seen.held_by_place())
         pace_now = pace(plan, step_s, lost_s, replays=line is None)
         shown = Shown(
@@ -425,11 +433,23 @@ class Planner:
             replays=line is None,
             waited_s=self._cost.waited_s if waits_otherwise else None,
         )
-        self._set(kind, follow_up(plan, shown, self._decide))
+        if kind.contest.tries and stands(plan, shown):
+            new = replace(plan, measured=shown.measured)
+        else:
+            new = follow_up(plan, shown, partial(self._decide, before=plan))
+        if not new.decides_as(plan):
+            kind.contest = Contest(over=kind.contests >= _MOST_CONTESTS)
+            kind.contests += 1
+        elif timed:
+            kind.contest, new = kind.contest.after(new, step_s)
+        self._set(kind, new)
 
-    def _decide(self, facts: Facts, budget_bytes: int) -> Plan:
+    def _decide(self, facts: Facts, budget_bytes: int, before: Plan | None = None) -> Plan:
+        """Decide on a step; in the way that the plan before was made, which may have won a contest, if that fits."""
         if self._by_rule:
             return prefix(facts, budget_bytes)
+        if before is not None and before.decide is not None and (plan := before.decide(facts, budget_bytes)).fits:
+            return plan
         plan = decide(facts, budget_bytes)
         if plan.fits:
             return plan

@@ -47,6 +47,7 @@ class Plan:
         measured: the last step that was carried out by it.
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
         reason, made_in: why it took the place of another plan, and at the end of which step; "" and 0 if it did not.
+        tried: what came of trying another plan in its place, in words; "" if none was.
     """
 
     facts: Facts
@@ -58,6 +59,7 @@ class Plan:
     decide: Callable[[Facts, int], Plan] | None = field(default=None, compare=False, repr=False)
     reason: str = ""
     made_in: int = 0
+    tried: str = ""
 
     @cached_property
     def sends(self) -> dict[Place, int]:
@@ -212,7 +214,8 @@ class Plan:
             yield "  never recomputed", f"{count} blocks", reason
 
     def _notes(self) -> list[str]:
-        return [f"planned anew at step {self.made_in:,}: {self.reason}"] if self.reason else []
+        notes = [f"planned anew at step {self.made_in:,}: {self.reason}"] if self.reason else []
+        return [*notes, self.tried] if self.tried else notes
 
     def _refusals(self) -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -68,6 +68,11 @@ def reason_to_replan(plan: Plan, shown: Shown) -> str | None:
     return None
 
 
+def stands(plan: Plan, shown: Shown) -> bool:
+    """Whether a plan that is only tried may be tried further: what steps of its kind take says nothing against it."""
+    return reason_to_replan(plan, replace(shown, pace=1.0, waited_s=None)) is None
+
+
 def follow_up(plan: Plan, shown: Shown, decide: Callable[[Facts, int], Plan]) -> Plan:
     """Return the plan for the next steps: the same, simulated anew if the link has drifted, or one that `decide` makes.
 
