@@ -80,7 +80,7 @@ class Set:
         batch: in examples; None: each family's own.
         layers: of each model; None: its own number.
         settings: fields of `OffloadConfig` for every arm of tba.
-        warm_up: steps before the timed ones, until a plan is made.
+        warm_up: steps before the timed ones: two that are watched, three by a plan, three by its rival.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
     """
@@ -92,7 +92,7 @@ class Set:
     batch: int | None = None
     layers: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    warm_up: int = 6
+    warm_up: int = 9
     rounds: int = 6
     starts: int = 1
 
@@ -190,7 +190,7 @@ SETS: Mapping[str, Set] = {
         arms=(_PLAIN, *map(_nvme, _LINKS), *(_auto(0.4, rate) for rate in _LINKS)),
         few=(PLAIN, "nvme, 50 MB/s", NVME, "auto 0.40, 50 MB/s"),
         families=("gpt",),
-        warm_up=4,
+        warm_up=9,
         rounds=5,
     ),
 }
