@@ -338,7 +338,7 @@ def test_what_a_handler_raises_while_the_package_is_imported_reaches_the_program
     """Imports run code in callbacks of weak references, where errors are printed and lost."""
     code = f"""
 import os, signal, sys, threading, time, torch
-raised, caught, begun = 0, 0, threading.Event()
+raised, caught, ready = 0, 0, threading.Event()
 
 def handler(*_):
     global raised
@@ -346,8 +346,10 @@ def handler(*_):
     raise RuntimeError("from a handler")
 
 def shoot():
-    begun.wait()
     for _ in range(25):
+        if not ready.wait(30):
+            return  # what the handler raised last was lost
+        ready.clear()
         before = raised
         time.sleep(0.001 * {1 + 5 * number})
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -359,7 +361,7 @@ shooter.start()
 signal.signal(signal.SIGUSR1, handler)
 while shooter.is_alive():
     try:
-        begun.set()
+        ready.set()
         import tba
         while shooter.is_alive():
             time.sleep(0.001)
