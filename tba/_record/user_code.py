@@ -52,6 +52,7 @@ class _Looks(threading.local):
 
 
 _looks = _Looks()
+_operators: set[type] = set()  # types of PyTorch's own nodes, which live as long as the process
 
 
 def goes_to_code(task: int, asker: FrameType | None) -> bool:
@@ -71,7 +72,13 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     if not _looks.left:
         return False
     _looks.left -= 1
-    return not is_operator(type(current_node()))
+    kind = type(current_node())
+    if kind in _operators:
+        return False
+    if is_operator(kind):
+        _operators.add(kind)
+        return False
+    return True
 
 
 def look_for_code(record: Record, view: View, task: int) -> tuple[Tensor, bool]:
