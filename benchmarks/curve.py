@@ -80,7 +80,7 @@ class Set:
         batch: in examples; None: each family's own.
         layers: of each model; None: its own number.
         settings: fields of `OffloadConfig` for every arm of tba.
-        warm_up: steps before the timed ones: two that are watched, three by a plan, three by its rival.
+        warm_up: steps before the timed ones: two that are watched, three by a plan, three by a rival.
         rounds: timed steps of each arm.
         starts: sets of processes that these steps are spread over.
     """

@@ -1,8 +1,10 @@
 """Contest: a plan and its rival are carried out for a few steps each; the faster one stays. Pure.
 
-A plan is chosen by a model of the step, which errs by some percent: what transfers take from the computation (cores,
-caches, memory bandwidth) depends on what else runs. Where a plan of the other kind, which moves nothing or recomputes
-nothing, is predicted to take hardly longer, a few steps of each tell more than the model does.
+A plan is chosen by a model of the step, which errs: what transfers take from the computation (cores, caches, memory
+bandwidth) depends on what else runs. Where steps take longer than predicted by more than the model's usual error, and a
+plan of the other kind, which moves nothing or recomputes nothing, is predicted to take hardly longer, a few steps of
+each tell more than the model does. No rival is tried otherwise: a few steps tell two plans apart only if the plans
+differ by more than the steps of one plan do.
 
 Every plan gives the same bits and fits the budget, so a contest costs nothing but the time of the slower one's steps.
 """
@@ -14,9 +16,10 @@ from dataclasses import dataclass, replace
 from .greedy import decide
 from .plan import Plan
 
+_WRONG = 1.1  # times as long as predicted, from which on the model is not trusted
 _NEAR = 1.2  # times as long as the plan that stands: a rival predicted to take longer is not tried
 _STEPS, _WARM_UP = 3, 1  # by each plan; the first steps after a change allocate anew
-_FASTER = 0.99  # of the other's time, below which a rival takes its place
+_FASTER = 0.97  # of the other's time, below which a rival takes its place
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Contest:
             return replace(self, seconds=seconds), plan
         fastest_s = min(seconds[_WARM_UP:])
         if self.stood is None:
-            other = rival(plan)
+            other = rival(plan) if fastest_s > _WRONG * plan.predicted.step_s else None
             if other is None:
                 return Contest(over=True), plan
             return Contest(stood=plan, stood_s=fastest_s), replace(other, tried=f"on trial, for {_STEPS} steps")

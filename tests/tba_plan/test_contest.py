@@ -13,6 +13,7 @@ from tba._plan.plan import Plan
 
 FACTS, BUDGET = layers(12, 8, replay_s=0.02), 80 * MIB
 PLAN = decide(FACTS, BUDGET)
+SLOW_S = 1.2 * PLAN.predicted.step_s  # more than it should take
 
 
 def carry_out(contest: Contest, plan: Plan, seconds: list[float]) -> tuple[Contest, Plan]:
@@ -42,11 +43,12 @@ def test_there_is_none_where_nothing_else_fits_or_all_else_is_slow() -> None:
     assert rival(replace(PLAN, decide=None)) is None  # of a fixed rule
 
 
-@pytest.mark.parametrize(("rival_s", "wins"), [(0.9, True), (0.995, False), (1.2, False)])
-def test_each_has_three_steps_and_the_faster_one_stays(rival_s: float, wins: bool) -> None:
-    contest, plan = carry_out(Contest(), PLAN, [9.0, 1.0])  # the first of three does not count
+@pytest.mark.parametrize(("share", "wins"), [(0.9, True), (0.98, False), (1.2, False)])
+def test_each_has_three_steps_and_the_faster_one_stays(share: float, wins: bool) -> None:
+    rival_s = share * SLOW_S
+    contest, plan = carry_out(Contest(), PLAN, [9.0, SLOW_S])  # the first of three does not count
     assert plan is PLAN
-    contest, tried = carry_out(contest, plan, [1.1])
+    contest, tried = carry_out(contest, plan, [SLOW_S + 0.1])
     assert contest.tries
     assert not tried.sends
     assert "on trial" in str(tried)
@@ -57,11 +59,17 @@ def test_each_has_three_steps_and_the_faster_one_stays(rival_s: float, wins: boo
     told = f"recomputing {len(tried.recomputed)} blocks and moving nothing"
     lines = str(last)
     if wins:
-        assert f"a step takes {rival_s:.3f} s, not 1.000 s: {told}" in lines
+        assert f"a step takes {rival_s:.3f} s, not {SLOW_S:.3f} s: {told}" in lines
         assert "on trial" not in lines
     else:
-        assert f"tried for 3 steps: {told} took {rival_s:.3f} s a step, not 1.000 s" in lines
+        assert f"tried for 3 steps: {told} took {rival_s:.3f} s a step, not {SLOW_S:.3f} s" in lines
     assert carry_out(contest, last, [5.0, 0.1])[1] is last
+
+
+def test_a_plan_that_takes_about_as_long_as_predicted_has_no_rival() -> None:
+    contest, plan = carry_out(Contest(), PLAN, [9.0, 2.0, 1.09 * PLAN.predicted.step_s])
+    assert contest.over
+    assert plan is PLAN
 
 
 def test_without_a_rival_nothing_is_tried() -> None:
