@@ -102,6 +102,7 @@ def test_a_case_is_judged_by_what_it_does(peer: str, case: str, kind: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("folder", ["relative", "absolute"])
 def test_files_are_found_wherever_they_are(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

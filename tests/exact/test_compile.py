@@ -286,7 +286,7 @@ def _losses_and_gradients(model: nn.Module, compiled: nn.Module, offload: Offloa
     return results
 
 
-@pytest.mark.parametrize("how", ["layers", "forwards", "outside"])
+@pytest.mark.parametrize("how", ["layers", "forwards", pytest.param("outside", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("backend", ["aot_eager", LEFT_INDUCTOR])
 @pytest.mark.filterwarnings("ignore:.*compiled as one graph:tba.OffloadWarning")
 def test_a_plan_leaves_compiled_code_as_it_is(backend: str, how: str, scratch: Path) -> None:

@@ -61,7 +61,7 @@ def test_deep_recurrence_that_moves_nothing_is_freed(scratch: Path) -> None:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compress", [None, "exact", "safe8"])
 @pytest.mark.parametrize("tier", ["keep", "nvme"])
 def test_deep_chain_of_saved_tensors_is_freed(scratch: Path, tier: str, compress: str | None) -> None:

@@ -79,7 +79,7 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
             assert bool(plan.recomputed) != communicates
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrap", "communicates"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -292,6 +293,7 @@ def test_a_programs_exit_status_stays_and_a_broken_tba_leaves_it_alone(tmp_path:
     assert line == f"tba: attached to nothing: cannot import tba in {sys.executable}: of another torch"
 
 
+@pytest.mark.exhaustive
 def test_settings_that_a_model_refuses_leave_it_alone() -> None:
     convolution = "model = nn.Conv1d(32, 32, 1)\ntrain([model], lambda x: model(x.T[None]).sum())"
     status, printed, [line] = under(attaching(compress="compact"), "-c", BEGIN + convolution)
@@ -299,6 +301,7 @@ def test_settings_that_a_model_refuses_leave_it_alone() -> None:
     assert line.startswith("tba: not attached to Conv1d: ")
 
 
+@pytest.mark.exhaustive
 def test_ranks_of_torchrun_are_attached_and_the_first_one_tells(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text(

@@ -178,6 +178,7 @@ def test_an_error_of_the_model_is_shown_as_its_own(ours: str) -> None:
     assert "view(7)" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_it_can_be_forecast_for_the_machine_at_hand() -> None:
     found = figures("llama", *SMALL, "--device", "here", "--optimizer", "sgd")
     assert found["device"] == "here"

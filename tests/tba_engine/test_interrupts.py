@@ -333,6 +333,7 @@ def test_other_threads_change_nothing() -> None:
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(4))
 def test_what_a_handler_raises_while_the_package_is_imported_reaches_the_program(number: int) -> None:
     """Imports run code in callbacks of weak references, where errors are printed and lost."""
