@@ -154,7 +154,7 @@ def test_a_plan_is_held_to_its_budget_and_its_prediction() -> None:
 
 
 def test_filed_results_of_removed_benchmarks_name_the_commit_that_runs_them() -> None:
-    removed = dict.fromkeys(("ablation", "fidelity", "knee", "replay", "scale", "sim"), "6fb1fb9")
+    removed = dict.fromkeys(("ablation", "fidelity", "knee", "replay", "sim"), "6fb1fb9")
     for name, commit in {**removed, "bert": "1b95230", "step-explain": "1b95230"}.items():
         [page] = RESULTS.glob(f"{name}_*.md")
         assert f"to run it again, check out {commit}" in " ".join(page.read_text().split())
