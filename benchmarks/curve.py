@@ -190,7 +190,6 @@ SETS: Mapping[str, Set] = {
         arms=(_PLAIN, *map(_nvme, _LINKS), *(_auto(0.4, rate) for rate in _LINKS)),
         few=(PLAIN, "nvme, 50 MB/s", NVME, "auto 0.40, 50 MB/s"),
         families=("gpt",),
-        warm_up=9,
         rounds=5,
     ),
 }
