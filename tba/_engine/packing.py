@@ -148,10 +148,11 @@ class Packing:
 
     def pass_on(self, step: Step, number: int | None) -> None:
         """Count what finished operators have saved (None: none of them runs)."""
-        due = step.due
+        due, finished = step.due, []
         while due and (number is None or due[0][0] < number):
-            _, packed, nbytes = due.popleft()
-            self._write_behind.let_pass(packed, nbytes)
+            finished.append(due.popleft())
+        if finished:
+            self._write_behind.let_pass(finished)
 
     def end_step(self, worth_bytes: int, *, moved: bool) -> None:
         """End a step that saved `worth_bytes` worth moving; whether any of them have `moved`."""
@@ -162,8 +163,6 @@ class Packing:
 
     def pack(self, tensor: Tensor, step: Step) -> Packed:
         """Pack a tensor of a step, as its mode says."""
-        if step.mode in LIGHT and (packed := self._light(tensor, step)) is not None:
-            return packed
         seen = recognise(tensor, self._sizes, self._chains)
         if seen is WEIGHT:  # first, and by no detour: there are as many of them as of all others
             return self._weight(tensor)
@@ -174,8 +173,8 @@ class Packing:
             step.note(tensor, seen, packed[0])
         return packed
 
-    def _light(self, tensor: Tensor, step: Step) -> Packed | None:
-        """Pack a tensor in a step that counts or follows; None if the full hooks are to do it."""
+    def pass_light(self, tensor: Tensor, step: Step) -> Packed | None:
+        """Pack a tensor in a step that counts or follows; None if `pack` is to do it. Few calls: most tensors stay."""
         if step.task != -1:  # in backward
             if step.mode is COUNTING:
                 if not graph_is_kept():
@@ -183,11 +182,14 @@ class Packing:
                 self.turn(step)  # another graph grows, of which nothing is known
             return None
         number = sequence_nr() if step.course is not None else 0
-        if step.due:
+        if step.due and step.due[0][0] < number:
             self.pass_on(step, number)
             if step.over:  # waiting for room lets go of the lock: another thread has ended it
                 return None
-        kept_bytes = step.kept_bytes(tensor, recognise(tensor, self._sizes, self._chains, casts=False))
+        seen = recognise(tensor, self._sizes, self._chains, casts=False)
+        if seen is WEIGHT or seen is SMALL:
+            return as_it_is(tensor)
+        kept_bytes = step.kept_bytes(tensor, seen)
         if kept_bytes < 0:
             if kept_bytes == DEPARTS:
                 self.turn(step)

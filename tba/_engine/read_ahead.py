@@ -36,6 +36,7 @@ from .._transfer.mover import Mover
 from .pending import Pending
 from .write_behind import WriteBehind
 
+_NOTHING_LACKS = 1 << 62
 _MAX_WALKS = 16  # backward passes that may run interleaved (threads, pipeline stages) and still be told apart
 
 
@@ -50,6 +51,7 @@ class ReadAhead:
     def __init__(self, *, mover: Mover, write_behind: WriteBehind, pending: Pending, planner: Planner | None) -> None:
         self.records: OrderedDict[int, weakref.ref[Record]] = OrderedDict()  # the oldest is found at once, always
         self.remains: deque[Remains] = deque()
+        self._next_at_bytes = _NOTHING_LACKS  # in memory, at which more can be read
         self._mover = mover
         self._write_behind = write_behind
         self._ledger = write_behind.ledger
@@ -66,6 +68,14 @@ class ReadAhead:
     def nbytes(self) -> int:
         """Bytes that count for the budget now."""
         return self._ledger.read_back_bytes
+
+    def meet(self) -> None:
+        """Note that another backward asks from now on."""
+        self._next_at_bytes = _NOTHING_LACKS
+
+    def may_go_on(self) -> bool:
+        """Whether enough memory is free by now to read on, or something has come for a device."""
+        return self._ledger.in_memory_bytes <= self._next_at_bytes or bool(self._arriving)
 
     def ask(self, record: Record, task: int) -> bool:
         """Note that backward (graph task `task`) asks for a record; False if it has asked before."""
@@ -97,13 +107,17 @@ class ReadAhead:
         if self._arriving:
             self._start_second_legs()
         walk = self._walks.get(task)
-        if walk is None or not self.records:
-            return
+        if walk is not None and self.records:
+            lacks_bytes = self._read(walk, current)
+            self._next_at_bytes = self._ledger.in_memory_bytes - lacks_bytes
+
+    def _read(self, walk: Walk, current: Record | None) -> int:
+        """Read on along a walk; returns the bytes that lack for the next read, or at least one."""
         budget_bytes = self._ledger.read_bytes
-        full = self._members and self.nbytes + read_burst_bytes(budget_bytes) > budget_bytes
+        lacks_bytes = self.nbytes + read_burst_bytes(budget_bytes) - budget_bytes if self._members else 0
         # Nobody else could make room.
-        if full and len(self._used_up) == (current is not None and current.number in self._used_up):
-            return
+        if lacks_bytes > 0 and len(self._used_up) == (current is not None and current.number in self._used_up):
+            return lacks_bytes
         lowest = next(iter(self.records))
         while (number := walk.peek(lowest)) is not None:
             record = self._record(number)
@@ -111,14 +125,15 @@ class ReadAhead:
                 walk.take()
                 continue
             if not self._make_room(record, current, budget_bytes, evict_unused=False):
-                return
+                return max(1, self.nbytes + record.nbytes - budget_bytes)
             walk.take()
             tracer = interrupts.tracer()
             try:
                 self._bring(record, asked=False)
             except RuntimeError as error:  # OffloadError, or no memory: the unpack that asks for it will say so
                 interrupts.pass_on(error, tracer)
-                return
+                return 1
+        return _NOTHING_LACKS  # until something else is asked for
 
     def go_on(self, task: int, step_number: int) -> None:
         """Go on reading, as backward (graph task `task`) asks for something that has no record.

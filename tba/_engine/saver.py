@@ -197,6 +197,8 @@ class Saver(ForkAware):
                 return self._packing.keep(tensor, tensor.numel() * tensor.itemsize, "CUDA graph capture")
             if (step.task != -1 or step.begun_s is None) and current_graph_task_id() == -1:
                 step = self._begin_step(step)
+            if step.mode in LIGHT and (packed := self._packing.pass_light(tensor, step)) is not None:
+                return packed
             return self._packing.pack(tensor, step)
 
     def _keep_aside(self, tensor: Tensor) -> Packed:
@@ -223,11 +225,14 @@ class Saver(ForkAware):
             if type(first) is Shell:
                 return first.around(second, self.unpack, asker)
             step = self.steps.current
-            if (step.task == -1 or step.course is not None or self.recorder.trace is not None) and not self.dead:
+            looks = step.task == -1 or (step.course is not None and next(step.looks))
+            if (looks or self.recorder.trace is not None) and not self.dead:
                 self._ask_passed(current_graph_task_id())
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(sizes(first))}", first._version, second)
-            if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
+            if (first.requires_grad or type(packed) is Detached) and goes_to_code(
+                current_graph_task_id(), asker, alike=step.mode in LIGHT
+            ):
                 return kept_for_code(packed, shared=self.derivations is not None)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot
         if self.came_back() and not (self.derivations is not None and self.derivations.compares_here):
@@ -256,7 +261,10 @@ class Saver(ForkAware):
     def _ask_passed(self, task: int) -> None:
         if task != -1 and not self.came_back():
             try:
-                with quiet():
+                if dispatch_mode_count() or function_mode_count():
+                    with quiet():
+                        self._unpacking.passed(task)
+                else:
                     self._unpacking.passed(task)
             except BaseException as error:
                 self.left_by(error)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
+from itertools import cycle
 from typing import Any
 
 from torch import Tensor
@@ -59,6 +60,7 @@ _NEXT = {
 
 MOVES, DEPARTS = -1, -2  # in the place of the bytes that stay with a tensor
 _UNKNOWN = (-1, 0)
+_LOOKS = 64  # of a step
 
 
 class Step:
@@ -82,6 +84,8 @@ class Step:
         kind: of step, that is followed or written down.
         course: what the step follows, or has followed until it turned.
         due: tensors that stay whose operators may still be running: autograd's sequence number, what was packed, bytes.
+        looks: next(looks) tells, of a tensor that backward asks for and that has no record, whether it is one of the
+            few at which the engine looks around. There are as many of them whatever the number of tensors.
         counted_bytes: of all memory that was saved while it was looked at.
         passed_bytes: let stay without a record.
         countable: where steps are counted, whether each tensor has told where its memory is.
@@ -98,6 +102,7 @@ class Step:
         self.kind: object = None
         self.course: Course | None = None
         self.due: deque[tuple[int, tuple[Any, ...], int]] = deque()
+        self.looks = cycle((True,))
         self.counted_bytes = self.passed_bytes = 0
         self.countable = fitted_bytes is not None
         self._fitted_bytes = fitted_bytes or 0
@@ -153,6 +158,7 @@ class Step:
             self._notes = Notes(self._sizes)
         else:
             self.course = Course(entries, self._sizes.storage_bytes)
+            self.looks = cycle((True, *[False] * (len(entries) // _LOOKS)))
 
     def turn(self) -> None:
         """Have the full hooks take over, for the rest of the step. What was begun to be written down is given up."""

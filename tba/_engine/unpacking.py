@@ -69,7 +69,6 @@ class Unpacking:
         self._read_ahead = read_ahead
         self._steps = steps
         self._readings = readings
-        self._held_bytes = -1  # when reading went on last: where no memory has been freed since, it cannot again
         self._planner = planner
         self._packing = packing
 
@@ -125,12 +124,11 @@ class Unpacking:
 
     def _read_on(self, step: Step, task: int) -> None:
         """Read on in a step of which some stays without a record, where that has made room."""
-        self._packing.pass_on(step, None)
+        if step.due:
+            self._packing.pass_on(step, None)
         if self._planner is not None:
             self._planner.asked(None)
-        held_bytes = self._write_behind.ledger.passed_bytes + self._write_behind.ledger.held_bytes
-        if held_bytes != self._held_bytes:
-            self._held_bytes = held_bytes
+        if self._read_ahead.may_go_on():
             self._read_ahead.go_on(task, step.first_number)
 
     def _meet(self, task: int) -> Step:
@@ -138,6 +136,7 @@ class Unpacking:
         step, mover = self._steps.current, self._mover
         if task not in (-1, step.task):
             step.ask(task)
+            self._read_ahead.meet()
             backward.begins()
             self._readings.look_at_caches()
         if self._read_ahead.remains or self._landing.unconfirmed or mover.ended or mover.copies.count:

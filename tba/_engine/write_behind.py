@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from .._config import OffloadConfig
@@ -66,10 +67,11 @@ class WriteBehind:
         """Count bytes that stay without a record, as long as their graph has them."""
         self.ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached)
 
-    def let_pass(self, packed: tuple[Any, ...], nbytes: int) -> None:
-        """Count them, as their operator has finished, and wait if they are too much."""
-        self.ledger.keep(packed[0], nbytes, shared=type(packed) is not Detached, awaited=True)
-        self._make_room(False)
+    def let_pass(self, finished: Iterable[tuple[int, tuple[Any, ...], int]]) -> None:
+        """Count what their operators have finished (as `Step.due`), and wait if it is too much."""
+        self.ledger.keep_awaited((packed[0], nbytes, type(packed) is not Detached) for _, packed, nbytes in finished)
+        if self.members or self._mover.staging.bytes:
+            self._make_room(False)
 
     def tell_progress(self) -> None:
         """Say how far a long first micro-batch has come. Call it for each record that is saved or asked for."""

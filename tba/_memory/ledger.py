@@ -17,7 +17,7 @@ Wants the engine's lock held.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -133,7 +133,6 @@ class Ledger:
     def await_operator(self, nbytes: int) -> None:
         """Count what stays without a record until its operator has finished (`keep`)."""
         self.due_bytes += nbytes
-        self._note_plain(self.passed_bytes)
 
     def recompute(self, graph: object, nbytes: int) -> None:
         """Count what a block would have saved that runs again, for as long as its graph lives."""
@@ -157,18 +156,23 @@ class Ledger:
         """Count a record that read-ahead has in memory; below 0, one that it has no longer."""
         self.read_back_bytes += nbytes
 
-    def keep(self, tensor: Tensor, nbytes: int, *, shared: bool, awaited: bool = False) -> None:
-        """Count a tensor that stays without a record while it lives; one that the program may own too, in this step.
+    def keep_awaited(self, finished: Iterable[tuple[Tensor, int, bool]]) -> None:
+        """Count what was awaited, each as `keep` does: (tensor, bytes, whether the program may own it too)."""
+        for tensor, nbytes, shared in finished:
+            self.due_bytes -= nbytes
+            (self._passed_shared if shared else self._passed).add(tensor, nbytes)
+            if nbytes > self._step_largest_bytes:
+                self._meet(nbytes)
+        passed_bytes = self.passed_bytes
+        self._note_plain(passed_bytes)
+        self._note_held(passed_bytes)
 
-        `awaited`: it was counted until its operator had finished.
-        """
+    def keep(self, tensor: Tensor, nbytes: int, *, shared: bool) -> None:
+        """Count a tensor that stays without a record while it lives; one that the program may own too, in this step."""
         (self._passed_shared if shared else self._passed).add(tensor, nbytes)
         self._meet(nbytes)
         passed_bytes = self.passed_bytes
-        if awaited:
-            self.due_bytes -= nbytes  # so the sum cannot have risen
-        else:
-            self._note_plain(passed_bytes)
+        self._note_plain(passed_bytes)
         self._note_held(passed_bytes)
 
     def sent(self, nbytes: int) -> None:
@@ -206,11 +210,17 @@ class Ledger:
     @property
     def passed_bytes(self) -> int:
         """Bytes kept without a record; counted under a budget that was set, as free memory lacks them already."""
-        return self._passed.nbytes + self._passed_shared.nbytes
+        own, shared = self._passed, self._passed_shared
+        if own.gone:
+            own.settle()
+        if shared.gone:
+            shared.settle()
+        return own.nbytes + shared.nbytes
 
     @property
     def graphs_live(self) -> bool:
         """Whether a graph lives that keeps something without a record which the program does not own."""
+        self._passed.settle()
         return self._passed.nbytes > 0
 
     @property
@@ -221,6 +231,7 @@ class Ledger:
     @property
     def plain_bytes(self) -> int:
         """Bytes that saved tensors would hold now if none was moved, compressed or recomputed."""
+        self._recomputed.settle()
         return self.passed_bytes + self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
 
     @property
@@ -293,6 +304,8 @@ class Ledger:
             self._note_plain(passed_bytes)  # it may have fallen
 
     def _note_plain(self, passed_bytes: int) -> None:
+        if self._recomputed.gone:
+            self._recomputed.settle()
         nbytes = passed_bytes + self.due_bytes + self._recorded_bytes + self._recomputed.nbytes
         if nbytes > self._plain_peak_bytes:
             self._plain_peak_bytes = nbytes

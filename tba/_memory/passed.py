@@ -15,24 +15,29 @@ class _Reference(weakref.ref[Any]):
 
 
 class Passed:
-    """Sum of the bytes of objects, as long as they live. The engine's lock guards it."""
+    """Sum of the bytes of objects, as long as they live. The engine's lock guards it.
+
+    Attributes:
+        nbytes: the sum; `settle` first, if anything is `gone`.
+        gone: weak references to what has died since.
+    """
+
+    __slots__ = ("_alive", "gone", "nbytes")
 
     def __init__(self) -> None:
-        self._nbytes = 0
+        self.nbytes = 0
+        self.gone: deque[weakref.ref[Any]] = deque()
         self._alive: dict[int, _Reference] = {}  # by id; a weak reference that dies first tells nothing
-        self._gone: deque[weakref.ref[Any]] = deque()
 
     def add(self, held: object, nbytes: int) -> None:
         """Add the bytes of an object that a graph holds."""
-        reference = _Reference(held, self._gone.append)
+        reference = _Reference(held, self.gone.append)
         reference.nbytes = nbytes
         self._alive[id(reference)] = reference
-        self._nbytes += nbytes
+        self.nbytes += nbytes
 
-    @property
-    def nbytes(self) -> int:
-        """The sum."""
-        while self._gone:
-            reference = self._alive.pop(id(self._gone.popleft()))
-            self._nbytes -= reference.nbytes
-        return self._nbytes
+    def settle(self) -> None:
+        """Take off what has died."""
+        gone, alive = self.gone, self._alive
+        while gone:
+            self.nbytes -= alive.pop(id(gone.popleft())).nbytes

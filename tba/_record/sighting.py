@@ -127,7 +127,7 @@ def recognise(
     if kind is not plain and is_parameter(tensor):
         return WEIGHT
     base = tensor._base
-    if base is not None and is_parameter(base):
+    if base is not None and (type(base) is nn.Parameter or is_parameter(base)):
         return WEIGHT
     if kind is not plain:
         return WEIGHT if chains.lead_to_parameter(tensor) else ODD

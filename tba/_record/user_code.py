@@ -53,20 +53,24 @@ class _Looks(threading.local):
 
 _looks = _Looks()
 _operators: set[type] = set()  # types of PyTorch's own nodes, which live as long as the process
+_found = threading.Event()  # a node of another type, ever
 
 
-def goes_to_code(task: int, asker: FrameType | None) -> bool:
+def goes_to_code(task: int, asker: FrameType | None, *, alike: bool = False) -> bool:
     """Whether a program's own code asks for a tensor, in backward (graph task `task`) or outside it (-1).
 
     That is the backward of a custom Function, including compiled code, or code that reads `y.grad_fn._saved_self`.
     `asker` is the innermost Python frame outside the hook. The node would tell too, but inspecting every node makes a
     graph of 100,000 nodes crash when it is freed (`nodes`). So Functions written in C++, which have no frame, are found
-    only among the first `_LOOKS` nodes of a backward.
+    only among the first `_LOOKS` nodes of a backward, and not looked for where the step does as one before it did
+    (`alike`) and none has ever been found.
     """
     if task == -1:
         return True
     if asker is not None and asker.f_code is not run_backward:
         return not is_for_operators(asker)
+    if alike and not _found.is_set():
+        return False
     if _looks.task != task:
         _looks.task, _looks.left = task, _LOOKS
     if not _looks.left:
@@ -78,6 +82,7 @@ def goes_to_code(task: int, asker: FrameType | None) -> bool:
     if is_operator(kind):
         _operators.add(kind)
         return False
+    _found.set()
     return True
 
 

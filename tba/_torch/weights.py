@@ -25,6 +25,8 @@ from .private import innermost, is_operator, is_wrapper
 MARK: Final = "_tba_mark"
 WEIGHT: Final = object()
 
+_COMMON: Final = (nn.Parameter, Tensor)  # nearly all weights: no wrapper subclass, not lazy
+
 _MAX_CHAIN = 8  # no chain of views and casts of a weight that we have seen is longer than four
 _VIEWS_AND_CASTS: Final = frozenset(
     f"{name}Backward{number}"
@@ -82,11 +84,19 @@ def _comes_from_parameter(tensor: Tensor) -> bool:
 
 
 def mark_weights(model: nn.Module) -> None:
-    """Mark the storages of the model's parameters and buffers. Repeated every step, because storages are replaced."""
-    for tensors in (model.parameters(), model.buffers()):
-        for tensor in tensors:
-            if is_lazy(tensor):  # it has no memory yet
+    """Mark the storages of the model's parameters and buffers. Repeated every step, because storages are replaced.
+
+    By a walk of its own: `parameters()` and `buffers()` take some ten calls a module.
+    """
+    modules, met = [model], {id(model)}
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None or (not (common := type(tensor) in _COMMON) and is_lazy(tensor)):  # it has no memory yet
                 continue
-            for inner in innermost(tensor):
+            for inner in (tensor,) if common else innermost(tensor):
                 if type(inner.data) is Tensor and inner.layout is torch.strided and inner.device.type != "meta":
                     setattr(inner.untyped_storage(), MARK, WEIGHT)
+        for child in module._modules.values():
+            if child is not None and id(child) not in met:
+                met.add(id(child))
+                modules.append(child)

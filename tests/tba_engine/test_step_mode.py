@@ -182,3 +182,12 @@ def test_without_a_step_that_fitted_nothing_is_counted_on() -> None:
     step = Step(0, 0, SIZES, None)
     step.count()
     assert step.mode is FULL
+
+
+@pytest.mark.parametrize("entries", [1, 10, 640, 10_000])
+def test_a_step_that_follows_looks_around_at_few_of_what_backward_asks(entries: int) -> None:
+    step = Step(0, 0, SIZES, None)
+    step.follow("kind", [Entry(256, False, 256, number, 0) for number in range(entries)])
+    looks = [next(step.looks) for _ in range(entries)]
+    assert looks[0]
+    assert min(entries, 32) <= sum(looks) <= 65
