@@ -304,6 +304,13 @@ def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
     return torch.frombuffer(leased, dtype=torch.uint8 if leased.nbytes % dtype.itemsize else dtype)
 
 
+def active_device() -> torch.device:
+    """The device that is current on this thread."""
+    found = active()
+    assert found is not None
+    return torch.device(found[0], found[1].current_device())
+
+
 def finish() -> None:
     """Wait for every copy in flight, so that host memory may go back to the system."""
     for stream in list(_streams.values()):
