@@ -12,8 +12,8 @@ Guarantees:
    device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place while being
    written serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
-6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are in flight; else `settle` collects those
-   that have ended.
+6. `settle` collects the comparisons that a device has ended. If more than `_MOST_WAITING` are in flight (`crowded`),
+   forward waits, after its hook has let go of the lock.
 
 Forward pays for one more run of each derived tensor's operator, and a comparison. If that costs the step more than
 moving the tensor, and only time depends on it, the tensor is moved (`worth`).
@@ -148,7 +148,7 @@ class Derivations:
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
         """Finish the comparisons that a device has completed, or all: (pending record, whether its bytes went)."""
         settled: list[tuple[Record, bool]] = []
-        while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
+        while self.waiting and (wait or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
             record = entry.record()
             if record is None:
@@ -198,6 +198,11 @@ class Derivations:
         tensor = restore(record, view)
         record.keep_decoded(*decoded or (None,))
         return tensor
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more comparisons are in flight than should be."""
+        return len(self.waiting) > _MOST_WAITING
 
     @property
     def compares_here(self) -> bool:

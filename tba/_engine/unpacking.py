@@ -91,7 +91,7 @@ class Unpacking:
                 return peeked
             self._meet(task)
             if self._compressor is not None and self._pending.waits:
-                self._pending.settle(wait=True)
+                self._pending.settle(wait=self._compressor.lossy)
             if not record.asks:
                 self._mover.pressure.moved(record.nbytes)
             if self._planner is not None and task != -1:
