@@ -288,6 +288,13 @@ def fetch(flag: Tensor) -> tuple[Tensor, Any]:
     return host, there
 
 
+def stamp(stream: Any) -> Any:
+    """Have a device note when it comes here on a stream. `elapsed_time` tells the milliseconds to a later one."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
 def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
     """Make a tensor over bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes]."""
     raw = torch.empty(0, dtype=torch.uint8, device=source.device)

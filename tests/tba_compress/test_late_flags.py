@@ -118,3 +118,20 @@ def test_backward_waits_for_no_comparison_of_an_exact_preset(strict: Card, scrat
         assert offload.stats().derived_bytes > 0
         del loss
         assert offload.stats().live_records == 0
+
+
+def test_derivations_that_take_a_device_too_long_are_given_up(
+    strict: Card, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba._transfer.cost.Cost.per_byte_s", 1e-9)  # of what moves
+    derived = [0]
+    with engine(scratch, compress="exact") as offload:
+        for _ in range(8):
+            leaf = torch.randn(64, 64, requires_grad=True)
+            with offload:
+                loss = derivable(leaf, 6)
+            offload.flush()
+            loss.backward()
+            derived.append(offload.stats().derived_bytes)
+        assert derived[1] > 0
+        assert derived[-1] == derived[-2], "what the device took was not noted"
