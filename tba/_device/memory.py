@@ -34,7 +34,7 @@ def figures(device: torch.device) -> Figures:
     statistics = module.memory_stats_as_nested_dict(device)
 
     def of(kind: str, which: str = "current") -> int:
-        return int(statistics[f"{kind}_bytes"]["all"][which]) if statistics else 0
+        return int(statistics.get(f"{kind}_bytes", {}).get("all", {}).get(which, 0))
 
     fraction = function(device.type, "get_per_process_memory_fraction")
     allowed = int(driver_total * (fraction(device) if fraction is not None else 1.0))
