@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from .._errors import UnsupportedTensor
 from .._kernels.bits import pack, packed_count, unpack
+from .._kernels.grouped import DEVICE_BLOCK
 from .codec import Codec, Packed, Pending, Properties, check_packed, verbatim, view_as
 from .strided import Spec, Target, flat
 
@@ -25,7 +26,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 # out nearly as many for a tenth of the time, as each operator takes some microseconds.
 _LOOK = 4096
 _GLANCE = 16
-_BLOCK = 1 << 20  # elements at a time, so that no temporary is as large as the tensor
+_CPU_BLOCK = 1 << 20  # elements at a time, so that no temporary is as large as the tensor; see `DEVICE_BLOCK`
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class DisguisedBf16(Verbatim):
         bits = values.view(torch.int32)
         if not bits.numel() or (bits.device.type == "cpu" and bool((bits[:_LOOK] & 0xFFFF).any())):
             return Pending(None, lambda _: verbatim(values, spec), verbatim=True)
-        flag = torch.stack([(block & 0xFFFF).amax() for block in bits.split(_BLOCK)]).amax()
+        flag = torch.stack([(block & 0xFFFF).amax() for block in bits.split(_block(bits))]).amax()
         return Pending(flag, lambda rest: verbatim(values, spec) if rest else Packed(spec, "upper", (_upper(bits),)))
 
     def _takes(self, dtype: torch.dtype) -> bool:
@@ -206,10 +207,14 @@ class DisguisedBf16(Verbatim):
         bits.bitwise_left_shift_(16)
 
 
+def _block(bits: Tensor) -> int:
+    return _CPU_BLOCK if bits.device.type == "cpu" else DEVICE_BLOCK
+
+
 def _upper(bits: Tensor) -> Tensor:
     """The upper 16 bits of each int32, as bytes."""
     upper = bits.new_empty(bits.numel(), dtype=torch.int16)
-    for source, half in zip(bits.split(_BLOCK), upper.split(_BLOCK), strict=True):
+    for source, half in zip(bits.split(_block(bits)), upper.split(_block(bits)), strict=True):
         half.copy_(source >> 16)
     return upper.view(torch.uint8)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Literal
@@ -127,7 +128,7 @@ class Quantized(Codec):
             return Pending(None, lambda _: packed)
         scales, codes = buffer[: 4 * scheme.groups(count)].view(torch.float32), buffer[4 * scheme.groups(count) :]
         noise = Noise(key, scheme.groups(count) * self.group, values.device) if self.rounding == "stochastic" else None
-        _kernels(values, scheme).encode(values, scheme, noise, scales, codes)
+        _run("encode", values, scheme, values, scheme, noise, scales, codes)
         # NaN and infinity make their group's scale NaN or infinite, so one comparison finds them all.
         flag = scales.amax() < self._limit(spec.dtype)
         return Pending(flag, lambda fine: packed if fine else verbatim(flat(tensor), spec))
@@ -141,7 +142,7 @@ class Quantized(Codec):
         scheme, count = self._scheme(spec), self._count(spec)
         if count:
             scales, codes = buffer[: 4 * scheme.groups(count)], buffer[4 * scheme.groups(count) :]
-            _kernels(target.flat, scheme).decode(codes, view_as(scales, torch.float32), scheme, target.flat)
+            _run("decode", target.flat, scheme, codes, view_as(scales, torch.float32), scheme, target.flat)
         return target.tensor()
 
     def _limit(self, dtype: torch.dtype) -> float:
@@ -177,6 +178,11 @@ class Quantized(Codec):
         return Scheme(_LEVELS[self.kind], self.group, columns, self.rotate)
 
 
+_LIBRARIES = {"cuda": "triton", "cpu": "numba"}
+_LACKS = (torch.OutOfMemoryError, MemoryError)
+_failed: set[str] = set()  # kinds of device for which nothing can be compiled
+
+
 @functools.cache
 def _fused(library: str) -> ModuleType | None:
     """Import our kernels for triton or numba; None if that library is missing or does not work here."""
@@ -188,8 +194,26 @@ def _fused(library: str) -> ModuleType | None:
     return importlib.import_module(f".._kernels.{library}_kernels", __package__)
 
 
+def _run(name: str, values: Tensor, scheme: Scheme, *arguments: object) -> None:
+    """Call `encode` or `decode` of the kernels for these values; of `grouped` from when triton's cannot be compiled."""
+    kernels = _kernels(values, scheme)
+    try:
+        getattr(kernels, name)(*arguments)
+    except Exception as error:  # of a compiler: no C compiler, no headers of Python's, a device that it does not know
+        if kernels is grouped or _LIBRARIES[values.device.type] != "triton" or isinstance(error, _LACKS):
+            raise
+        _failed.add(values.device.type)
+        warnings.warn(
+            f"triton cannot compile here ({error}): PyTorch's kernels take its place, slower and with the same bits. "
+            "Triton needs a C compiler (gcc, or what CC names) and Python's headers",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        getattr(grouped, name)(*arguments)
+
+
 def _kernels(values: Tensor, scheme: Scheme) -> ModuleType:
     """The module whose `encode` and `decode` apply."""
-    library = {"cuda": "triton", "cpu": "numba"}.get(values.device.type)
+    library = None if values.device.type in _failed else _LIBRARIES.get(values.device.type)
     fused = _fused(library) if library else None
     return fused if fused is not None and fused.supports(scheme, values.dtype) else grouped

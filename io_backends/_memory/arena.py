@@ -10,7 +10,8 @@ Guarantees, beyond those of `BufferPool`:
    also after `close` and in a finalizer.
 2. A segment that cannot be pinned is used unpinned. The first time there is a warning. Every later segment is tried
    anew, because a limit may be temporary.
-3. A forked child neither unpins nor touches the device.
+3. A forked child neither unpins nor touches the device, and finds zeros in the segments: their pages stay the parent's.
+   Else every fork copies what is pinned, or on Linux before 5.9 parts it from what the device writes to.
 
 This module knows no device: the functions that pin and unpin are arguments.
 """
@@ -20,12 +21,14 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 
 from . import numa
 from .pool import SEGMENT_BYTES, BufferPool, Mapping, address_of
+
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK, from Linux 4.14 on. Not DONTFORK: a child would later unmap what others put there
 
 
 class HostArena(BufferPool):
@@ -39,6 +42,7 @@ class HostArena(BufferPool):
         unregister: undoes it for what began at `address`.
         node: memory node for the pages (see `device_node`), or None for the program's.
         allocate: returns page-aligned pinned memory instead of all that; it is freed with its last view.
+        beside: arenas that share the budget, this one among them; not two of them lease at once.
     """
 
     _gives_back = False  # pinned pages are in memory from the start
@@ -54,8 +58,9 @@ class HostArena(BufferPool):
         unregister: Callable[[int], None] | None = None,
         node: int | None = None,
         allocate: Callable[[int], memoryview] | None = None,
+        beside: Iterable[BufferPool] = (),
     ) -> None:
-        super().__init__(alignment, segment_bytes, budget_bytes=budget_bytes)
+        super().__init__(alignment, segment_bytes, budget_bytes=budget_bytes, beside=beside)
         self._register = register
         self._unregister = unregister
         self._node = node
@@ -80,6 +85,8 @@ class HostArena(BufferPool):
         address = address_of(memory)
         if self._node is not None:
             numa.bind(address, nbytes, self._node)
+        with suppress(OSError):  # an older kernel
+            mapping.madvise(_WIPE_ON_FORK)
         try:
             self._register(address, nbytes)
             mapping.before_unmap = partial(_unpin, self._unregister, address, os.getpid())

@@ -172,6 +172,7 @@ class BufferPool:
         segment_bytes: how much to map at once, unless a lease needs more; rounded up to whole pages.
         budget_bytes: most that segments may take together, rounded down to whole pages; None for no limit.
         idle_bytes: most that may stay in memory for future leases; None for no limit.
+        beside: pools that share the budget, this one among them; not two of them lease at once.
     """
 
     _gives_back = hasattr(mmap, "MADV_DONTNEED")
@@ -184,6 +185,7 @@ class BufferPool:
         *,
         budget_bytes: int | None = None,
         idle_bytes: int | None = None,
+        beside: Iterable[BufferPool] = (),
     ) -> None:
         if alignment < 1 or _HUGE_PAGE_BYTES % alignment:
             raise ValueError(f"an alignment must divide a huge page of {_HUGE_PAGE_BYTES} bytes, got {alignment}")
@@ -193,6 +195,7 @@ class BufferPool:
         self.budget_bytes = None if budget_bytes is None else budget_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         self._idle_bytes = None if idle_bytes is None else max(idle_bytes, _HUGE_PAGE_BYTES)
         self._segment_bytes = align_up(segment_bytes, mmap.PAGESIZE)
+        self._beside = beside
         self._segments: list[_Segment] = []
         self._ended: deque[_End] = deque()
         self._live: dict[int, _End] = {}  # keeps the weak references themselves alive
@@ -247,7 +250,7 @@ class BufferPool:
     @property
     def retains(self) -> bool:
         """Whether copies of a device still use leases that nobody else has: their end makes room."""
-        return any(self._retained.values())
+        return any(any(pool._retained.values()) for pool in self._beside or (self,))
 
     def trim(self, *, all_idle: bool = False) -> None:
         """Once per step: give back segments that no lease has used for some calls, or all unused ones if `all_idle`."""
@@ -363,11 +366,17 @@ class BufferPool:
         if self.budget_bytes is None:
             return wanted
         used = sum(segment.memory.nbytes for segment in self._segments if segment.extents.used_bytes)
-        if self.budget_bytes - used < nbytes:
+        others = [pool for pool in self._beside if pool is not self]
+        left = self.budget_bytes - sum(pool.mapped_bytes for pool in others)
+        if others and left - used < nbytes:
+            for pool in others:
+                pool.trim(all_idle=True)
+            left = self.budget_bytes - sum(pool.mapped_bytes for pool in others)
+        if left - used < nbytes:
             raise StoreFull(
-                f"a lease of {nbytes} bytes does not fit: the pool's budget is {self.budget_bytes} bytes, {used} of "
-                "them in segments on lease; raise the budget or drop leases"
+                f"a lease of {nbytes} bytes does not fit: the pool's budget is {self.budget_bytes} bytes, "
+                f"{self.budget_bytes - left + used} of them in segments on lease; raise the budget or drop leases"
             )
-        if self.budget_bytes - self.mapped_bytes < nbytes:  # all unused segments are too small: drop them
+        if left - self.mapped_bytes < nbytes:  # all unused segments are too small: drop them
             self._segments = [segment for segment in self._segments if segment.extents.used_bytes]
-        return min(wanted, self.budget_bytes - self.mapped_bytes)
+        return min(wanted, left - self.mapped_bytes)

@@ -189,6 +189,8 @@ class Compressor:
                 continue
             entry.there.synchronize()
             record.examine(False)
+            if record.state is not PENDING:  # backward has had it
+                continue
             if record.alias is not None and not record.is_edited() and not record.was_moved():
                 try:
                     with streams.on(record.stream):

@@ -12,8 +12,8 @@ Guarantees:
    device has said whether a lossy codec packed it (`awaits`). Exception: a source that is edited in place while being
    written serves if the write has ended before.
 5. No derivation uses a tensor that is known to have been edited between being saved and being used.
-6. Forward waits for a device only if more than `_MOST_WAITING` comparisons are in flight; else `settle` collects those
-   that have ended.
+6. `settle` collects the comparisons that a device has ended. If more than `_MOST_WAITING` are in flight (`crowded`),
+   forward waits, after its hook has let go of the lock.
 
 Forward pays for one more run of each derived tensor's operator, and a comparison. If that costs the step more than
 moving the tensor, and only time depends on it, the tensor is moved (`worth`).
@@ -61,8 +61,16 @@ class _Comparison(NamedTuple):
     record: weakref.ref[Record]
     recipe: Recipe
     known: tuple[int, Hashable] | None  # place and signature, for `_wrong`; None if the outcome depends on values
+    place: int  # in the step
+    stamps: tuple[Any, ...]  # of the device: before the recipe, after it, after the comparison; () if nobody asks
     differs: Tensor  # on the host, or being copied there
     there: Any  # event
+
+    def note(self, worth: Worth, nbytes: int) -> None:
+        """Note what the device took, once it is over."""
+        if self.stamps:
+            begun, ran, compared = self.stamps
+            worth.note(self.place, nbytes, begun.elapsed_time(ran) * 1e-3, ran.elapsed_time(compared) * 1e-3)
 
 
 class Derivations:
@@ -121,12 +129,14 @@ class Derivations:
         begun_s, tracer = clock.current.now_s(), interrupts.tracer()
         try:
             with streams.on(record.stream):
+                stamps = self._stamp((), record)
                 settled, made = found.settled(_holding(record.nbytes // _LEAST_GAIN))
-                made_s = clock.current.now_s()
+                made_s, stamps = clock.current.now_s(), self._stamp(stamps, record)
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
                     record.examine(True)
-                    self.waiting.append(_Comparison(record.ref, settled, known, *streams.fetch(differs)))
+                    stamps, flag = self._stamp(stamps, record), streams.fetch(differs)
+                    self.waiting.append(_Comparison(record.ref, settled, known, place, stamps, *flag))
                     return None
         except OffloadError:  # an operand could not be read back, which says nothing about the recipe
             known, differs = None, True
@@ -148,7 +158,7 @@ class Derivations:
     def settle(self, *, wait: bool) -> list[tuple[Record, bool]]:
         """Finish the comparisons that a device has completed, or all: (pending record, whether its bytes went)."""
         settled: list[tuple[Record, bool]] = []
-        while self.waiting and (wait or len(self.waiting) > _MOST_WAITING or self.waiting[0].there.query()):
+        while self.waiting and (wait or self.waiting[0].there.query()):
             entry = self.waiting.popleft()
             record = entry.record()
             if record is None:
@@ -158,8 +168,14 @@ class Derivations:
                 continue
             entry.there.synchronize()
             differs = bool(entry.differs) or record.is_edited() or record.was_moved()
+            if not differs:
+                entry.note(self._worth, record.nbytes)
             settled.append((record, self._end(record, entry.recipe, entry.known, differs=differs)))
         return settled
+
+    def _stamp(self, stamps: tuple[Any, ...], record: Record) -> tuple[Any, ...]:
+        """Add one, if a device computes and what it takes is to be noted."""
+        return stamps if record.stream is None or not self._worth.leaves else (*stamps, streams.stamp(record.stream))
 
     def _end(self, record: Record, found: Recipe, known: tuple[int, Hashable] | None, *, differs: bool) -> bool:
         """After a comparison: drop the record's bytes unless they differ. Return whether they went."""
@@ -198,6 +214,11 @@ class Derivations:
         tensor = restore(record, view)
         record.keep_decoded(*decoded or (None,))
         return tensor
+
+    @property
+    def crowded(self) -> bool:
+        """Whether more comparisons are in flight than should be."""
+        return len(self.waiting) > _MOST_WAITING
 
     @property
     def compares_here(self) -> bool:

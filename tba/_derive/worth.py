@@ -27,6 +27,7 @@ class Worth:
     Attributes:
         steps: how many have ended.
         derive_s, derived_bytes: cost of the last step's derivations, and the bytes they gave.
+        leaves: whether a derivation that does not pay is dropped, so that its cost is to be noted.
     """
 
     def __init__(self, *, on_disk: bool, leaves: bool) -> None:
@@ -34,7 +35,7 @@ class Worth:
         self.steps = 0
         self.derive_s, self.derived_bytes = 0.0, 0
         self._noted_s, self._noted_bytes = 0.0, 0  # of this step
-        self._leaves = leaves and on_disk
+        self.leaves = leaves and on_disk
         self._derive_s: dict[tuple[int, int], float] = {}
         self._transfer_s_per_byte: float | None = None
 
@@ -46,14 +47,14 @@ class Worth:
     def pays(self, place: int, nbytes: int) -> bool:
         """Whether to derive the tensor of this size at this place; also if a cost is not known yet."""
         derive_s = self._derive_s.get((place, nbytes))
-        if not self._leaves or derive_s is None or self._transfer_s_per_byte is None:
+        if not self.leaves or derive_s is None or self._transfer_s_per_byte is None:
             return True
         return derive_s <= nbytes * self._transfer_s_per_byte
 
     def note(self, place: int, nbytes: int, run_s: float, compare_s: float) -> None:
         """Note how long it took to run a recipe and compare its result; the last time counts."""
         derive_s = 2 * run_s + compare_s
-        if self._leaves:
+        if self.leaves:
             self._derive_s[place, nbytes] = derive_s
             if len(self._derive_s) > _MOST_PLACES:
                 del self._derive_s[next(iter(self._derive_s))]

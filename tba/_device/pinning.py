@@ -7,21 +7,24 @@ call, and segments come from its own pinned allocator.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from io_backends import HostArena, device_node, pci_address
+from io_backends import BufferPool, HostArena, device_node, pci_address
 
 _PORTABLE = 1  # for every device, not only the one that is current when it is pinned
 
 
-def make_arena(device: torch.device, budget_bytes: int, alignment: int) -> HostArena:
+def make_arena(
+    device: torch.device, budget_bytes: int, alignment: int, node: int | None = None, beside: Iterable[BufferPool] = ()
+) -> HostArena:
+    """Make an arena for the devices of a kind next to a memory node (`node_of`)."""
     if device.type == "cuda":
-        node = _node_of(device)
-        return HostArena(budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=node)
-    return HostArena(budget_bytes, alignment=alignment, allocate=_pinned_by_torch)
+        return HostArena(budget_bytes, alignment=alignment, register=_pin, unregister=_unpin, node=node, beside=beside)
+    return HostArena(budget_bytes, alignment=alignment, allocate=_pinned_by_torch, beside=beside)
 
 
 def _pinned_by_torch(nbytes: int) -> memoryview:
@@ -51,7 +54,10 @@ def _check(status: Any) -> None:
         raise
 
 
-def _node_of(device: torch.device) -> int | None:
+def node_of(device: torch.device) -> int | None:
+    """The memory node that memory for a device is placed on; None for any."""
+    if device.type != "cuda":
+        return None
     found: Any = torch.cuda.get_device_properties(device)
     try:
         return device_node(pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id))

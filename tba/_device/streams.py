@@ -288,6 +288,13 @@ def fetch(flag: Tensor) -> tuple[Tensor, Any]:
     return host, there
 
 
+def stamp(stream: Any) -> Any:
+    """Have a device note when it comes here on a stream. `elapsed_time` tells the milliseconds to a later one."""
+    event = torch.Event(stream.device, enable_timing=True)
+    event.record(stream)
+    return event
+
+
 def raw_bytes(source: Tensor, begin: int, nbytes: int) -> Tensor:
     """Make a tensor over bytes `[begin, begin + nbytes)` of the storage of `source`, uint8 [nbytes]."""
     raw = torch.empty(0, dtype=torch.uint8, device=source.device)
@@ -302,6 +309,13 @@ def host_bytes(leased: Any, dtype: torch.dtype = torch.uint8) -> Tensor:
     if isinstance(leased, Tensor):
         return leased
     return torch.frombuffer(leased, dtype=torch.uint8 if leased.nbytes % dtype.itemsize else dtype)
+
+
+def active_device() -> torch.device:
+    """The device that is current on this thread."""
+    found = active()
+    assert found is not None
+    return torch.device(found[0], found[1].current_device())
 
 
 def finish() -> None:

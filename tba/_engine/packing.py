@@ -30,7 +30,7 @@ from .._record.sighting import ODD, SMALL, WEIGHT, Chains, Sighting, Sizes, Stay
 from .._record.user_code import Detached
 from .._record.view import View, view_and_span
 from .._stats import Counters
-from .._torch.private import current_graph_task_id, gives_lengths, graph_is_kept, sequence_nr
+from .._torch.private import current_graph_task_id, gives_lengths, graph_is_kept, in_graph_pool, sequence_nr
 from .._torch.weights import mark_weights
 from .._torch.whole import Whole
 from .._transfer.mover import Mover
@@ -42,6 +42,7 @@ from .write_behind import WriteBehind
 _UNKNOWN = Saved.UNKNOWN  # by a name of its own, as the states of a record
 EMPTIED = "storage emptied before it was saved"
 OFFSETS = "offsets of jagged tensors"
+POOL = "memory of CUDA graphs"
 
 # What pack gives to autograd: a record and how to look at it; a tensor that stays, and its version; or a wrapper
 # subclass without its inner tensors, and those packed (mypy knows no recursive alias within a tuple).
@@ -253,6 +254,9 @@ class Packing:
             return self._odd(tensor, within)
         if len(view.size) == 1 and gives_lengths(tensor):
             return self.keep(tensor, nbytes, OFFSETS)
+        if not tensor.is_cpu and in_graph_pool(tensor):
+            self._whole.tell_pool()
+            return self.keep(tensor, nbytes, POOL)
         self.worth_bytes += nbytes
         if decision is not SHRINK and self._whole.keeps(sequence_nr(), nbytes):
             return self.keep(tensor, nbytes, policy.WHOLE)

@@ -6,7 +6,8 @@ Guarantees:
    kernel, which may still fill what was saved. The sequence number of autograd's nodes, per thread, tells.
 2. Then it is let go if others give it again (`derivations`), or goes through its codec, if it has one, and only then
    to `WriteBehind` or, compressed in place, nowhere.
-3. What backward wants before that goes through its codec as well: what a codec makes does not depend on timing.
+3. What backward wants before that goes through its codec as well: what a lossy codec makes does not depend on timing.
+   Under an exact preset a device's tensor stays as it is then, and backward waits for no device.
 
 Wants the engine's lock held.
 """
@@ -76,7 +77,8 @@ class Pending:
 
     def wanted(self, record: Record) -> None:
         """Keep a pending record in memory that backward asks for; its operator has finished, then."""
-        if self.compressor is not None and not self.compressor.encode(record):
+        compressor = self.compressor
+        if compressor is not None and (compressor.lossy or record.stream is None) and not compressor.encode(record):
             self.settle(wait=True, but=record)
         if self._planner is not None:
             self._planner.packed(record)

@@ -63,6 +63,7 @@ class ReadAhead:
         self._used_up: dict[int, int] = {}  # those of them that backward has had as often as it saved
         self._out: dict[int, int] = {}  # those of them that were on their way out when they were brought
         self._arriving: deque[weakref.ref[Record]] = deque()  # reads for a device, whose second leg is still to start
+        self._most_bytes: int | None = None  # to have in memory for the rest of a step that had none for more
 
     @property
     def nbytes(self) -> int:
@@ -107,13 +108,15 @@ class ReadAhead:
         if self._arriving:
             self._start_second_legs()
         walk = self._walks.get(task)
-        if walk is not None and self.records:
+        if walk is not None and self.records and self._most_bytes != 0:
             lacks_bytes = self._read(walk, current)
             self._next_at_bytes = self._ledger.in_memory_bytes - lacks_bytes
 
     def _read(self, walk: Walk, current: Record | None) -> int:
         """Read on along a walk; returns the bytes that lack for the next read, or at least one."""
         budget_bytes = self._ledger.read_bytes
+        if self._most_bytes is not None:
+            budget_bytes = min(budget_bytes, self._most_bytes)
         lacks_bytes = self.nbytes + read_burst_bytes(budget_bytes) - budget_bytes if self._members else 0
         # Nobody else could make room.
         if lacks_bytes > 0 and len(self._used_up) == (current is not None and current.number in self._used_up):
@@ -132,6 +135,7 @@ class ReadAhead:
                 self._bring(record, asked=False)
             except RuntimeError as error:  # OffloadError, or no memory: the unpack that asks for it will say so
                 interrupts.pass_on(error, tracer)
+                self._met(error)
                 return 1
         return _NOTHING_LACKS  # until something else is asked for
 
@@ -158,6 +162,7 @@ class ReadAhead:
 
     def let_go(self, current: Record) -> None:
         """Let go of all memory that can be had again, as there is too little; `current` is being asked for."""
+        self._most_bytes = self._arrived_bytes() // 2
         for reference in list(self.records.values()):
             record = reference()
             if record is None or record is current:
@@ -204,6 +209,7 @@ class ReadAhead:
         for walk in self._walks.values():
             self._orders.learn(walk)
         self._walks.clear()
+        self._most_bytes = None
         if self._ledger.limited:
             for number in list(self._members):
                 if (record := self._record(number)) is not None:
@@ -287,11 +293,26 @@ class ReadAhead:
         self._used_up.pop(number, None)
         self._out.pop(number, None)
 
+    def _arrived_bytes(self) -> int:
+        """Bytes of what counts here, less what a device has still to get."""
+        arriving = [record for reference in self._arriving if (record := reference()) is not None]
+        return self.nbytes - sum(self._members.get(record.number, 0) for record in arriving if record.read is not None)
+
+    def _met(self, error: BaseException) -> None:
+        """Meet an error of a read ahead of its time: where memory is lacking, no more of it is taken in this step.
+
+        An allocator that finds no memory waits for the device and gives back all that it keeps: not at every tensor.
+        """
+        if shortage.lacks_memory(error):
+            self._most_bytes = self._arrived_bytes()
+
     def _start_second_legs(self) -> None:
         while self._arriving:
             record = self._arriving[0]()
             if record is not None and record.read is not None:
                 if not record.read.done():
+                    return
+                if self._most_bytes is not None and self._arrived_bytes() + record.nbytes > self._most_bytes:
                     return
                 if record.read.error is None:  # an error is raised by the unpack that asks for this tensor
                     tracer = interrupts.tracer()
@@ -300,4 +321,5 @@ class ReadAhead:
                     except shortage.ENDS as error:  # no memory on the device now: that unpack reads it again
                         interrupts.pass_on(error, tracer)
                         self.hand_over(record)
+                        self._met(error)
             self._arriving.popleft()

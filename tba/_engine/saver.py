@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -59,6 +60,7 @@ from .._torch.modes import quiet
 from .._torch.private import current_graph_task_id, dispatch_mode_count, function_mode_count, never_compiled, sizes
 from .._transfer.build import make_mover
 from .._transfer.mover import ownership
+from .._transfer.staging import DEVICE_PERIOD_S
 from .footprint import Footprint
 from .packing import Packed, Packing, as_it_is
 from .pending import Pending
@@ -174,6 +176,8 @@ class Saver(ForkAware):
                     packed = self._pack(tensor)
             else:
                 packed = self._pack(tensor)
+            if self.derivations is not None and self.derivations.crowded:
+                self._await_comparisons(self.derivations)
             if self.mover.ended:
                 self._catch_up()
             if interrupts.kept:
@@ -200,6 +204,13 @@ class Saver(ForkAware):
             if step.mode in LIGHT and (packed := self._packing.pass_light(tensor, step)) is not None:
                 return packed
             return self._packing.pack(tensor, step)
+
+    def _await_comparisons(self, derivations: Derivations) -> None:
+        """Wait until a device has ended some of what it compares. The lock is free meanwhile, and nobody spins."""
+        while derivations.crowded and not (self.dead or interrupts.pending or streams.capturing_here()):
+            time.sleep(DEVICE_PERIOD_S)
+            with self.lock, quiet():
+                self.pending.settle(wait=False)
 
     def _keep_aside(self, tensor: Tensor) -> Packed:
         """Let a tensor stay that is saved in the midst of a change. It is counted by the next look at what has died."""

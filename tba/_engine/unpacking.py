@@ -6,8 +6,9 @@ Guarantees:
 2. Waiting for a read lets go of the engine's lock: workers take that to land, and other threads go on. (A comparison in
    pack keeps it, and so workers do not insist on having it.) Waiting for room lets go of it too, so that comes last
    of what is done with it (`ReadAhead.advance`).
-3. Where memory is lacking, what was read ahead is let go of and the record asked for once more. Then PyTorch's own
-   error is raised, as programs know it; the record is where it was.
+3. Where memory is lacking, what was read ahead is let go of, what is on its way out is waited for, PyTorch's allocator
+   gives back what it keeps, and the record is asked for once more. Then PyTorch's own error is raised, as programs know
+   it; the record is where it was.
 4. What had ended while the lock was held is landed as soon as it is let go of (`Mover.catch_up`).
 
 While the lock is away another thread may evict the record, or end its graph's step. So after each wait the question is
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from .._auto.planner import Planner
 from .._derive.derivations import again
+from .._device import memory as device_memory
 from .._memory import shortage
 from .._record.record import DERIVED, IN_MEMORY, READING, Record
 from .._record.restore import restore
@@ -88,7 +90,7 @@ class Unpacking:
                 return peeked
             self._meet(task)
             if self._compressor is not None and self._pending.waits:
-                self._pending.settle(wait=True)
+                self._pending.settle(wait=self._compressor.lossy)
             if not record.asks:
                 self._mover.pressure.moved(record.nbytes)
             if self._planner is not None and task != -1:
@@ -159,6 +161,9 @@ class Unpacking:
                 del failure
             with self._lock:
                 self._read_ahead.let_go(record)
+                if self._derivations is None or not self._derivations.compares_here:  # that keeps the lock
+                    self._mover.wait_for_room(0, 0)  # for what is on its way out
+            device_memory.give_back(record.device)
             spared = True
 
     def _give(self, record: Record, view: View, task: int, to_code: bool, asks: int) -> Tensor | None:
@@ -199,5 +204,8 @@ class Unpacking:
 
 
 def _lack(record: Record, error: BaseException) -> RuntimeError:
-    about = f"tba: {record.name()} was to be brought back for backward; what had been read ahead was let go of first"
+    about = (
+        f"tba: {record.name()} was to be brought back for backward; what had been read ahead or was on its way out was "
+        "let go of first"
+    )
     return shortage.in_torchs_words(error, record.plain_bytes, about)

@@ -144,8 +144,8 @@ class Ledger:
         """Count a new record that is held, of `plain_bytes` before any codec, and look at memory now and then."""
         self.held_bytes += nbytes
         self._meet(plain_bytes)
-        if self._adapts:
-            self._room.fill(nbytes, device, self.held_bytes)
+        if self._adapts and self._room.fill(nbytes, device):
+            self.look_at_room()
         self.note()
 
     def count_held(self, nbytes: int) -> None:
@@ -194,8 +194,8 @@ class Ledger:
     def end_step(self) -> Peaks:
         """End a step, and return its peaks; memory is looked at anew in the next one."""
         peaks = Peaks(self._plain_peak_bytes, self.watched_peak_bytes + self._replay_bytes)
+        self._room.end_step(self.watched_peak_bytes)
         self._plain_peak_bytes = self.watched_peak_bytes = self._replay_bytes = 0
-        self._room.look_soon()
         self._step_largest_bytes = 0
         self._passed_shared = Passed()
         return peaks
@@ -281,7 +281,7 @@ class Ledger:
 
     def look_at_room(self) -> int:
         """Look at memory; returns the bytes it has room for, of what is held and of what may be."""
-        return self._room.look(self.held_bytes)
+        return self._room.look(self.held_bytes, self.in_memory_bytes)
 
     # -- the peak ----------------------------------------------------------------------------------------------------
 

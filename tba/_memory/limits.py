@@ -91,6 +91,18 @@ def limits(
     )
 
 
+def device_reserve_bytes(limits: Limits, total_bytes: int, transient_bytes: int | None) -> int:
+    """Bytes to leave free on a device: for what is in flight both ways, and for what operators make and drop.
+
+    Args:
+        limits: of the engine.
+        total_bytes: the device's memory.
+        transient_bytes: what operators took in steps that were seen; None before the first.
+    """
+    rest_bytes = total_bytes // 16 if transient_bytes is None else max(total_bytes // 64, transient_bytes)
+    return limits.staging_bytes + limits.window_bytes + rest_bytes
+
+
 def default_window_bytes(total_bytes: int, device_bytes: int | None = None) -> int:
     """Default of the most bytes to hold back from writing and to read ahead: a few of the largest tensors of a layer.
 

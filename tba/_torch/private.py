@@ -40,6 +40,7 @@ class Feature(enum.Enum):
     LOSSY = "lossy presets of compress= leave every tensor exact"
     CHECKPOINT = "tba.integrations.checkpoint is torch's own: what its policies save stays in memory"
     SCRIPT = "torch.jit.script refuses attached models: close() them first"
+    GRAPHS = "what torch.compile saves in the memory of its CUDA graphs moves, and they are recorded again and again"
     TRACE = "torch.compile does not trace forwards with our hooks: graphs break there"
 
 
@@ -291,6 +292,10 @@ DeviceContext: Any = _find(
     lambda found: issubclass(found, TorchFunctionMode),
     otherwise=(),
 )
+# Whether a storage is one that CUDA's allocator frees, by `storage._cdata`. Builds without CUDA do not have it.
+_is_allocators: Callable[[int], bool] | None = getattr(torch._C, "_has_Standard_Deleter", None)
+if _is_allocators is None and getattr(torch._C, "_has_cuda", False):
+    missing[Feature.GRAPHS] = ["torch._C._has_Standard_Deleter"]
 # Read for each saved tensor and block, so plain values: hashing an Enum calls Python code.
 derives, recomputes = has(Feature.DERIVE), has(Feature.RECOMPUTE)
 # The Python code that calls a Function, up to torch 2.13; from 2.14 on that is built in.
@@ -415,6 +420,31 @@ def compiled_graph(frame: FrameType | None) -> int | None:
         for told in lacking(torch.__version__, {Feature.COMPILED.value: missing[Feature.COMPILED]}):
             warn(told)
     return number
+
+
+def in_graph_pool(tensor: Tensor) -> bool:
+    """Whether somebody else than PyTorch's allocator decides about the memory of a CUDA tensor.
+
+    That is the pool of `torch.compile`'s CUDA graphs, or another library. What a graph makes when it is replayed has no
+    deleter of the allocator's. What it makes while it is run for the first times has one, and only it tells.
+    """
+    if _is_allocators is None or tensor.device.type != "cuda":
+        return False
+    if not _is_allocators(tensor.untyped_storage()._cdata):
+        return True
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # if it is not imported, there are no such graphs
+    if trees is None or not has(Feature.GRAPHS):
+        return False
+    try:
+        manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        if manager is None or manager.current_node is None or manager.path_state.name == "EXECUTION":
+            return False
+        return bool(manager.current_node._is_cuda_graph_recorded_tensor(tensor))
+    except (AttributeError, TypeError):
+        missing[Feature.GRAPHS] = ["a form of torch._inductor.cudagraph_trees that is known"]
+        for told in lacking(torch.__version__, {Feature.GRAPHS.value: missing[Feature.GRAPHS]}):
+            warn(told)
+        return False
 
 
 def is_operator(kind: type) -> bool:

@@ -70,6 +70,15 @@ class Whole:
             "or compile without compress=",
         )
 
+    def tell_pool(self) -> None:
+        """Say once that what is in the memory of CUDA graphs stays."""
+        self._notices.say(
+            "pool",
+            f"tier={self._tier!r}: saved tensors in the memory of CUDA graphs stay there (torch.compile with mode "
+            "'reduce-overhead' or 'max-autotune'; also memory of other libraries): the graphs would be recorded again "
+            "if it were freed early. Compile with the default mode or 'max-autotune-no-cudagraphs', and they move",
+        )
+
     def end_step(self, step_bytes: int, *, moves: bool) -> None:
         """End a step that saved `step_bytes` worth moving; `moves`: whether any of them move."""
         largest, self._largest = self._largest, None

@@ -19,8 +19,11 @@ from .._memory import limits as _limits
 from .._memory.host_pools import HostMemory
 from .._stats import Counters
 from .daily_allowance import Allowance
+from .measured import backend_for
 from .mover import Mover
 from .scratch_paths import Directory, free_disk_bytes, storage_directories
+
+_POSIX_ONLY = ("checksum", "max_write_rate", "max_read_rate")
 
 
 def directories(config: OffloadConfig) -> tuple[Directory, ...]:
@@ -30,7 +33,7 @@ def directories(config: OffloadConfig) -> tuple[Directory, ...]:
         ConfigError: settings that conflict.
         StorageError: the storage path cannot be used.
     """
-    for name in ("checksum", "max_write_rate", "max_read_rate") if config.io_backend == "kvikio" else ():
+    for name in _POSIX_ONLY if config.io_backend == "kvikio" else ():
         if getattr(config, name):
             raise ConfigError(f"{name} was asked for with io_backend 'kvikio', which has none; use io_backend 'posix'")
     return storage_directories(config) if config.tier in ("nvme", "auto") else ()
@@ -53,7 +56,10 @@ def open_store(config: OffloadConfig, directories: Sequence[Directory], on_devic
     capacity = budgets.nvme_budget_bytes(config.nvme_budget, free_bytes, budgets.local_ranks(os.environ))
     share = None if capacity is None else capacity // len(directories)
     threads = io_threads(config, on_device=on_device)
-    stores: list[Store] = [_open_file(config, directory, threads, share, len(directories)) for directory in directories]
+    stores: list[Store] = [
+        _open_file(config, directory, threads, share, len(directories), on_device=on_device)
+        for directory in directories
+    ]
     store = stores[0] if len(stores) == 1 else StripedStore(stores)
     if config.tier == "auto" and on_device:
         host = HostStore(timeout_s=config.io_timeout)
@@ -114,9 +120,18 @@ def host_shares(config: OffloadConfig) -> HostShares:
 
 
 def _open_file(
-    config: OffloadConfig, directory: Directory, threads: int, capacity_bytes: int | None, count: int
+    config: OffloadConfig,
+    directory: Directory,
+    threads: int,
+    capacity_bytes: int | None,
+    count: int,
+    *,
+    on_device: bool,
 ) -> Store:
-    if config.io_backend == "kvikio":
+    backend = config.io_backend
+    if backend == "auto" and on_device and not any(getattr(config, name) for name in _POSIX_ONLY):
+        backend = backend_for(directory.path)
+    if backend == "kvikio":
         return KvikioStore(
             directory.path,
             threads=threads,

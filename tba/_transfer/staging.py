@@ -20,7 +20,7 @@ from collections.abc import Callable
 from io_backends import interrupts
 
 _PERIOD_S = 0.05  # how often a wait looks for what a worker could not land
-_DEVICE_PERIOD_S = 0.0005  # how often it asks a device, which wakes nobody
+DEVICE_PERIOD_S = 0.0005  # how often it asks a device, which wakes nobody
 _PATIENCE_S = 0.01
 
 
@@ -126,7 +126,7 @@ class Staging:
                         interrupts.look()
                     if interrupts.waiting() or (left_s <= 0 and not on_device):
                         return False
-                    period_s = _DEVICE_PERIOD_S if on_device else min(left_s, _PERIOD_S)
+                    period_s = DEVICE_PERIOD_S if on_device else min(left_s, _PERIOD_S)
                     if not self._condition.wait(period_s):
                         waited_for_device, on_device = on_device, self._catch_up()
                         if waited_for_device and not on_device:

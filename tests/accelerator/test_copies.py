@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from io_backends import Buffer, BufferPool, StoreFull
+from io_backends import Buffer, BufferPool, PosixStore, StoreFull
 from tba._device import streams
 from tba._device.pinning import make_arena
+from tba._errors import StorageError
+from tba.cli._doctor import way_probe
 
 N = 1 << 16
 PAGE_BYTES = 4096
@@ -179,3 +183,15 @@ def test_without_room_in_host_memory_nothing_is_queued(sim: ModuleType) -> None:
             out(source, pool)
         del source
         assert made(2.0).data_ptr() == address
+
+
+def test_the_doctor_sees_wrong_bytes_on_the_way_through_pinned_memory(
+    sim: ModuleType, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way_probe, "BLOCK_BYTES", 1 << 16)
+    with closing(PosixStore(scratch)) as store:
+        assert min(way_probe._measured(store, here())) > 0
+        into = streams.into
+        monkeypatch.setattr(streams, "into", lambda host, *rest: into(host ^ 1, *rest))
+        with pytest.raises(StorageError, match=f"not all of {8 << 16} bytes"):
+            way_probe._measured(store, here())

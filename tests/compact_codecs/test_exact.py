@@ -174,3 +174,16 @@ def test_exact_packs_a_dropout_mask_of_floats(dtype: torch.dtype) -> None:
     again = Exact().encode(mask)
     assert again.nbytes == mask.nbytes
     assert torch.equal(Exact().decode(again), mask)
+
+
+def test_a_device_looks_at_a_large_tensor_in_few_blocks() -> None:
+    class Count(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return function(*args, **(kwargs or {}))
+
+    with Count() as count:
+        DisguisedBf16().begin(torch.empty(1 << 26, device="meta")).finish(torch.tensor(0))
+    assert count.calls < 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from compact import CodecError, GroupError, Packed, PackedError, Quantized, Spec, UnsupportedTensor
 from compact import key as make_key
+from compact._codecs import quantized
 from compact._kernels import grouped
 from compact._kernels.hadamard import weights
 from compact._seeds import uniform_bits
@@ -338,3 +340,34 @@ def test_a_tensor_that_requires_grad_is_packed_without_it() -> None:
         codec = Quantized("int8", along=along)  # type: ignore[arg-type]
         decoded = codec.decode(codec.encode(values))
         assert not decoded.requires_grad
+
+
+@pytest.mark.parametrize("fails", ["encode", "decode"])
+def test_without_a_compiler_the_bits_are_the_same_with_one_warning(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        calls.append(fails)
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+
+    calls: list[str] = []
+    x, codec = torch.randn(3, 1000), Quantized("int8")
+    stub = SimpleNamespace(supports=lambda *_: True, encode=grouped.encode, decode=grouped.decode)
+    expected = codec.decode(codec.encode(x))
+    monkeypatch.setattr(quantized, "_LIBRARIES", {"cpu": "triton"})
+    monkeypatch.setattr(quantized, "_failed", set())
+    monkeypatch.setattr(quantized, "_fused", lambda library: stub)
+    setattr(stub, fails, fail)
+    with pytest.warns(RuntimeWarning, match="triton cannot compile here .Failed to find C compiler") as warned:
+        results = [codec.decode(codec.encode(x)) for _ in range(3)]
+    assert (len(warned), calls) == (1, [fails])
+    for result in results:
+        assert_bit_equal(result, expected)
+
+
+def test_a_lack_of_memory_is_no_lack_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 bytes.")
+
+    monkeypatch.setattr(quantized, "_LIBRARIES", {"cpu": "triton"})
+    monkeypatch.setattr(quantized, "_fused", lambda library: SimpleNamespace(supports=lambda *_: True, encode=fail))
+    with pytest.raises(torch.OutOfMemoryError):
+        Quantized("int8").encode(torch.ones(64))

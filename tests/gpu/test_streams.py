@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from support.gpu import (
     offloader,
     open_device,
 )
-from tba import Offloader
+from tba import Offloader, OffloadWarning
 
 pytestmark = gpu_only
 
@@ -208,6 +209,27 @@ def test_capturing_a_cuda_graph_passes_through(scratch: Path) -> None:
         torch.testing.assert_close(replayed, list(expected))  # a captured matrix product may be another kernel
         step(offload)  # and afterwards the engine works again
         assert offload.stats().offloaded_bytes > after.offloaded_bytes
+
+
+@both_tiers
+def test_what_lies_in_the_memory_of_cuda_graphs_stays_with_one_warning(
+    tier: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = plain_gradient(lambda x: late_net(x, 4))
+    monkeypatch.setattr("tba._engine.packing.in_graph_pool", lambda tensor: True)
+    with offloader(tier, scratch) as offload, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            leaf = leaf_of()
+            with offload:
+                y = late_net(leaf * 1, 4)
+            y.sum().backward()
+            assert_bit_equal(leaf.grad, expected)
+        stats = offload.stats()
+    told = [str(each.message) for each in warned if each.category is OffloadWarning]
+    assert sum("stay there (torch.compile with mode" in text for text in told) == 1, told
+    assert stats.written_bytes == 0
+    assert stats.kept_by_reason["memory of CUDA graphs"] == 2 * 4 * 2 * NBYTES
 
 
 @pytest.mark.skipif(card.device_count() < 2, reason="needs two CUDA devices")

@@ -234,20 +234,24 @@ def test_many_threads() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_forked_child_never_calls_the_device() -> None:
+def test_a_forked_child_never_calls_the_device_nor_copies_what_is_pinned() -> None:
     device = Device()
     arena = device.arena()
     view, _ = arena.lease(PAGE)
     pid = os.getpid()
 
+    np.frombuffer(view, np.uint8)[:] = 7
+
     def child() -> str:
         nonlocal view, _
         assert os.getpid() != pid
+        assert not np.any(np.frombuffer(view, np.uint8)), "the fork has copied what is pinned"
         del view, _
         arena.close()
         return str(len(device.pinned))
 
     assert in_child(child) == "1"
+    assert np.all(np.frombuffer(view, np.uint8) == 7)
     del view, _
     arena.close()
     assert device.pinned == {}

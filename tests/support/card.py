@@ -13,6 +13,7 @@ from tba._device import streams
 
 UNWRITTEN = 0xEE
 OUT_S, BACK_S = 0.05, 0.02  # how long each copy takes, says the device
+STAMP_MS = 1e6  # from one stamp to the next
 
 
 class Stream:
@@ -62,6 +63,14 @@ class Flag:
         """As of an event."""
 
 
+class Stamp:
+    """A moment of the device."""
+
+    def elapsed_time(self, later: Stamp) -> float:
+        """As of an event."""
+        return STAMP_MS
+
+
 class Arrival:
     """A copy back, which is over at once."""
 
@@ -94,6 +103,7 @@ class Card:
         monkeypatch.setattr(torch.accelerator, "current_stream", lambda index: stream)
         monkeypatch.setattr(streams, "out", self._out)
         monkeypatch.setattr(streams, "fetch", lambda flag: (flag.clone(), Flag(self)))
+        monkeypatch.setattr(streams, "stamp", lambda stream: Stamp())
         monkeypatch.setattr(streams, "into", lambda host, *_, timed: (host.clone(), Arrival(timed)))
 
     def blocks(self) -> None:

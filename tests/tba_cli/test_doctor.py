@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -12,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from support.cli import answer, refused
 from support.daily_allowance import counts
 from support.doctor import DISK, FAST, FIT, GIB, GPU
+from support.kvikio_double.fake import Kvikio
 from tba import OffloadConfig, describe
 from tba._text import value_text
 from tba._transfer import scratch_paths
+from tba._transfer.measured import Setup, measured_file, read
 from tba._transfer.scratch_paths import Mount, PathFacts
 from tba.cli._allocators import allocator_in_force
-from tba.cli._doctor import disk_probe
+from tba.cli._doctor import disk_probe, way_probe
+from tba.cli._doctor import examine as examination
 from tba.cli._doctor.checks import Facts, Finding, Level, judge, verdict
 from tba.cli._doctor.device_probe import KvikioFacts
 from tba.cli._doctor.disk_probe import DiskFacts
@@ -328,3 +333,30 @@ def test_it_is_a_command_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit) as ended:  # as `python -m tba` does
         runpy.run_module("tba", run_name="__main__")
     assert (ended.value.code, json.loads(capsys.readouterr().out)["works"]) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("gds", "seconds", "text"),
+    [
+        (True, 0.01, r"auto takes (posix|kvikio) in .*: measured: kvikio [\d.]+ GB/s .*, pinned memory [\d.]+ GB/s"),
+        (True, 0.0, "auto takes posix in .*: `tba doctor` has not measured kvikio there"),
+        (False, 0.01, "auto takes posix in .*: `tba doctor` has not measured kvikio there"),
+    ],
+)
+def test_ways_from_a_device_are_compared_and_remembered(
+    gds: bool, seconds: float, text: str, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a kvikio in Python, and with memory of the host in place of the device's."""
+    Kvikio(gds=gds).install(monkeypatch)
+    setup = Setup("here", "A GPU", "26.10", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(scratch / "cache"))
+    monkeypatch.setattr(examination, "probe_devices", lambda: (GPU,))
+    monkeypatch.setattr(examination, "setup_of", lambda directory: setup)
+    monkeypatch.setattr(examination, "active_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(way_probe, "BLOCK_BYTES", 1 << 16)
+    config = OffloadConfig(tier="nvme", storage_paths=scratch)
+    found = told(examine(config, seconds=seconds), Level.OK, "io_backend").text
+    assert re.match(text, found), found
+    assert bool(read(measured_file())) == (gds and seconds > 0)
+    assert found == told(examine(config, seconds=0), Level.OK, "io_backend").text, "a later look says the same"
+    assert set(os.listdir(scratch)) <= {"cache"}

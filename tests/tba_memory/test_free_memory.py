@@ -176,20 +176,26 @@ def test_never_more_than_the_machine_has() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver_free", "reserved", "allocated", "fraction", "left"),
-    [(100, 50, 20, 1.0, 130), (100, 50, 20, 0.06, 40), (0, 20, 20, 0.01, 0)],
+    ("driver_free", "reserved", "allocated", "split", "fraction", "left"),
+    [(100, 50, 20, 0, 1.0, 130), (100, 50, 20, 0, 0.06, 40), (0, 20, 20, 0, 0.01, 0), (100, 50, 20, 25, 1.0, 105)],
 )
 def test_what_a_device_has_left(
-    driver_free: int, reserved: int, allocated: int, fraction: float, left: int, monkeypatch: pytest.MonkeyPatch
+    driver_free: int,
+    reserved: int,
+    allocated: int,
+    split: int,
+    fraction: float,
+    left: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver_free, 1000))
     statistics = {
-        f"{kind}_bytes": {"all": {"current": nbytes}}
-        for kind, nbytes in (("reserved", reserved), ("allocated", allocated))
+        f"{kind}_bytes": {"all": {"current": nbytes, "peak": nbytes}}
+        for kind, nbytes in (("reserved", reserved), ("allocated", allocated), ("inactive_split", split), ("active", 7))
     }
     monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: statistics)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: fraction)
-    assert device_memory.free_bytes(torch.device("cuda", 0)) == left
+    assert device_memory.figures(torch.device("cuda", 0)) == (left, 7, 7)
 
 
 @pytest.mark.gpu
@@ -197,9 +203,9 @@ def test_what_a_device_has_left(
 def test_a_cuda_device_counts_what_the_allocator_holds_unused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     kept = torch.empty(256 * MIB, dtype=torch.uint8, device=device)
-    with_it = device_memory.free_bytes(device)
+    with_it = device_memory.figures(device).free_bytes
     del kept  # stays reserved by PyTorch
-    assert abs(device_memory.free_bytes(device) - with_it - 256 * MIB) < 64 * MIB
+    assert abs(device_memory.figures(device).free_bytes - with_it - 256 * MIB) < 64 * MIB
     assert torch.cuda.memory_reserved(device) >= 256 * MIB
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tba._config import OffloadConfig
+from tba._device import memory as device_memory
 from tba._memory.ledger import Expected, Ledger, held_limit_bytes, read_limit_bytes
 from tba._memory.limits import limits
 from tba._memory.pressure import Pressure
@@ -17,7 +18,9 @@ from tba._plan.simulate import simulate
 from tba._stats import Counters, Recorder
 
 MIB = 1 << 20
-CPU = torch.device("cpu")
+GIB = 1 << 30
+TOTAL = 64 * GIB
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 LIMITS = limits(None, None, 1.0, 1 << 30)
 
 
@@ -148,3 +151,65 @@ def test_the_budget_of_plans_is_the_engines(monkeypatch: pytest.MonkeyPatch) -> 
     movable(facts, frozenset(), 10 * MIB)
     assert asked == [(10 * MIB, facts.largest_bytes, 0)] * 3
     assert read_limit_bytes(8, 1, 2, 3) == 2
+
+
+class Device:
+    """Statistics of a device of 64 GiB, of which weights take 8."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.active = self.peak = 8 * GIB
+        self.looks = 0
+        monkeypatch.setattr(device_memory, "figures", self.figures)
+        monkeypatch.setattr(device_memory, "total_bytes", lambda device: TOTAL)
+
+    def figures(self, device: torch.device) -> device_memory.Figures:
+        self.looks += 1
+        return device_memory.Figures(TOTAL - self.active, self.active, self.peak)
+
+    def use(self, nbytes: int) -> None:
+        self.active += nbytes
+        self.peak = max(self.peak, self.active)
+
+
+def step(made: Ledger, device: Device, layers: int, transient_bytes: int) -> int:
+    """A step that saves a GiB a layer and takes more at the turn; returns the room that it saw."""
+    for _ in range(layers):
+        device.use(GIB)
+        made.hold(GIB, GIB, CUDA)
+    device.use(transient_bytes)
+    device.use(-transient_bytes)
+    room = made.look_at_room()
+    made.count_held(-layers * GIB)
+    device.use(-layers * GIB)
+    made.end_step()
+    return room
+
+
+def test_what_a_step_takes_beside_saved_tensors_is_left_free_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    made, _, _ = ledger()
+    beside = 8 * GIB + LIMITS.staging_bytes + LIMITS.window_bytes
+    assert step(made, device, 8, 20 * GIB) == TOTAL - TOTAL // 16 - beside
+    assert step(made, device, 8, 20 * GIB) == TOTAL - 20 * GIB - beside
+    # The peak is that of an earlier step: nothing tells what this one took.
+    assert [step(made, device, 4, GIB) for _ in range(3)] == [TOTAL - 20 * GIB - beside] * 3
+    device.peak = 0  # the program counts anew in each step
+    step(made, device, 8, 16 * GIB)
+    assert step(made, device, 8, 17 * GIB) == TOTAL - 35 * GIB // 2 - beside, "one step alone says little"
+
+
+def test_a_device_is_looked_at_less_often_the_more_room_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    made, _, _ = ledger()
+    for _ in range(640):
+        device.use(64 * MIB)
+        made.hold(64 * MIB, 64 * MIB, CUDA)
+    assert 10 < device.looks < 64
+
+
+def test_peaks_of_several_devices_say_nothing_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    made, _, _ = ledger()
+    made.hold(0, 0, torch.device("cuda", 1))
+    rooms = {step(made, device, 8, 20 * GIB) for _ in range(2)}
+    assert len(rooms) == 1

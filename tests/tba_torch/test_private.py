@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tba import OffloadWarning
 from tba._torch import private
 
 
@@ -27,6 +30,39 @@ class Look(torch.autograd.Function):
             type(private.current_node()).__name__,
         )
         return gradients[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "state", "pooled"),
+    [(False, "EXECUTION", True), (True, "WARMUP", True), (True, "RECORDING", True), (True, "EXECUTION", False)],
+)
+def test_memory_of_cuda_graphs_is_told_by_its_deleter_or_by_who_runs_them(
+    own: bool, state: str, pooled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch has it, but for the device: replayed outputs have no deleter; who runs a graph first knows its own."""
+    trees = import_module("torch._inductor.cudagraph_trees")
+    made, other = torch.ones(8), torch.ones(8)
+    node = trees.CUDAWarmupNode(None, None, (0, 0), None, 0, None, None, True, None)
+    node.outputs_weakrefs.append(trees.map_to_ref(made))
+    manager = SimpleNamespace(current_node=node, path_state=trees.ExecutionState[state])
+    monkeypatch.setattr(trees, "get_manager", lambda index, create_if_none_exists: manager)
+    monkeypatch.setattr(private, "_is_allocators", lambda storage: own)
+
+    def asked(tensor: torch.Tensor, kind: str = "cuda") -> bool:
+        device = torch.device(kind, 0)
+        return private.in_graph_pool(SimpleNamespace(device=device, untyped_storage=tensor.untyped_storage))  # type: ignore[arg-type]
+
+    assert asked(made) == pooled
+    assert asked(other) == (not own)
+    assert not asked(made, "xpu")
+    manager.current_node = None
+    assert asked(made) == (not own)
+    monkeypatch.setattr(private, "missing", {})
+    del manager.current_node  # a torch of another form
+    if own:
+        with pytest.warns(OffloadWarning, match="CUDA graphs moves, and they are recorded again"):
+            assert not asked(made)
+        assert not asked(made)
 
 
 @pytest.mark.parametrize(("how", "kept"), [({}, False), ({"retain_graph": True}, True), ({"create_graph": True}, True)])

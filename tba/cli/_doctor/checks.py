@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tba._text import size
+from tba._transfer.measured import Choice
 from tba._transfer.scratch_paths import PathFacts
 
 from .device_probe import DeviceFacts, KvikioFacts
@@ -43,12 +44,16 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class PathReport:
-    """One storage path. `refusal` is why it cannot be used; `disk` is None if it was not tried."""
+    """One storage path. `refusal` is why it cannot be used; `disk` is None if it was not tried.
+
+    `auto` is what `io_backend="auto"` takes for tensors of a device there; None without a device.
+    """
 
     path: str
     facts: PathFacts
     refusal: str | None = None
     disk: DiskFacts | None = None
+    auto: Choice | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +196,12 @@ def _kvikio(facts: Facts) -> Iterator[Finding]:
     yield Finding(level, "kvikio", text, do) if asked else Finding(unused, "kvikio", text)
 
 
+def _auto(facts: Facts) -> Iterator[Finding]:
+    for path in facts.paths if facts.io_backend == "auto" else ():
+        if path.auto is not None:
+            yield Finding(Level.OK, "io_backend", f"auto takes {path.auto.backend} in {path.path}: {path.auto.why}")
+
+
 def _allocator(facts: Facts) -> Iterator[Finding]:
     if facts.on_cpu and facts.allocator.startswith("glibc"):
         text = (
@@ -220,4 +231,4 @@ def _warnings(facts: Facts) -> Iterator[Finding]:
         yield Finding(Level.WARNING, subject, text, do)
 
 
-RULES = (_paths, _memory, _devices, _kvikio, _allocator, _huge_pages, _warnings)
+RULES = (_paths, _memory, _devices, _kvikio, _auto, _allocator, _huge_pages, _warnings)

@@ -8,18 +8,23 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+from io_backends import StoreError
 from tba._config import OffloadConfig, describe
+from tba._device.streams import active_device
 from tba._errors import OffloadWarning, StorageError
 from tba._memory.budgets import cpu_budget_bytes, local_ranks, nvme_budget_bytes
 from tba._memory.free_memory import free_bytes, total_bytes
 from tba._transfer.build import io_threads
 from tba._transfer.daily_allowance import Allowance
+from tba._transfer.measured import choose, measured_file, read, record, setup_of
 from tba._transfer.scratch_paths import free_disk_bytes, look_at, refusal, storage_directories
 
 from .._allocators import allocator_environment, allocator_in_force
 from .checks import Facts, MemoryReport, PathReport
 from .device_probe import probe_devices, probe_kvikio
 from .disk_probe import probe_bytes, probe_disk
+from .way_probe import probe_bytes as probe_ways_bytes
+from .way_probe import probe_ways
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # The rest of a day's allowance is for training.
@@ -42,6 +47,10 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
         warnings.simplefilter("always", OffloadWarning)
         allowance = Allowance(config.max_write_bytes_per_day)
         paths = tuple(_measured(path, config, seconds, threads, allowance) for path in paths)
+        kvikio = probe_kvikio(next((path.facts.path for path in paths if path.refusal is None), None))
+        if devices and config.tier in ("nvme", "auto"):
+            tries = kvikio.mode == "gds" and seconds > 0
+            paths = tuple(_compared(path, threads, allowance if tries else None) for path in paths)
         allowance.close()
     ranks = local_ranks()
     usable = [path.facts.path for path in paths if path.refusal is None]
@@ -60,7 +69,7 @@ def examine(config: OffloadConfig, *, seconds: float) -> Facts:
             nvme_budget_bytes=nvme_budget_bytes(config.nvme_budget, free_disk_bytes(usable) if usable else None, ranks),
         ),
         devices=devices,
-        kvikio=probe_kvikio(usable[0] if usable else None),
+        kvikio=kvikio,
         allocator=allocator_in_force(maps, os.environ),
         best_allocator=allocator_environment("auto").name,
         huge_pages=huge_pages(_read(_HUGE_PAGES), _read(Path("/proc/self/status"))),
@@ -119,3 +128,29 @@ def _measured(
     disk = probe_disk(path.facts.path, threads=threads, most_bytes=most_bytes, seconds=seconds, timeout_s=timeout_s)
     allowance.give_back(most_bytes - disk.moved_bytes)
     return replace(path, disk=disk)
+
+
+def _compared(path: PathReport, threads: int, allowance: Allowance | None) -> PathReport:
+    """Find what "auto" takes for a path, after measuring kvikio against pinned memory if the `allowance` permits."""
+    if path.refusal is not None:
+        return path
+    directory, file = path.facts.path, measured_file()
+    setup = setup_of(directory)
+    if setup is not None and allowance is not None and _spares(path, allowance):
+        try:
+            why_not = record(file, setup, *probe_ways(directory, active_device(), threads))
+        except (StoreError, StorageError, RuntimeError) as error:
+            why_not = f"kvikio could not be measured in {directory}: {error}"
+        if why_not is not None:
+            warnings.warn(f"io_backend: {why_not}; auto takes what was measured before", OffloadWarning, stacklevel=2)
+    return replace(path, auto=choose(read(file), setup))
+
+
+def _spares(path: PathReport, allowance: Allowance) -> bool:
+    """Whether the disk and the day's allowance have room for a measurement."""
+    nbytes = probe_ways_bytes()
+    if path.facts.free_bytes is not None and probe_bytes(path.facts.free_bytes) < nbytes:
+        return False
+    if allowance.limit_bytes is not None and nbytes > allowance.limit_bytes * _ALLOWANCE_SHARE:
+        return False
+    return allowance.take(nbytes)
