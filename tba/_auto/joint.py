@@ -31,7 +31,7 @@ from .._group.decision import Decision, Share, decide_together
 
 _OFTEN = 8  # forwards, at each of which ranks look; then at ever fewer, and at least every so often
 _SELDOM = 256
-_MOST_DECISIONS = 8  # after which ranks do not look any more: steps depart from what was agreed again and again
+_MOST_ATTEMPTS = 8  # after which ranks do not look any more: their steps are never alike, or depart again and again
 
 
 class Phase(enum.Enum):
@@ -77,7 +77,7 @@ class Joint:
         self._agreement: Agreement | None = None
         self._first: Communication | None = None  # the first forward
         self._peers: frozenset[int] = frozenset()
-        self._forwards = self._decisions = 0
+        self._forwards = self._attempts = 0
         self._binds = False  # blocks have been agreed on that communicate
 
     def meet(self, said: Said) -> Phase | Decision | None:
@@ -91,7 +91,8 @@ class Joint:
             self._first.__enter__()
         elif self._forwards == 2 and not self._form():
             self.phase = ALONE
-        if self._agreement is None or self.phase is ALONE or (self.phase is LOOKING and not self._is_due()):
+        looks = self.phase is not LOOKING or self._is_due(self._forwards)
+        if self._agreement is None or self.phase is ALONE or not looks:
             return None
         before, conclude = self.phase, partial(_conclude, self._agreement.members)
         found: Phase | Decision | None = self._agreement.decide(str(self._forwards), (before, said), conclude)
@@ -101,9 +102,9 @@ class Joint:
         self._agreement.tidy()
         if isinstance(found, Decision):
             self.phase, self._binds = LOOKING, self._binds or bool(found.joint)
-            self._decisions += 1
             return found
         self.phase = found
+        self._attempts += found is SURVEYING and before is LOOKING
         return found if found is not before else None
 
     def _form(self) -> bool:
@@ -113,10 +114,9 @@ class Joint:
             self._agreement = Agreement.of(self._timeout_s)
         return self._agreement is not None and self._agreement.form(self._peers)
 
-    def _is_due(self) -> bool:
-        forwards = self._forwards
+    def _is_due(self, forwards: int) -> bool:
         often = forwards <= _OFTEN or not forwards & (forwards - 1) or not forwards % _SELDOM
-        return often and self._decisions < _MOST_DECISIONS
+        return often and self._attempts < _MOST_ATTEMPTS
 
     def carry_out(self, *, joint: bool) -> bool:
         """Begin a forward by a plan with blocks that communicate, if it is a `joint` one; False if others do not."""
@@ -137,7 +137,8 @@ class Joint:
     @property
     def together_with(self) -> frozenset[int]:
         """The ranks that do so; none where this forward has none."""
-        return frozenset(self._agreement.members if self.together and self._agreement is not None else ())
+        goes_on = self.together and self.phase is not ALONE
+        return frozenset(self._agreement.members if goes_on and self._agreement is not None else ())
 
     def ballot(self, visit: int) -> Ballot | None:
         """Make the vote on trying a block; None while ranks try nothing together."""
@@ -155,8 +156,10 @@ class Joint:
     def leave(self) -> None:
         """Take part in nothing any more, and have others wait for nothing."""
         if self._agreement is not None and self.phase is not ALONE:
-            self._agreement.leave(str(self._forwards + 1), f"{self._forwards + 1}/all")
-        self.phase = ALONE
+            coming = self._forwards + 1
+            looked = next((each for each in range(coming, coming + _SELDOM) if self._is_due(each)), coming)
+            self._agreement.leave(f"{coming}/all", str(coming if self.phase is not LOOKING else looked))
+        self.phase, self.together = ALONE, False
 
 
 def _conclude(ranks: tuple[int, ...], said: list[tuple[Phase, Said]]) -> Phase | Decision:

@@ -198,13 +198,14 @@ class Planner:
                 kind.end_plan()
                 kind.blocks, kind.share = False, None
                 self._candidates(kind)
-        if not joint.carry_out(joint=bool(kind.joint)):
-            with self._lock:
-                for each in self._kinds.values() if joint.phase is ALONE else (kind,):
-                    if each.joint is not None:
-                        each.end_plan()
-                        each.wants = True
-        return joint.phase in (SURVEYING, TRYING) or kind.joint is not None
+        stands = joint.carry_out(joint=bool(kind.joint))
+        with self._lock:
+            if not stands:
+                self._fall_back(self._kinds.values() if joint.phase is ALONE else (kind,))
+            if self._now is not None and (new is not None or not stands):
+                self._spoilt = True  # in the midst of a step of several forwards
+            planned = kind.joint is not None and kind.plan is not None and not kind.plan.idle
+        return joint.phase in (SURVEYING, TRYING) or planned
 
     def _paths(self, kind: Kind) -> tuple[str, ...] | None:
         """Name the blocks that ranks are to try together; None if this one has not found them yet."""
@@ -227,6 +228,14 @@ class Planner:
         """Have the other ranks wait for this one no more."""
         if self._joint is not None:
             self._joint.leave()
+            self._fall_back(self._kinds.values())
+
+    def _fall_back(self, kinds: Iterable[Kind]) -> None:
+        """Follow no plan any more that ranks have agreed on."""
+        for kind in kinds:
+            if kind.joint is not None:
+                kind.end_plan()
+                kind.wants = True
 
     def begin_forward(self, key: Hashable, capacity_bytes: int | None) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError.

@@ -113,8 +113,10 @@ class Trial:
         with self._apart():
             if last is None:
                 self._tell("its output needs no gradient")
-            elif gathers(self._module) or (communication.possible and not self._is_joint(communication)):
-                self._tell("it communicates with other ranks, which may plan otherwise")
+            elif gathers(self._module):
+                self._tell("its parts gather weights from other ranks")
+            elif communication.possible and not self._is_joint(communication):
+                self._tell("it communicates with other ranks, which have not agreed to repeat that")
             elif any(
                 part.layout is not torch.strided or part.is_nested for each in outputs for part in innermost(each)
             ):
