@@ -129,7 +129,11 @@ class Trial:
                 call.keep(self._keep)
                 call.end()
                 self.joint = communication.possible
-                first = [_First(call, saved, [self._keep(each) for each in outputs], communication.counts)]
+                # What DTensors wrap is saved by the next block as a tensor of its own, which would find the record of
+                # the output here, or not, depending on whether that has been copied: copies have other records.
+                own = (each.detach().clone() if self.joint else each for each in outputs)
+                kept = [self._keep(each) for each in own]
+                first = [_First(call, saved, kept, communication.counts)]
                 # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
                 last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out

@@ -48,20 +48,21 @@ class Agreement:
     Attributes:
         members: ranks that belong to it, in order; none before `form`.
         lost: a member was late, or has left: nobody agrees on anything any more.
+        timeout_s: to wait for others, at most.
     """
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self.members: tuple[int, ...] = ()
         self.lost = False
-        self._store, self._rank, self._timeout_s = store, rank, timeout_s
-        self._prefix = f"tba/{next(_numbers)}/"
+        self.timeout_s = timeout_s
+        self._store, self._rank = store, rank
         self._keys: dict[str, None] = {}  # written since the last `tidy`, and before it
         self._old: dict[str, None] = {}
 
     @classmethod
     def of(cls, timeout_s: float) -> Agreement | None:
         """Make one for a job of several ranks; None for one rank, and where the job's store is not known."""
-        found = job_store()
+        found = job_store(f"tba/{next(_numbers)}")
         return None if found is None else cls(*found, timeout_s)
 
     def form(self, peers: frozenset[int]) -> bool:
@@ -69,16 +70,16 @@ class Agreement:
         known, found = {self._rank, *peers}, {self._rank}
         if len(known) == 1:
             return False
-        self._store.set(f"{self._prefix}peers/{self._rank}", ",".join(map(str, sorted(known))))
-        wait = _Wait(self._timeout_s)
+        self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
+        wait = _Wait(self.timeout_s)
         while missing := known - found:
             each = min(missing)
-            key = f"{self._prefix}peers/{each}"
+            key = f"peers/{each}"
             if self._store.check([key]):
                 found.add(each)
                 known |= set(map(int, self._store.get(key).decode().split(",")))
             elif not wait.goes_on():
-                self._lose(f"rank {each} has not told within {self._timeout_s:g} s with whom it exchanges data")
+                self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
                 return False
         self.members = tuple(sorted(known))
         return True
@@ -88,14 +89,14 @@ class Agreement:
         if self.lost:
             return False
         key, count = self._key(name), len(self.members)
-        found, wait = self._store.add(key, 1), _Wait(self._timeout_s)
+        found, wait = self._store.add(key, 1), _Wait(self.timeout_s)
         while 0 < found < count:
             if wait.goes_on():
                 found = int(self._store.get(key))
             else:
                 before = found = self._store.add(key, -_LOST) + _LOST
                 if before != count:
-                    self._lose(f"{max(0, before)} of {count} ranks have come within {self._timeout_s:g} s")
+                    self._lose(f"{max(0, before)} of {count} ranks have come within {self.timeout_s:g} s")
                     return False
         if found < -_LOST // 2:
             self._lose("another rank has left, or has waited too long")
@@ -141,10 +142,9 @@ class Agreement:
             self._old, self._keys = self._keys, {}
 
     def _key(self, name: str) -> str:
-        key = self._prefix + name
         if self.members and self._rank == self.members[0]:
-            self._keys[key] = None
-        return key
+            self._keys[name] = None
+        return name
 
     def _lose(self, why: str) -> None:
         self.lost = True
