@@ -142,9 +142,10 @@ class Agreement:
             self._old, self._keys = self._keys, {}
 
     def _key(self, name: str) -> str:
-        if self.members and self._rank == self.members[0]:
-            self._keys[name] = None
-        return name
+        key = f"{self.members[0]}/{name}"  # other ranks of the job may have an agreement of their own
+        if self._rank == self.members[0]:
+            self._keys[key] = None
+        return key
 
     def _lose(self, why: str) -> None:
         self.lost = True

@@ -74,6 +74,20 @@ def test_a_rank_that_is_late_or_leaves_ends_the_agreement_for_all(how: str) -> N
     assert _each(main) == [(False, None, True)] * RANKS
 
 
+def test_groups_of_one_job_do_not_meet_each_other() -> None:
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        agreement = Agreement(store, rank, 60.0)
+        agreement.form(frozenset({rank, rank ^ 1}))
+        if rank == 1:
+            agreement.refuse("one")
+        return rank == 1 or agreement.all_in("one"), agreement.decide("two", rank, sum)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, range(4))) == [(False, 1), (True, 1), (True, 5), (True, 5)]
+
+
 def test_what_is_stored_does_not_grow_with_meetings() -> None:
     store = dist.HashStore()
     agreements = [Agreement(store, rank, 60.0) for rank in range(2)]
