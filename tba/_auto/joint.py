@@ -66,25 +66,26 @@ class Said:
 class Joint:
     """One rank's part in it.
 
+    Args:
+        model: its name, which ranks that train parts of one model have in common.
+        timeout_s: to wait for other ranks, at most.
+
     Attributes:
         phase: of the forward under way.
         together: in it, all ranks recompute the blocks that communicate and that their plan says so of.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, model: str, timeout_s: float) -> None:
         self.phase, self.together = LOOKING, False
-        self._timeout_s = timeout_s
+        self._name, self._timeout_s = model, timeout_s
         self._agreement: Agreement | None = None
         self._first: Communication | None = None  # the first forward
         self._peers: frozenset[int] = frozenset()
         self._forwards = self._attempts = 0
         self._binds = False  # blocks have been agreed on that communicate
 
-    def meet(self, said: Said) -> Phase | Decision | None:
-        """Meet the others, where ranks are to, as a forward begins; it may wait. Returns what is new since the last.
-
-        That is the phase that begins, or the decision that it ends with. None: nothing is.
-        """
+    def begin_forward(self) -> bool:
+        """Begin a forward; whether ranks are to `meet` in it. The second may wait until it is known which."""
         self._forwards += 1
         if self._forwards == 1:
             self._first = Communication()
@@ -92,8 +93,14 @@ class Joint:
         elif self._forwards == 2 and not self._form():
             self.phase = ALONE
         looks = self.phase is not LOOKING or self._is_due(self._forwards)
-        if self._agreement is None or self.phase is ALONE or not looks:
-            return None
+        return self._agreement is not None and self.phase is not ALONE and looks
+
+    def meet(self, said: Said) -> Phase | Decision | None:
+        """Meet the others; it may wait. Returns what is new since the last meeting.
+
+        That is the phase that begins, or the decision that it ends with. None: nothing is.
+        """
+        assert self._agreement is not None
         before, conclude = self.phase, partial(_conclude, self._agreement.members)
         found: Phase | Decision | None = self._agreement.decide(str(self._forwards), (before, said), conclude)
         if found is None:
@@ -111,7 +118,7 @@ class Joint:
         """Find out with whom to meet; whether there is anybody."""
         self.end_forward()
         if self._peers:
-            self._agreement = Agreement.of(self._timeout_s)
+            self._agreement = Agreement.of(self._name, self._timeout_s)
         return self._agreement is not None and self._agreement.form(self._peers)
 
     def _is_due(self, forwards: int) -> bool:

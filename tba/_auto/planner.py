@@ -146,7 +146,7 @@ class Planner:
         self._steps = 0  # ended so far
         self._pace = Pace(config, cost, in_flight_bytes)
         alone = self._by_rule or lossy or not config.rank_timeout
-        self._joint = None if alone else Joint(config.rank_timeout)
+        self._joint = None if alone else Joint(type(model()).__name__, config.rank_timeout)
 
     @property
     def acts(self) -> bool:
@@ -190,7 +190,10 @@ class Planner:
             return False
         with self._lock:
             kind = self._kinds.setdefault(key, Kind())
-        new = joint.meet(Said(repr(key), kind.wants, self._paths(kind), kind.share))
+        new = None
+        if joint.begin_forward():
+            blocks = self._paths(kind) if joint.phase is SURVEYING else None
+            new = joint.meet(Said(repr(key), kind.wants, blocks, kind.share))
         with self._lock:
             if isinstance(new, Decision):
                 self._bind(kind, new)

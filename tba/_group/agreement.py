@@ -16,7 +16,8 @@ Guarantees:
 1. `all_in` is True on all members or on none.
 2. `decide` gives all members what the lowest of them has concluded from what all have said, or None to all.
 3. Nobody waits longer than `timeout_s` in a meeting, and a lost agreement is waited for no more.
-4. No collective is used, no process group and no thread is made. What is stored is deleted two meetings later.
+4. No collective is used, no process group and no thread is made. What is stored for a meeting is deleted after the
+   next but one; a key for each rank stays.
 
 Assumptions: members reach meetings in one order. The store is the one that `init_process_group` was given or made; if
 it fails, its own error ends the training, as nobody could tell then what others do. What it holds is trusted, as
@@ -25,9 +26,9 @@ PyTorch itself does.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -39,7 +40,7 @@ from .._torch.user_frames import warn
 
 _REFUSED, _LOST = 1 << 24, 1 << 48  # more than all ranks of a job; and more than all refusals of one
 _FIRST_S, _LONGEST_S = 1e-4, 5e-3  # between two looks at a count
-_numbers = itertools.count()  # of agreements in this process: ranks make theirs in the same order
+_counts: Counter[str] = Counter()  # agreements in this process, by name: ranks make theirs in the same order
 
 
 class Agreement:
@@ -60,9 +61,10 @@ class Agreement:
         self._old: dict[str, None] = {}
 
     @classmethod
-    def of(cls, timeout_s: float) -> Agreement | None:
-        """Make one for a job of several ranks; None for one rank, and where the job's store is not known."""
-        found = job_store(f"tba/{next(_numbers)}")
+    def of(cls, name: str, timeout_s: float) -> Agreement | None:
+        """Make the next by this name in a job of several ranks; None for one rank, or if its store is not known."""
+        _counts[name] += 1
+        found = job_store(f"tba/{name}/{_counts[name]}")
         return None if found is None else cls(*found, timeout_s)
 
     def form(self, peers: frozenset[int]) -> bool:

@@ -132,7 +132,7 @@ def test_ranks_that_recompute_together_all_repeat_what_they_exchange(scratch: Pa
 
 def _one_refuses(rank: int, folder: str) -> None:
     with process_group(rank, 2, folder):
-        agreement = Agreement.of(60.0)
+        agreement = Agreement.of("Sums", 60.0)
         assert agreement is not None
         agreement.form(frozenset({0, 1}))
         verdicts = []

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from support.plans import MIB, layers
-from tba._auto.joint import LOOKING, SURVEYING, TRYING, Phase, Said, _conclude
+from tba._auto.joint import ALONE, LOOKING, SURVEYING, TRYING, Joint, Phase, Said, _conclude
 from tba._group.decision import Decision, Share, decide_together
 from tba._plan.greedy import decide, decide_moves
 
@@ -96,3 +96,13 @@ def test_ranks_go_on_together_only_where_all_are_alike(phase: Phase, said: list[
 def test_ranks_that_have_seen_alike_steps_decide() -> None:
     said = [(TRYING, _said(share=_share())), (TRYING, _said(share=_share()))]
     assert isinstance(_conclude(RANKS, said), Decision)
+
+
+def test_a_rank_that_exchanges_nothing_looks_at_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba._group.agreement.job_store", None)
+    joint = Joint("Net", 60.0)
+    for _ in range(3):
+        assert not joint.begin_forward()
+        assert joint.carry_out(joint=False)
+        joint.end_forward()
+    assert joint.phase is ALONE
