@@ -208,6 +208,7 @@ _ACCEPTS = {
     "io_threads": "a whole number from 1 to 256",
     "checksum": "True or False, or text such as on, off, yes, no, 1, 0",
     "io_timeout": "a number of seconds above 0, such as 60 or '60s'",
+    "rank_timeout": "a number of seconds, such as 60 or '60s'; 0 for none",
 }
 
 _MOST_SHOWN = 80  # characters of a wrong value
@@ -278,6 +279,9 @@ class OffloadConfig(BaseModel):
     """Hash every byte that is written, not only a sample of each page, and verify it when it is read."""
     io_timeout: Seconds = 60.0
     """Seconds without progress after which a transfer has failed."""
+    rank_timeout: Annotated[float, BeforeValidator(_seconds), Field(ge=0, le=threading.TIMEOUT_MAX)] = 60.0
+    """Seconds to wait for ranks that exchange data in the model's forward, where they agree on a plan. 0: each rank
+    plans for itself, and no block that communicates recomputes."""
     max_write_rate: Rate | None = None
     """Throttle of writes, in bytes per second of this process."""
     max_read_rate: Rate | None = None

@@ -95,6 +95,7 @@ class Offloader:
         self._torn = [*(each for each in self._torn if each() is not None), weakref.ref(torn)]
         if torn.planner is not None:
             torn.planner.end_forward()
+            torn.planner.leave()
         self._take(Saver(self.config, torn.model, self._open_store, torn.counters))
         if self.tied:
             self._saver.tie()

@@ -139,7 +139,7 @@ FLOORS = {
         ("_config", "_stats", "_torch"),
         ("_memory",),
         ("_plan",),
-        ("_record", "_state"),
+        ("_group", "_record", "_state"),
         ("_blocks",),
         ("_compress", "_derive", "_transfer"),
         ("_auto",),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .._blocks.watch import Places
+from .._group.decision import Share
 from .._memory.ledger import Expected
 from .._plan.contest import Contest
 from .._plan.plan import Plan
@@ -32,6 +33,9 @@ class Kind:
         course: what a step by its plan was, if one has been written down.
         contest: of its plan and another.
         contests: how many there have been.
+        wants: it did not fit, so that a plan is wanted that all ranks agree on.
+        share: what this rank says about it to the others, once they ask.
+        joint: blocks that all ranks recompute together, by their agreement; None without one.
         slower: times slower than it carries that the link counts as, since more is waited for it than plans foresee.
     """
 
@@ -46,8 +50,16 @@ class Kind:
     course: list[Entry] | None = None
     contest: Contest = field(default_factory=Contest)
     contests: int = 1
+    wants: bool = False
+    share: Share | None = None
+    joint: frozenset[int] | None = None
     slower: float = 1.0
     _off_steps: int = 0
+
+    def end_plan(self) -> None:
+        """Have no plan any more: its steps are watched anew."""
+        self.plan, self.places, self.course, self.joint = None, Places(), None, None
+        self.contest = Contest(over=self.contest.over)
 
     def expected(self, *, tries: bool) -> Expected:
         """Tell what such a step needs; `tries`: without a plan, its blocks are tried."""

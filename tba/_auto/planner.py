@@ -6,9 +6,10 @@ may recompute; the third is planned. Until then, and from where a step departs f
 `WriteBehind` alone holds: over budget, the oldest goes first. It stays beneath every plan. A storage counts with the
 bytes that a codec leaves of it, which are what is kept and what moves.
 
-Guarantees: a block recomputes only if it talks to no other rank and its second run has given equal bits (`Trial`); a
-storage moves by plan only where one of as many bytes was seen in its place; outside its forward a model is as it was;
-what one thread is at, a block's forward or a trial, says nothing about what others save and ask for.
+Guarantees: a block recomputes only if its second run has given equal bits (`Trial`), and one that talks to other ranks
+only in forwards in which all of them recompute it (`Joint`); a storage moves by plan only where one of as many bytes
+was seen in its place; outside its forward a model is as it was; what one thread is at, a block's forward or a trial,
+says nothing about what others save and ask for.
 
 The saver calls the planner, and the planner calls back the saver's hooks alone, from within blocks:
 
@@ -17,8 +18,8 @@ The saver calls the planner, and the planner calls back the saver's hooks alone,
       |                                                              recompute, Trial
       `------------------------ keep, give: the engine's hooks ----------------'
 
-`end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock, and take it for what they note in
-the step; all else wants it held.
+`meet`, `end_forward` and what blocks call (`_survey`, `_run`) run without the engine's lock, and take it for what they
+note in the step; all else wants it held.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ from .._blocks.trial import Trial
 from .._blocks.watch import Places, Watch
 from .._config import OffloadConfig
 from .._errors import BudgetError
+from .._group.decision import Decision, Share
 from .._memory.budgets import local_ranks
 from .._memory.ledger import Ledger
 from .._memory.pressure import release
 from .._plan import clock
 from .._plan.contest import Contest
 from .._plan.facts import OUTSIDE, Cap, Facts, Link
-from .._plan.greedy import decide
+from .._plan.greedy import decide, decide_moves, fitting
 from .._plan.plan import Measured, Plan
 from .._plan.prefix import prefix
 from .._plan.replan import Shown, follow_up, pace, stands
@@ -61,6 +63,7 @@ from .._transfer.cost import Cost
 from .._transfer.daily_allowance import Allowance
 from .acted import Acted
 from .course import Entry
+from .joint import ALONE, LOOKING, SURVEYING, TRYING, Joint, Said
 from .kind import Kind
 from .pace import Pace
 from .write_cap import write_cap
@@ -142,6 +145,8 @@ class Planner:
         self._capacity_bytes: int | None = None
         self._steps = 0  # ended so far
         self._pace = Pace(config, cost, in_flight_bytes)
+        alone = self._by_rule or lossy or not config.rank_timeout
+        self._joint = None if alone else Joint(type(model()).__name__, config.rank_timeout)
 
     @property
     def acts(self) -> bool:
@@ -174,6 +179,66 @@ class Planner:
         self._spoilt = not departs
 
     # -- around the model's forward --------------------------------------------------------------------------------
+
+    def meet(self, key: Hashable) -> bool:
+        """Meet the other ranks of the job before a forward, where they are to; whether that has to be seen.
+
+        It may wait for them, without the lock.
+        """
+        joint = self._joint
+        if joint is None or joint.phase is ALONE:
+            return False
+        with self._lock:
+            kind = self._kinds.setdefault(key, Kind())
+        new = None
+        if joint.begin_forward():
+            blocks = self._paths(kind) if joint.phase is SURVEYING else None
+            new = joint.meet(Said(repr(key), kind.wants, blocks, kind.share))
+        with self._lock:
+            if isinstance(new, Decision):
+                self._bind(kind, new)
+            elif new is SURVEYING:
+                kind.end_plan()
+                kind.blocks, kind.share = False, None
+                self._candidates(kind)
+        stands = joint.carry_out(joint=bool(kind.joint))
+        with self._lock:
+            if not stands:
+                self._fall_back(self._kinds.values() if joint.phase is ALONE else (kind,))
+            if self._now is not None and (new is not None or not stands):
+                self._spoilt = True  # in the midst of a step of several forwards
+            planned = kind.joint is not None and kind.plan is not None and not kind.plan.idle
+        return joint.phase in (SURVEYING, TRYING) or planned
+
+    def _paths(self, kind: Kind) -> tuple[str, ...] | None:
+        """Name the blocks that ranks are to try together; None if this one has not found them yet."""
+        model = self._model()
+        if not kind.blocks or model is None:
+            return None
+        blocks = {module for reference in kind.modules if (module := reference()) is not None}
+        return tuple(path for path, module in model.named_modules() if module in blocks)
+
+    def _bind(self, kind: Kind, decision: Decision) -> None:
+        """Have a kind of step recompute what all ranks do."""
+        share = kind.share
+        assert share is not None
+        moves = partial(decide_moves, recomputed=decision.recomputed)
+        kind.share, kind.wants, kind.joint = None, False, decision.joint
+        kind.contest = Contest(over=True)  # a rival would recompute other blocks
+        self._set(kind, replace(fitting(moves, share.facts, share.budget_bytes), agreed=decision.told))
+
+    def leave(self) -> None:
+        """Have the other ranks wait for this one no more."""
+        if self._joint is not None:
+            self._joint.leave()
+            self._fall_back(self._kinds.values())
+
+    def _fall_back(self, kinds: Iterable[Kind]) -> None:
+        """Follow no plan any more that ranks have agreed on."""
+        for kind in kinds:
+            if kind.joint is not None:
+                kind.end_plan()
+                kind.wants = True
 
     def begin_forward(self, key: Hashable, capacity_bytes: int | None) -> None:
         """Begin a forward of the model, given what `key` describes; stand around its blocks. Raises BudgetError.
@@ -212,10 +277,12 @@ class Planner:
         """End it."""
         self._forwards.remove()
         self._thread.block = OUTSIDE
+        if self._joint is not None:
+            self._joint.end_forward()
 
     def go_on_in_child(self, lock: threading.RLock) -> None:
         """In a forked child: a forward that is under way goes on, with the engine's new lock."""
-        self._lock = lock
+        self._lock, self._joint = lock, None
 
     @interrupts.lets_through
     def _survey(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -247,23 +314,34 @@ class Planner:
 
     @interrupts.lets_through
     def _call(self, visit: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        seen, kind = self._seen(), self.kind
+        seen, kind, joint = self._seen(), self.kind, self._joint
         if kind.plan is not None:
             if visit in kind.plan.recomputed and kind.visits[visit]() is module:
-                return self._recompute(visit, kind.plan, module, forward, args, kwargs)
+                if joint is None or visit not in (kind.joint or ()):
+                    return self._recompute(visit, kind.plan, module, forward, args, kwargs)
+                if ranks := joint.together_with:
+                    return self._recompute(visit, kind.plan, module, forward, args, kwargs, ranks)
         elif not self._lossy:
-            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart)
+            ballot = None if joint is None else joint.ballot(visit)
+            trial = seen.trials[visit] = Trial(module, forward, self._keep, self._give, self._apart, ballot)
             return trial.call(args, kwargs)
         return forward(*args, **kwargs)
 
     @interrupts.lets_through
     def _recompute(
-        self, visit: int, plan: Plan, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        visit: int,
+        plan: Plan,
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        together: frozenset[int] | None = None,
     ) -> Any:
         """Run a block that runs again in backward, and count what it would have saved beside what it has."""
         with self._lock:
             before_bytes = self._ledger.plain_bytes
-        out, graph = recompute(module, forward, args, kwargs, self._keep, self._give)
+        out, graph = recompute(module, forward, args, kwargs, self._keep, self._give, together)
         if graph is not None:
             with self._lock:
                 saved_bytes = self._ledger.plain_bytes - before_bytes
@@ -374,11 +452,18 @@ class Planner:
         budget_bytes = self._ledger.look_at_room()
         link = self._pace.learn(planned=self.plan is not None, on_device=on_device)
         kind.watched = True
+        phase = LOOKING if self._joint is None else self._joint.phase
         if kind.plan is not None:
             self._follow(kind, seen, link, budget_bytes)
+        elif phase is SURVEYING and not kind.blocks:
+            self._choose(kind, seen)
+        elif phase is TRYING:
+            joint = frozenset(visit for visit, trial in seen.trials.items() if trial.joint)
+            kind.share = Share(self._facts(kind, seen, link), budget_bytes, joint)
         elif kind.departures >= _MOST_DEPARTURES:
             kind.modules.clear()
         elif seen.held_bytes > budget_bytes or sent_bytes or self._by_rule:
+            kind.wants = True
             self._advance(kind, seen, link, budget_bytes)
         else:
             kind.modules.clear()
@@ -386,17 +471,25 @@ class Planner:
     def _advance(self, kind: Kind, seen: Watch, link: Link, budget_bytes: int) -> None:
         surveyed = bool(kind.modules)
         if kind.blocks or not (kind.modules or self._candidates(kind)):
-            seen.take_times_of_device()
-            facts = seen.facts(link, self._ledger.read_ahead_bytes)
-            facts = replace(facts, cap=self._cap(facts))
-            kind.places = Places(shared=seen.shared)
+            facts = self._facts(kind, seen, link)
             reason = "the step saved other tensors than planned" if kind.departures else ""
             self._set(kind, replace(self._decide(facts, budget_bytes), reason=reason))
-            kind.visits = [module for module, _, _ in seen.visits]
-        elif surveyed:  # none is seen inside compiled code: then there are no blocks
-            chosen = seen.inside if self._named else find.blocks(seen.inside)
-            kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
-            kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
+        elif surveyed:
+            self._choose(kind, seen)
+
+    def _choose(self, kind: Kind, seen: Watch) -> None:
+        """Choose a kind's blocks by what modules have saved; none is seen inside compiled code: then there are none."""
+        chosen = seen.inside if self._named else find.blocks(seen.inside)
+        kind.modules, kind.blocks = [weakref.ref(module) for module in chosen], True
+        kind.block_bytes = max((seen.inside.get(module, 0) for module in chosen), default=0)
+
+    def _facts(self, kind: Kind, seen: Watch, link: Link) -> Facts:
+        """Conclude the facts of a step, by which the next of its kind are planned."""
+        seen.take_times_of_device()
+        facts = seen.facts(link, self._ledger.read_ahead_bytes)
+        kind.places = Places(shared=seen.shared)
+        kind.visits = [module for module, _, _ in seen.visits]
+        return replace(facts, cap=self._cap(facts))
 
     def _candidates(self, kind: Kind) -> bool:
         model = self._model()
@@ -409,8 +502,8 @@ class Planner:
         plan = kind.plan
         assert plan is not None
         if seen.departed:
-            kind.plan, kind.places, kind.course = None, Places(), None
-            kind.contest = Contest(over=kind.contest.over)
+            kind.wants = kind.wants or kind.joint is not None
+            kind.end_plan()
             kind.departures += 1
             return
         kind.departures = 0
@@ -438,7 +531,7 @@ class Planner:
         else:
             new = follow_up(plan, shown, partial(self._decide, before=plan))
         if not new.decides_as(plan):
-            kind.contest = Contest(over=kind.contests >= _MOST_CONTESTS)
+            kind.contest = Contest(over=bool(plan.agreed) or kind.contests >= _MOST_CONTESTS)
             kind.contests += 1
         elif timed:
             kind.contest, new = kind.contest.after(new, step_s)
@@ -448,15 +541,12 @@ class Planner:
         """Decide on a step; in the way that the plan before was made, which may have won a contest, if that fits."""
         if self._by_rule:
             return prefix(facts, budget_bytes)
-        if before is not None and before.decide is not None and (plan := before.decide(facts, budget_bytes)).fits:
-            return plan
-        plan = decide(facts, budget_bytes)
-        if plan.fits:
-            return plan
-        # Compiled code asks for all of a graph at once, and holds it to the end, so that no plan fits. It is carried
-        # out as if it did not: the rule beneath holds what the engine itself has in memory.
-        at_best = decide(facts.at_best(), budget_bytes)
-        return at_best if at_best.fits else plan
+        if before is not None and before.decide is not None:
+            if before.agreed:  # other ranks recompute the same
+                return replace(fitting(before.decide, facts, budget_bytes), agreed=before.agreed)
+            if (plan := before.decide(facts, budget_bytes)).fits:
+                return plan
+        return fitting(decide, facts, budget_bytes)
 
     def _set(self, kind: Kind, plan: Plan) -> None:
         if kind.plan is None or not plan.decides_as(kind.plan):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from .._device.generators import DeviceStates
 from .._errors import edited_in_place
 from .._state.found import Found, plain_leaves
-from .._state.holders import version
+from .._state.holders import equal_bits, version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
-from .._torch.private import sizes
+from .._torch.private import innermost, sizes
 
 
 class Call:
@@ -84,6 +84,12 @@ class Call:
 def shape(tensor: Tensor) -> tuple[Any, ...]:
     """Describe a saved tensor, for two calls to be compared by."""
     return tensor.dtype, *sizes(tensor)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; of DTensors the parts that this rank has, as it is alone with them."""
+    parts, others = innermost(one), innermost(other)
+    return one.shape == other.shape and len(parts) == len(others) and all(map(equal_bits, parts, others))
 
 
 def as_saved(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Communication: tells whether a forward exchanges data with other ranks.
 
-Each rank plans for itself. A block with a collective inside that runs again on one rank alone would meet, in backward,
-whatever its peers exchange next: where the shapes are equal, gradients are wrong and nothing raises. So a block that
-communicates is neither tried nor recomputed; nor is one whose parts have hooks that gather weights, which communicate
-in one run and not in another.
+A block with a collective inside that runs again on one rank alone would meet, in backward, whatever its peers exchange
+next: where the shapes are equal, gradients are wrong and nothing raises. So a block that communicates is tried and
+recomputed only together with all ranks that it exchanges data with (`_group`); one whose parts have hooks that gather
+weights never is, as they communicate in one run and not in another.
 
 Process groups count the operations that they have begun: those of Gloo all, those of NCCL but for sends and receives,
 which are seen where Python calls them. Unseen stays what goes around `torch.distributed`'s groups (symmetric memory,
@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from .._torch.private import process_groups
+from .._torch.private import process_groups, ranks_of
 
 _POINT_TO_POINT = ("send", "recv", "recv_anysource")
 _FSDP = ("FSDPModule", "FullyShardedDataParallel")  # of version 2 and 1; neither need be imported
@@ -31,12 +31,14 @@ class Communication:
 
     Attributes:
         counts: operations that each group has begun in it, on each kind of device; 0 of a backend that does not count.
+        ranks: those in the groups that have begun any.
         sent: whether Python has called for a send or a receive.
         untold: a backend does not count.
     """
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.ranks: frozenset[int] = frozenset()
         self.sent = self.untold = False
 
     def __enter__(self) -> Communication:
@@ -49,27 +51,33 @@ class Communication:
         if self._before:
             _watched.remove(self)
         after = _begun()
-        self.untold = None in after
-        self.counts = [(new or 0) - (old or 0) for old, new in zip(self._before, after, strict=False)]
+        self.untold = any(new is None for _, new in after)
+        self.counts = [(new or 0) - (old or 0) for (_, old), (_, new) in zip(self._before, after, strict=False)]
+        met = {id(group): group for (group, _), count in zip(after, self.counts, strict=False) if count}
+        self.ranks = frozenset(rank for group in met.values() for rank in ranks_of(group))
 
     @property
     def possible(self) -> bool:
         """Whether it may have communicated."""
         return self.sent or self.untold or any(self.counts)
 
+    def is_among(self, ranks: frozenset[int]) -> bool:
+        """Whether it is known with whom it has communicated, and all of these are among `ranks`."""
+        return not (self.sent or self.untold) and self.ranks <= ranks
 
-def _begun() -> list[int | None]:
+
+def _begun() -> list[tuple[Any, int | None]]:
     """Give how many operations each group of several ranks has begun, by kind of device; None: it does not count."""
-    counts: list[int | None] = []
+    counts: list[tuple[Any, int | None]] = []
     groups = process_groups()
     if groups is None:
-        return [None]
+        return [(None, None)]
     for group in groups:
         for device in group._device_types if group.size() > 1 else ():
             try:
-                counts.append(group._get_backend(device)._get_sequence_number_for_group())
+                counts.append((group, group._get_backend(device)._get_sequence_number_for_group()))
             except (RuntimeError, AttributeError):
-                counts.append(None)
+                counts.append((group, None))
     return counts
 
 

@@ -7,6 +7,9 @@ Guarantees:
    and has not communicated. Otherwise it is kept as all that autograd saves, and there is no second call.
 3. A second call finds what the first found, whatever has become of it since, and leaves no trace.
 4. What the second call makes is held until it is asked for, once; asked for again, it is made again.
+5. A call that communicates runs again only together with all ranks that it exchanges data with. Then it does whenever
+   anything of it is asked for, on each of them: whether this rank has let go of what it saved is its own matter. Where
+   it has not, what the second call makes is compared with what was kept.
 
 Without these, torch.utils.checkpoint would do.
 """
@@ -29,7 +32,7 @@ from .._state.holders import version
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
 from .._torch.private import sizes
-from .call import Call, as_saved, shape
+from .call import Call, as_saved, same, shape
 from .communication import Communication
 
 Keep = Callable[[Tensor], Any]
@@ -44,6 +47,7 @@ def recompute(
     kwargs: dict[str, Any],
     keep: Keep,
     give: Give,
+    together: frozenset[int] | None = None,
 ) -> tuple[Any, object | None]:
     """Call a block's forward; it runs again in backward, if that can be.
 
@@ -51,22 +55,40 @@ def recompute(
 
     Args:
         keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
+        together: ranks that all call this block now, and run it again alike; None where this one is alone.
 
     Returns:
         What it returns, and what lives as long as the graph that it may run again for; None where it will not.
 
     Raises:
-        OffloadError: by `backward`: its weights, or a large tensor that it reaches, were edited in place since.
+        OffloadError: by `backward`: its weights, or a large tensor that it reaches, were edited in place since; or, at
+            once, if it cannot run again where others count on it.
         RuntimeError: by `backward`, PyTorch's own: what it was given was edited in place since.
     """
-    if modes.programs() or (found := Found.of(module, forward, args, kwargs)).unseen:
+    watched = modes.programs()
+    if watched and together is None:
+        return forward(*args, **kwargs), None
+    found = Found.of(module, forward, args, kwargs)
+    if found.unseen:
+        if together is not None:
+            raise OffloadError(_cannot(module, found.unseen))
         return forward(*args, **kwargs), None
     twice = _Twice(module, forward, Call(module, args, kwargs, found), keep, give)
     steps_aside(twice.pack)
     with torch.autograd.graph.saved_tensors_hooks(twice.pack, twice.unpack), Communication() as communication:
         out = forward(*args, **kwargs)
-    again = twice.settle(stays=communication.possible)
+    joint = together is not None and communication.possible
+    if joint and not communication.is_among(together or frozenset()):
+        raise OffloadError(_cannot(module, "it communicates with ranks that have not agreed to that"))
+    again = twice.settle(stays=watched or (communication.possible and not joint), joint=joint)
     return out, twice if again else None
+
+
+def _cannot(module: nn.Module, why: str) -> str:
+    return (
+        f"{type(module).__name__} was to recompute together with other ranks, and cannot: {why}. Name other blocks "
+        "(blocks=), or set rank_timeout=0, with which ranks plan alone and no block that communicates recomputes"
+    )
 
 
 class _Saved:
@@ -101,7 +123,8 @@ class _Twice:
         self._call = call
         self._keep, self._give = keep, give
         self._saved: list[tuple[weakref.ref[_Saved], tuple[Any, ...]]] = []
-        self._again = False  # it runs again where something is asked for
+        self._again = False  # it has let go of what it saved
+        self._joint = False  # it runs again even if it has not
         self._lock = threading.RLock()  # nodes of several devices may ask at once
         call.keep(keep, positional=True)
 
@@ -111,11 +134,12 @@ class _Twice:
         self._saved.append((weakref.ref(saved), shape(tensor)))
         return saved
 
-    def settle(self, *, stays: bool) -> bool:
+    def settle(self, *, stays: bool, joint: bool = False) -> bool:
         """End the first call: let go of what it has saved, or keep it if it `stays` or anything has changed.
 
-        Whether it was let go of.
+        `joint`: other ranks count on its second call. Whether it was let go of.
         """
+        self._joint = joint
         self._again = not (stays or self._call.change())
         self._call.end()
         for reference, _ in self._saved:
@@ -131,13 +155,20 @@ class _Twice:
     def unpack(self, saved: _Saved) -> Tensor:
         """Unpack what the first call has saved. Raises what `recompute` says."""
         if saved.kept is not None:
-            return self._give(saved.kept[0])
+            kept = self._give(saved.kept[0])
+            if self._joint and not same(kept, self._made(saved)):
+                raise OffloadError(f"{self._name} recomputes together with other ranks, and gives other values then")
+            return kept
         if not self._again:
             assert saved.tensor is not None
             if version(saved.tensor) != saved.version:
                 tensor = saved.tensor
                 raise edited_in_place(f"{tensor.type()} {list(sizes(tensor))}", version(tensor), saved.version)
             return saved.tensor
+        return self._made(saved)
+
+    def _made(self, saved: _Saved) -> Tensor:
+        """Give what a second call has made."""
         with self._lock:
             if saved.tensor is None:
                 self._run_again()
@@ -161,7 +192,7 @@ class _Twice:
                 raise OffloadError(self._differs(f"a tensor {shape(tensor)}, its {number}th"))
             # The sizes of jagged tensors belong to the very tensor of their offsets.
             made = tensor if tensor.is_leaf and not tensor.requires_grad else tensor.detach()
-            if (saved := self._saved[number][0]()) is not None:
+            if (saved := self._saved[number][0]()) is not None and saved.tensor is None:
                 saved.tensor = made
             wanted.discard(number)
             number += 1

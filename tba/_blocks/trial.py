@@ -7,6 +7,10 @@ it is not tried, nor is one of which not all can be read. Of the others, inputs 
 saved tensors are, and compared with those of a second run, at the point where a recomputation would run. That run finds
 what the first one found, and leaves no trace. The step itself does not depend on it.
 
+A block that communicates runs a second time only if all ranks that it exchanges data with vote for it (`Ballot`): then
+each of them has come to the same point of the same backward, and their collectives meet. Assumption: where a second run
+raises, or exchanges other data than the first, it does so on all of them.
+
 It is the same if outputs are equal bit for bit and it saves tensors of the same shapes in the same order. The graph
 that backward goes through is that of the first run, the program's own call; a second run gives saved values alone.
 """
@@ -24,12 +28,12 @@ from torch import Tensor, nn
 from io_backends import interrupts
 
 from .._errors import OffloadError
+from .._group.agreement import Ballot
 from .._state.found import Found, fingerprint
-from .._state.holders import equal_bits
 from .._torch import modes
 from .._torch.hook_stack import steps_aside
 from .._torch.private import innermost, tree_leaves
-from .call import Call, as_saved, shape
+from .call import Call, as_saved, same, shape
 from .communication import Communication, gathers
 from .timeline import Stopwatch
 
@@ -54,9 +58,11 @@ class Trial:
     Args:
         keep, give: packs a tensor as autograd's saved tensors are, and gives it back.
         apart: makes a context for what is none of the step's own.
+        ballot: the vote of those ranks on it, to be used once; None where this one is alone with its plans.
 
     Attributes:
         verdict: None until there is one.
+        joint: the block communicates, and may run again if the ranks vote for it.
     """
 
     def __init__(
@@ -66,8 +72,11 @@ class Trial:
         keep: Callable[[Tensor], Any],
         give: Callable[[Any], Tensor],
         apart: Callable[[], AbstractContextManager[None]],
+        ballot: Ballot | None = None,
     ) -> None:
         self.verdict: Verdict | None = None
+        self.joint = False
+        self._ballot = ballot  # until it was used
         self._module = module
         self._forward = forward
         self._keep = keep
@@ -104,8 +113,10 @@ class Trial:
         with self._apart():
             if last is None:
                 self._tell("its output needs no gradient")
-            elif communication.possible or gathers(self._module):
-                self._tell("it communicates with other ranks, which may plan otherwise")
+            elif gathers(self._module):
+                self._tell("its parts gather weights from other ranks")
+            elif communication.possible and not self._is_joint(communication):
+                self._tell("it communicates with other ranks, which have not agreed to repeat that")
             elif any(
                 part.layout is not torch.strided or part.is_nested for each in outputs for part in innermost(each)
             ):
@@ -117,10 +128,18 @@ class Trial:
             else:
                 call.keep(self._keep)
                 call.end()
-                first = [_First(call, saved, [self._keep(each) for each in outputs])]
+                self.joint = communication.possible
+                # What DTensors wrap is saved by the next block as a tensor of its own, which would find the record of
+                # the output here, or not, depending on whether that has been copied: copies have other records.
+                own = (each.detach().clone() if self.joint else each for each in outputs)
+                kept = [self._keep(each) for each in own]
+                first = [_First(call, saved, kept, communication.counts)]
                 # After all hooks of the tensor: those of FSDP gather the weights that the second run needs.
                 last.grad_fn.register_prehook(lambda _: self._try(first))  # type: ignore[union-attr]
         return out
+
+    def _is_joint(self, communication: Communication) -> bool:
+        return self._ballot is not None and communication.is_among(self._ballot.members)
 
     def _try(self, first: list[_First]) -> None:
         if first:  # else it is a second backward through the graph
@@ -143,6 +162,9 @@ class Trial:
     def _compare(
         self, first: _First, before: list[Tensor], again: _Noted, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, float | None]:
+        ballot, self._ballot = self._ballot, None
+        if self.joint and (ballot is None or not ballot.agrees()):
+            return "it communicates with other ranks, one of which could not try it", None
         again.begin(before[0] if before else None)
         tracer = interrupts.tracer()
         try:
@@ -154,25 +176,28 @@ class Trial:
         after = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if change := first.call.found.block.change():
             return f"its second run changes {change}", None
-        if communication.possible:
-            return "its second run communicates with other ranks", None
+        if sum(communication.counts) != sum(first.counts) or (communication.possible and not self.joint):
+            return "its second run communicates otherwise with other ranks", None
         if first.saved != again.shapes:
             return "its second run saves other tensors", None
-        if not (len(after) == len(before) and all(map(_equal, before, after))):
+        if not (len(after) == len(before) and all(map(same, before, after))):
             return "its second run gives other values", None
         return "", again.seconds
 
     def _tell(self, why_not: str, seconds: float | None = None) -> None:
         if self.verdict is None:
             self.verdict = Verdict(seconds, why_not)
+            if self._ballot is not None:  # it was not asked for
+                self._ballot.refuse()
 
 
 class _First(NamedTuple):
-    """The first run: its call, what it saved, and what it returned, kept."""
+    """The first run: its call, what it saved, what it returned, kept, and what it exchanged with other ranks."""
 
     call: Call
     saved: list[tuple[Any, ...]]
     outputs: list[Any]
+    counts: list[int]
 
 
 class _Noted:
@@ -196,9 +221,3 @@ class _Noted:
             self._watch.lap()
         self.shapes.append(shape(tensor))
         return tensor.detach()
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal bit for bit; of DTensors the parts that this rank has, as it is alone with them."""
-    parts, others = innermost(one), innermost(other)
-    return one.shape == other.shape and len(parts) == len(others) and all(map(equal_bits, parts, others))

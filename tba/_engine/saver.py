@@ -340,11 +340,13 @@ class Saver(ForkAware):
             elif self.steps.current.begun_s is not None:
                 self.settle()
                 self._begin_anew()
+            key = self.rest.key(args, kwargs) if self.watches else None
+        joins = self.planner is not None and self.planner.meet(key)
+        with self.locked(), quiet():
             step, rest, asked = self.steps.current, self.rest, self.rest.counts and self.recorder.asked
             step.wake()
-            key = rest.key(args, kwargs) if self.watches else None
             room_bytes = self.ledger.look_at_room() if rest.looks(key) else 0
-            rests = rest.begins(key, room_bytes=room_bytes, watched=asked, step=self.counters.steps + 1)
+            rests = rest.begins(key, room_bytes=room_bytes, watched=asked or joins, step=self.counters.steps + 1)
             if rests and not rest.counts:
                 step.rest()
             elif rests and (step.mode in LIGHT or self.ledger.has_room(rest.fitted_bytes or 0)):
@@ -463,6 +465,8 @@ class Saver(ForkAware):
             if not (self.torn or came_back):
                 self.settle()
             self.steps.give_up()
+            if self.planner is not None:
+                self.planner.leave()
             self.mover.stop()
         return True
 

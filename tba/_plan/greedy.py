@@ -9,7 +9,7 @@ decide on, all plans are tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, combinations
@@ -41,6 +41,27 @@ def decide(facts: Facts, budget_bytes: int, *, moves: bool = True, recomputes: b
     """
     best = _best(facts, budget_bytes, moves=moves, recomputes=recomputes)
     return replace(best, decide=partial(decide, moves=moves, recomputes=recomputes))
+
+
+def decide_moves(facts: Facts, budget_bytes: int, recomputed: frozenset[int]) -> Plan:
+    """Decide what moves where it is settled which blocks recompute."""
+    everything = frozenset(index for index in facts.movable if facts.saved[index].place.block not in recomputed)
+    fixed = make(facts, budget_bytes, everything, recomputed)
+    best = min(_moving_enough(facts, budget_bytes, recomputed, moves=True), fixed, key=_rank)
+    return replace(best, decide=partial(decide_moves, recomputed=recomputed))
+
+
+def fitting(decide: Callable[[Facts, int], Plan], facts: Facts, budget_bytes: int) -> Plan:
+    """Decide on a step that may run compiled code.
+
+    That asks for all of a graph at once, and holds it to the end, so that no plan fits. It is carried out as if it did
+    not: the rule beneath holds what the engine itself has in memory.
+    """
+    plan = decide(facts, budget_bytes)
+    if plan.fits:
+        return plan
+    at_best = decide(facts.at_best(), budget_bytes)
+    return at_best if at_best.fits else plan
 
 
 def _best(facts: Facts, budget_bytes: int, *, moves: bool, recomputes: bool) -> Plan:

@@ -48,6 +48,7 @@ class Plan:
         decide: made it, and can do so from other facts or for another budget; None where a fixed rule did.
         reason, made_in: why it took the place of another plan, and at the end of which step; "" and 0 if it did not.
         tried: what came of trying another plan in its place, in words; "" if none was.
+        agreed: which ranks recompute alike by it, and which of them binds, in words; "" if this one decided alone.
     """
 
     facts: Facts
@@ -60,6 +61,7 @@ class Plan:
     reason: str = ""
     made_in: int = 0
     tried: str = ""
+    agreed: str = ""
 
     @cached_property
     def sends(self) -> dict[Place, int]:
@@ -215,7 +217,7 @@ class Plan:
 
     def _notes(self) -> list[str]:
         notes = [f"planned anew at step {self.made_in:,}: {self.reason}"] if self.reason else []
-        return [*notes, self.tried] if self.tried else notes
+        return [*notes, *filter(None, (self.tried, self.agreed))]
 
     def _refusals(self) -> dict[str, int]:
         counts: dict[str, int] = {}

@@ -506,3 +506,18 @@ def process_groups() -> list[Any] | None:
         return []
     groups = getattr(getattr(module, "_world", None), "pg_map", None)
     return None if groups is None else list(groups)
+
+
+def job_store(prefix: str) -> tuple[Any, int] | None:
+    """A job's own store, for keys with a prefix, and this one's rank; None if it is alone, or torch does not tell."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    if module is None or not module.is_initialized() or module.get_world_size() == 1:
+        return None
+    world = getattr(module, "_world", None)
+    found = getattr(world, "pg_map", {}).get(getattr(world, "default_pg", None))
+    return None if found is None or found[1] is None else (module.PrefixStore(prefix, found[1]), module.get_rank())
+
+
+def ranks_of(group: Any) -> list[int]:
+    """The ranks of the job that are in a process group."""
+    return list(sys.modules["torch.distributed.distributed_c10d"].get_process_group_ranks(group))

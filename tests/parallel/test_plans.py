@@ -1,21 +1,29 @@
-"""Plans of ranks: each rank plans for itself, and one that recomputes beside one that does not changes no gradient."""
+"""Plans of ranks: those that exchange data agree on what recomputes; one that plans alone changes no gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from support.engine import give_up_soon
 from support.exactness import assert_bit_equal
 from support.parallel import sequence_parallel, tensor_parallel, with_dtensor_outputs
-from support.ranks import BLOCKS, Block, Llama, plain_step, process_group, start, train
-from tba import offload_context
+from support.ranks import BLOCKS, Block, Llama, Step, batch, loss_of, plain_step, process_group, start, train
+from tba import Offloader, OffloadError, attach, offload_context
+from tba._blocks.communication import Communication
 
 if not dist.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -51,7 +59,27 @@ def _parts_of_blocks_sharded(model: nn.Module, mesh: Any) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
+WRAPS: dict[Wrap, bool] = {  # whether a block that is wrapped so may recompute on one rank alone
+    _ddp: True,
+    _fsdp1: True,
+    _blocks_sharded: True,
+    _parts_of_blocks_sharded: False,
+    tensor_parallel: False,
+    with_dtensor_outputs: False,
+    sequence_parallel: False,
+}
+BUDGETS = 240_000, 2**30  # rank 1 has room for everything: alone it would plan nothing
+RATES = "1MB", "8MB"
+STEPS, PLANNED = 8, 6  # the steps before have agreed
+LONG = 20  # steps, in which those that have departed ask again
+
+
+def _settings(rank: int, folder: str, **settings: Any) -> dict[str, Any]:
+    own = {"memory_budget": BUDGETS[rank], "max_write_rate": RATES[rank]}
+    return {"min_tensor_bytes": 0, "storage_paths": folder, **own, **settings}
+
+
+def _one_plans(rank: int, wrap: Wrap, folder: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     def make() -> nn.Module:
@@ -63,10 +91,7 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
         model = make()
         plain = train(model, plain_step(model)(None), nullcontext(), 4)
         model = make()
-        budget = 300_000 if rank == 0 else 2**30  # rank 1 has room for everything: it watches, tries and plans nothing
-        offload = offload_context(
-            model, tier="auto", memory_budget=budget, min_tensor_bytes=0, storage_paths=folder, max_write_rate="1MB"
-        )
+        offload = offload_context(model, "auto", **_settings(rank, folder, rank_timeout=0))
         moved = train(model, plain_step(model)(offload), offload, 4)
         plan, stats = offload.plan, offload.stats()
         offload.close()
@@ -75,25 +100,163 @@ def _one_plans(rank: int, wrap: Wrap, communicates: bool, folder: str) -> None:
         assert bool(plan) == (rank == 0)
         if plan:
             assert len(plan.facts.blocks) == BLOCKS
-            assert {"communicates" in block.why_not for block in plan.facts.blocks} == {communicates}
-            assert bool(plan.recomputed) != communicates
+            assert {not block.why_not for block in plan.facts.blocks} == {WRAPS[wrap]}
+            assert bool(plan.recomputed) == WRAPS[wrap]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("wrap", "communicates"),
-    [
-        (_ddp, False),
-        (_fsdp1, False),
-        (_blocks_sharded, False),
-        (_parts_of_blocks_sharded, True),
-        (tensor_parallel, True),
-        (with_dtensor_outputs, True),
-        (sequence_parallel, True),
-    ],
-)
-def test_a_rank_that_plans_alone_recomputes_only_what_does_not_communicate(
-    wrap: Wrap, communicates: bool, scratch: Path
-) -> None:
-    start(_one_plans, str(scratch), wrap, communicates, ranks=2)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_rank_that_plans_alone_recomputes_only_what_does_not_communicate(wrap: Wrap, scratch: Path) -> None:
+    start(_one_plans, str(scratch), wrap, ranks=2)
+
+
+def _counted(step: Step, at: int, counts: list[int]) -> Step:
+    """Count the collectives of one step."""
+
+    def counted(number: int) -> list[Tensor]:
+        with Communication() as communication:
+            found = step(number)
+        if number == at:
+            counts.extend(communication.counts)
+        return found
+
+    return counted
+
+
+def _checkpoint(model: nn.Module, numbers: Iterable[int]) -> None:
+    """Have torch checkpoint some of the blocks: within their hooks, as FSDP asks for."""
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    for number in numbers:
+        vars(blocks[number])["forward"] = partial(checkpoint, blocks[number].forward, use_reentrant=False)
+
+
+def _all_plan(rank: int, wrap: Wrap, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def make() -> nn.Module:
+        model = Llama()
+        return wrap(model, mesh) or model
+
+    with process_group(rank, 2, folder):
+        mesh = init_device_mesh("cpu", (2,))
+        model = make()
+        plain = train(model, plain_step(model)(None), nullcontext(), STEPS)
+        model, counts = make(), list[int]()
+        offload = offload_context(model, "auto", **_settings(rank, folder))
+        moved = train(model, _counted(plain_step(model)(offload), PLANNED, counts), offload, STEPS)
+        plan, stats = offload.plan, offload.stats()
+        offload.close()
+        assert_bit_equal(moved, plain, f"rank {rank}:")
+        assert not stats.errors
+        assert plan
+        plans: list[Any] = [None, None]
+        dist.all_gather_object(plans, (plan.recomputed, plan.agreed))
+        assert plans[0] == plans[1]
+        if wrap is _parts_of_blocks_sharded:
+            assert not plan.recomputed
+            return
+        assert 0 < len(plan.recomputed) < BLOCKS
+        assert plan.agreed in str(plan)
+        assert plan.agreed.startswith(
+            "agreed by ranks 0, 1: rank 0 has the least room, 234 KiB, rank 0 the slowest link, 977"
+        )
+        assert plan.measured is not None
+        assert plan.measured.peak_bytes <= BUDGETS[rank]
+        assert stats.last_step is not None
+        assert rank == 0 or not stats.last_step.offloaded_bytes
+        checkpointed, model = list[int](), make()
+        _checkpoint(model, plan.recomputed)
+        again = train(model, _counted(plain_step(model)(None), PLANNED, checkpointed), nullcontext(), STEPS)
+        assert_bit_equal(again, plain)
+        assert counts == checkpointed
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [wrap for wrap in WRAPS if wrap is not _ddp])
+def test_ranks_agree_on_what_recomputes_and_repeat_what_a_checkpoint_does(wrap: Wrap, scratch: Path) -> None:
+    start(_all_plan, str(scratch), wrap, ranks=2)
+
+
+def _one_goes_another_way(rank: int, how: str, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    with process_group(rank, 2, folder), warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        mesh = init_device_mesh("cpu", (2,))
+        given_up = Path(folder) / "given up"
+
+        def run(offload: Offloader | None, model: Any) -> list[Any]:
+            def more(_: nn.Module, __: Any, out: Tensor) -> Tensor:
+                return out + 0 * torch.zeros(64, 64, requires_grad=True).exp().sum()  # saves what no plan knows of
+
+            def step(number: int) -> list[Tensor]:
+                tokens = batch(number)
+                if rank == 1 and how == "departs" and number == PLANNED:
+                    hooks.append(model.norm.register_forward_hook(more))
+                elif hooks:
+                    hooks.pop().remove()
+                if number == PLANNED and offload is not None:
+                    meddle(offload)
+                with Communication() as communication:
+                    loss = loss_of(model(tokens), tokens)
+                    loss.backward()
+                exchanges.append(sum(communication.counts))
+                return [loss]
+
+            hooks: list[Any] = []
+            return train(model, step, nullcontext(), LONG)
+
+        def meddle(offload: Offloader) -> None:
+            if rank == 1 and how == "leaves":
+                offload.close()
+            elif rank == 1 and how == "is killed":
+                os._exit(0)
+            elif rank == 0 and how in ("is late", "is killed"):
+                give_up_soon(offload)
+            elif how == "is late":
+                while not given_up.exists():
+                    time.sleep(1e-3)
+
+        def told(*_: Any, **__: Any) -> None:
+            given_up.touch()
+
+        exchanges: list[int] = []
+        model = Llama()
+        tensor_parallel(model, mesh)
+        plain = run(None, model)
+        least = exchanges[0]
+        assert exchanges == [least] * LONG
+        exchanges.clear()
+        model = Llama()
+        tensor_parallel(model, mesh)
+        offload = attach(model, "auto", **_settings(rank, folder))
+        with patch("tba._group.agreement.warn", told) if how == "is late" else nullcontext():
+            if how == "is killed":
+                with pytest.raises(RuntimeError) as error:
+                    run(offload, model)
+                assert not isinstance(error.value, OffloadError)  # the group's own, as in plain PyTorch
+                os._exit(0)
+            moved = run(offload, model)
+        assert_bit_equal(moved, plain, f"rank {rank}:")
+        counts: list[Any] = [None, None]
+        dist.all_gather_object(counts, exchanges)
+        assert counts[0] == counts[1]
+        assert exchanges[PLANNED - 1] > least
+        texts = [str(each.message) for each in warned if "ranks do not agree on a plan any more" in str(each.message)]
+        if how == "departs":  # from the next step on; and they agree anew
+            assert exchanges[PLANNED] > exchanges[PLANNED + 1] == least
+            assert exchanges[-1] > least
+            assert not texts
+        else:
+            assert exchanges[PLANNED:] == [least] * (LONG - PLANNED)
+            assert len(texts) == (how == "leaves" and rank == 0)
+        offload.close()
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["departs", "leaves", "is late", "is killed"])
+def test_ranks_fall_back_together_where_one_goes_another_way(how: str, scratch: Path) -> None:
+    start(_one_goes_another_way, str(scratch), how, ranks=2)

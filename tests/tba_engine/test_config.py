@@ -74,6 +74,7 @@ READ: dict[str, dict[Any, Any]] = {
     "checksum": {True: True, "on": True, "1": True, "no": False, "off": False},
     "io_backend": {name: name for name in ("auto", "posix", "kvikio")},
     "io_timeout": {60: 60.0, "60": 60.0, "60s": 60.0, " 1.5 s ": 1.5, 0.25: 0.25},
+    "rank_timeout": {0: 0.0, "5s": 5.0},
 }
 
 
@@ -99,6 +100,7 @@ WRONG: list[tuple[str, str, list[Any]]] = [
     ("checksum", "is not True or False, or text such as on, off", ["xxh3"]),
     ("io_backend", r"is not one of .*; did you mean kvikio\?", ["kvikia"]),
     ("io_timeout", "is not a number of seconds above 0", [0, -1, "1h", "soon", float("inf"), float("nan"), True, None]),
+    ("rank_timeout", "is not a number of seconds", [-1, "soon", None]),
     ("io_threads", "is not a whole number from 1 to 256", [0, -2, 257, 1.5, "two", True]),
     (
         "storage_paths",

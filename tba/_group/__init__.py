@@ -1,0 +1,1 @@
+"""Ranks of one job that decide together: how they agree, and on what."""

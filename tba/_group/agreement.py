@@ -1,0 +1,194 @@
+"""Agreement: ranks of one job come to one decision, over the job's own store, and learn alike where they do not.
+
+Ranks are members of one agreement if they exchange data in the model's forward, or share a member that does. All of
+them come to the same forwards in the same order, so each point where they meet has a name that all of them reach.
+
+A meeting is a count in the store. Who comes adds 1 and waits for the number of members; who cannot take part subtracts
+more than all of them, and goes on. Addition is atomic, so a meeting ends alike for all:
+
+    all in     the count has reached the number of members; no one can be late or refuse any more
+    refused    the count is below 0: a member goes another way here
+    lost       a member has waited for `timeout_s`, and has subtracted more than any refusal: there is no agreement
+               any more, for nobody, with one warning
+
+Guarantees:
+
+1. `all_in` is True on all members or on none.
+2. `decide` gives all members what the lowest of them has concluded from what all have said, or None to all.
+3. Nobody waits longer than `timeout_s` in a meeting, and a lost agreement is waited for no more.
+4. No collective is used, no process group and no thread is made. What is stored for a meeting is deleted after the
+   next but one; a key for each rank stays.
+
+Assumptions: members reach meetings in one order. The store is the one that `init_process_group` was given or made; if
+it fails, its own error ends the training, as nobody could tell then what others do. What it holds is trusted, as
+PyTorch itself does.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from io_backends import interrupts
+
+from .._torch.private import job_store
+from .._torch.user_frames import warn
+
+_REFUSED, _LOST = 1 << 24, 1 << 48  # more than all ranks of a job; and more than all refusals of one
+_FIRST_S, _LONGEST_S = 1e-4, 5e-3  # between two looks at a count
+_counts: Counter[str] = Counter()  # agreements in this process, by name: ranks make theirs in the same order
+
+
+class Agreement:
+    """One rank's part in an agreement.
+
+    Attributes:
+        members: ranks that belong to it, in order; none before `form`.
+        lost: a member was late, or has left: nobody agrees on anything any more.
+        timeout_s: to wait for others, at most.
+    """
+
+    def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
+        self.members: tuple[int, ...] = ()
+        self.lost = False
+        self.timeout_s = timeout_s
+        self._store, self._rank = store, rank
+        self._keys: dict[str, None] = {}  # written since the last `tidy`, and before it
+        self._old: dict[str, None] = {}
+
+    @classmethod
+    def of(cls, name: str, timeout_s: float) -> Agreement | None:
+        """Make the next by this name in a job of several ranks; None for one rank, or if its store is not known."""
+        _counts[name] += 1
+        found = job_store(f"tba/{name}/{_counts[name]}")
+        return None if found is None else cls(*found, timeout_s)
+
+    def form(self, peers: frozenset[int]) -> bool:
+        """Find the members, given the ranks that this one exchanges data with; whether there are several."""
+        known, found = {self._rank, *peers}, {self._rank}
+        if len(known) == 1:
+            return False
+        self._store.set(f"peers/{self._rank}", ",".join(map(str, sorted(known))))
+        wait = _Wait(self.timeout_s)
+        while missing := known - found:
+            each = min(missing)
+            key = f"peers/{each}"
+            if self._store.check([key]):
+                found.add(each)
+                known |= set(map(int, self._store.get(key).decode().split(",")))
+            elif not wait.goes_on():
+                self._lose(f"rank {each} has not told within {self.timeout_s:g} s with whom it exchanges data")
+                return False
+        self.members = tuple(sorted(known))
+        return True
+
+    def all_in(self, name: str) -> bool:
+        """Come to a meeting: whether all members do, and none refuses."""
+        if self.lost:
+            return False
+        key, count = self._key(name), len(self.members)
+        found, wait = self._store.add(key, 1), _Wait(self.timeout_s)
+        while 0 < found < count:
+            if wait.goes_on():
+                found = int(self._store.get(key))
+            else:
+                before = found = self._store.add(key, -_LOST) + _LOST
+                if before != count:
+                    self._lose(f"{max(0, before)} of {count} ranks have come within {self.timeout_s:g} s")
+                    return False
+        if found < -_LOST // 2:
+            self._lose("another rank has left, or has waited too long")
+        return bool(found == count)
+
+    def refuse(self, name: str) -> None:
+        """Let a meeting fail for all, and do not wait for it."""
+        if not self.lost:
+            self._store.add(self._key(name), -_REFUSED)
+
+    def leave(self, *names: str) -> None:
+        """Let meetings, one of which is the next, and all that come after it fail for all members."""
+        if self.members and not self.lost:
+            self.lost = True
+            with suppress(RuntimeError):  # at the end of a job its store may be gone first
+                for name in names:
+                    self._store.add(self._key(name), -_LOST)
+
+    def decide(self, name: str, said: Any, conclude: Callable[[list[Any]], Any]) -> Any:
+        """Give all members what the lowest concludes from what all have `said`, in their order; None if not all come.
+
+        It concludes something else than None.
+        """
+        self._store.set(self._key(f"{name}/{self._rank}"), pickle.dumps(said))
+        if not self.all_in(name):
+            return None
+        answer = self._key(f"{name}/answer")
+        if self._rank == self.members[0]:
+            keys = [self._key(f"{name}/{each}") for each in self.members]
+            self._store.set(answer, pickle.dumps(conclude([pickle.loads(self._store.get(key)) for key in keys])))
+        if not self.all_in(f"{name}/told"):
+            return None
+        return pickle.loads(self._store.get(answer))
+
+    def tidy(self) -> None:
+        """Delete what all members have read: what was stored for meetings before the last `tidy`.
+
+        Call it after a meeting that all came to: they have left those before it.
+        """
+        if self._rank == self.members[0]:
+            for key in self._old:
+                self._store.delete_key(key)
+            self._old, self._keys = self._keys, {}
+
+    def _key(self, name: str) -> str:
+        key = f"{self.members[0]}/{name}"  # other ranks of the job may have an agreement of their own
+        if self._rank == self.members[0]:
+            self._keys[key] = None
+        return key
+
+    def _lose(self, why: str) -> None:
+        self.lost = True
+        warn(
+            f"ranks do not agree on a plan any more: {why}. From here on each rank plans for itself, and no block that "
+            "communicates recomputes. If a rank may be later than that, raise rank_timeout"
+        )
+
+
+class Ballot:
+    """A vote of all members on one thing that they do together or not at all.
+
+    Attributes:
+        members: who votes.
+    """
+
+    def __init__(self, agreement: Agreement, name: str) -> None:
+        self.members = frozenset(agreement.members)
+        self._agreement, self._name = agreement, name
+
+    def agrees(self) -> bool:
+        """Vote for it; whether all do."""
+        return self._agreement.all_in(self._name)
+
+    def refuse(self) -> None:
+        """Vote against it."""
+        self._agreement.refuse(self._name)
+
+
+class _Wait:
+    """A wait for others: looks ever more seldom, lets the program's signal handlers run, and ends."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until_s = time.monotonic() + timeout_s
+        self._next_s = _FIRST_S
+
+    def goes_on(self) -> bool:
+        """Sleep until the next look; False once the time is over, or a handler has raised."""
+        interrupts.look()
+        if time.monotonic() >= self._until_s or interrupts.waiting():
+            return False
+        time.sleep(self._next_s)
+        self._next_s = min(2 * self._next_s, _LONGEST_S)
+        return True

@@ -1,0 +1,102 @@
+"""Decision: which blocks a group of ranks recomputes, concluded from the facts of all. Pure.
+
+It is decided once, for a step that none of them has a harder one than: that of the rank which has to part with most
+bytes, with the least budget of all, the slowest link, and the longest second run of each block. A block of which one
+rank's second run was not the same recomputes on none. So what fits there fits on each rank. What moves is then each
+rank's own matter (`decide_moves`): no other rank can tell whether it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .._plan.facts import Block, Facts, Link
+from .._plan.greedy import decide, fitting
+from .._text import short
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank says about its step.
+
+    Attributes:
+        facts: of the step.
+        budget_bytes: that its saved tensors may hold.
+        joint: its blocks that communicate.
+    """
+
+    facts: Facts
+    budget_bytes: int
+    joint: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What all ranks do.
+
+    Attributes:
+        recomputed: blocks that run again, by their number in the step.
+        joint: those of them that communicate.
+        told: who has decided, and which rank binds by its budget and by its link, in words.
+    """
+
+    recomputed: frozenset[int]
+    joint: frozenset[int]
+    told: str
+
+
+def decide_together(ranks: Sequence[int], shares: Sequence[Share]) -> Decision | None:
+    """Decide for all ranks; None if their steps are not alike."""
+    if len({len(share.facts.blocks) for share in shares}) > 1:
+        return None
+    budget_bytes = min(share.budget_bytes for share in shares)
+    recomputed = fitting(decide, hardest(shares), budget_bytes).recomputed
+    joint = frozenset[int]().union(*(share.joint for share in shares))
+    return Decision(recomputed, recomputed & joint, _told(ranks, shares))
+
+
+def hardest(shares: Sequence[Share]) -> Facts:
+    """Return the facts of a step that none of them has a harder one than."""
+    base = max(shares, key=lambda share: share.facts.saved_bytes - share.budget_bytes).facts
+    facts = [share.facts for share in shares]
+    caps = [each.cap for each in facts if each.cap is not None]
+    return replace(
+        base,
+        blocks=tuple(map(_longest, zip(base.blocks, *(each.blocks for each in facts), strict=True))),
+        link=_slowest(base.link, [each.link for each in facts]),
+        read_ahead_bytes=min(each.read_ahead_bytes for each in facts),
+        cap=min(caps, key=lambda cap: cap.nbytes, default=None),
+    )
+
+
+def _longest(alike: tuple[Block, ...]) -> Block:
+    """Return a block as the first is, whose second run takes as long as the longest; refused if any was."""
+    refused = next((each for each in alike if each.replay_s is None), None)
+    if refused is not None:
+        return replace(alike[0], replay_s=None, why_not=refused.why_not)
+    return replace(alike[0], replay_s=max(each.replay_s or 0.0 for each in alike))
+
+
+def _slowest(base: Link, links: Sequence[Link]) -> Link:
+    spills = [each.spill for each in links if each.spill is not None]
+    return replace(
+        base,
+        write_bytes_per_s=min(each.write_bytes_per_s for each in links),
+        read_bytes_per_s=min(each.read_bytes_per_s for each in links),
+        step_s_per_byte=max(each.step_s_per_byte for each in links),
+        in_flight_bytes=min(each.in_flight_bytes for each in links),
+        spill=min(spills, key=lambda each: (each.host_bytes, each.write_bytes_per_s), default=None),
+    )
+
+
+def _told(ranks: Sequence[int], shares: Sequence[Share]) -> str:
+    numbers = range(len(ranks))
+    small = min(numbers, key=lambda number: shares[number].budget_bytes)
+    links = [share.facts.link for share in shares]
+    slow = min(numbers, key=lambda number: links[number].write_bytes_per_s)
+    return (
+        f"agreed by ranks {', '.join(map(str, ranks))}: rank {ranks[small]} has the least room, "
+        f"{short(shares[small].budget_bytes)}, rank {ranks[slow]} the slowest link, "
+        f"{short(links[slow].write_bytes_per_s)}/s out and {short(links[slow].read_bytes_per_s)}/s back"
+    )
