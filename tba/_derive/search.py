@@ -80,7 +80,7 @@ def recipe(tensor: Tensor, unpack: Unpack, about: About | None = None) -> Recipe
     expression = finder.expression(node, number, 0, 0)
     if expression is None:
         return None
-    signature = (*finder.names, expression.output)
+    signature = (*finder.names, expression.output, tensor.stride())
     return Recipe(expression, tensor.stride(), unpack, tuple(finder.sources), finder.depth, finder.amplifies, signature)
 
 

@@ -127,12 +127,13 @@ class Pending:
 
     def end_step(self, cost: Cost, worth: Worth, numbers: int) -> None:
         """End a step, in which transfers took `cost`; so many records have been made since the start."""
-        if self.compressor is None or self.derivations is None:
+        if self.compressor is None:
             return
         worth.end_step(cost.per_byte_s)
         further_byte_s = cost.per_further_byte_s if worth.settled else 0.0
         self.compressor.end_step(further_byte_s, worth.derive_s, worth.derived_bytes)
-        self.derivations.end_step(numbers)
+        if self.derivations is not None:
+            self.derivations.end_step(numbers)
 
     def _compared(self, record: Record, *, replaced: bool) -> None:
         if replaced:

@@ -101,7 +101,9 @@ class Saver(ForkAware):
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
-        self.derivations = Derivations(self.unpack, self.worth) if self.compressor is not None else None
+        self.derivations = None
+        if self.compressor is not None and config.derive:
+            self.derivations = Derivations(self.unpack, self.worth, in_full=config.verify == "full")
         planner = None
         if config.tier == "auto":
             planner = Planner(
