@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -51,31 +51,30 @@ class Check(NamedTuple):
     """What is known of the bits of a tensor on a CPU.
 
     Attributes:
-        name: of the tensor, for the message.
-        operators: that make it again, for the message.
+        number: of its record.
         digest: of its bits, in the order of memory: XXH3, which misses a change once in 2**64.
         trust: lost if another tensor is made in its place.
     """
 
-    name: str
-    operators: str
+    number: int
     digest: int
     trust: Trust
 
-    def compare(self, made: Tensor) -> None:
-        """Compare a tensor of the same layout. Raises EditedError."""
+    def compare(self, made: Tensor, operators: Iterable[str]) -> None:
+        """Compare a tensor of the same layout, made by these operators. Raises EditedError."""
         if digest(made) == self.digest:
             return
         self.trust.lose()
+        by = " of ".join(name.partition("Backward")[0] for name in operators)
         raise EditedError(
-            f"{self.name} was let go in forward to be made again by {self.operators}, which now gives other bits: what "
-            "it is made from, or the tensor itself, was edited in a way that PyTorch does not see (`.data`, NumPy, or "
-            "under no_grad a tensor that no operator saved). Take that edit out, or train with derive=False; with "
-            "verify='full' what was edited before it is let go is found in forward, and kept"
+            f"{made.dtype} {list(made.shape)} #{self.number} was let go in forward, and {by} does not give it again: "
+            "it, or what it is made from, was edited where PyTorch does not see it (through `.data` or NumPy, or under "
+            "no_grad before anything saved it). Take that edit out, or train with derive=False; verify='full' keeps "
+            "what was edited in forward"
         )
 
 
 def digest(tensor: Tensor) -> int:
     """Hash the memory of a dense tensor, of whatever order."""
-    begin = tensor.storage_offset() * tensor.itemsize
-    return int(xxh3_64_intdigest(raw_bytes(tensor, begin, tensor.nbytes).numpy()))
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return int(xxh3_64_intdigest(raw_bytes(tensor, begin, tensor.nbytes).numpy().data))

@@ -128,6 +128,7 @@ class Derivations:
         checks = not off and record.stream is None
         known = None if off and found.amplifies else trust
         least = record.nbytes // _LEAST_GAIN
+        settled: Recipe | None = None
         self._comparing = threading.get_ident()
         tracer = interrupts.tracer()
         try:
@@ -155,7 +156,7 @@ class Derivations:
             differs = True
         finally:
             self._comparing = 0
-        if differs:
+        if differs or settled is None:
             return self._end(record, None, known)
         self._made = record.ref, made
         trust.gain(settled.found, made_s - begun_s)
@@ -177,7 +178,7 @@ class Derivations:
     def _checked(self, record: Record, alias: Tensor, settled: Recipe, trust: Trust, place: int) -> Recipe:
         """Return a recipe that knows the bits of the record's tensor."""
         begun_s = clock.current.now_s()
-        check = Check(record.name(), settled.operators, digest(alias), trust)
+        check = Check(record.number, digest(alias), trust)
         check_s = 2 * (clock.current.now_s() - begun_s)
         self._worth.note(place, record.nbytes, trust.run_s, check_s, runs=1 + self._in_full)
         return replace(settled, check=check)

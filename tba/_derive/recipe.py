@@ -72,6 +72,7 @@ class Recipe:
         sources: the packed objects that it asks for, each as often as it does.
         depth: the largest number of operators on a path to kept tensors, including recipes underneath.
         amplifies: a small error of a source may become a large error of the tensor.
+        names: of its operators, the last to run first.
         signature: equal for two recipes that run the same operators for results of one dtype and layout.
         state: recorded in forward.
         check: of the tensor's bits; None if they need not be equal, or were not taken.
@@ -83,6 +84,7 @@ class Recipe:
     sources: tuple[Any, ...]
     depth: int
     amplifies: bool
+    names: tuple[str, ...]
     signature: Hashable
     state: State = field(default_factory=_state)
     check: Check | None = None
@@ -99,7 +101,7 @@ class Recipe:
         """
         made = self._made(None)[1]
         if self.check is not None:
-            self.check.compare(made)
+            self.check.compare(made, self.names)
         return made
 
     def settled(self, hold: Hold) -> tuple[Recipe, Tensor]:
@@ -117,12 +119,6 @@ class Recipe:
 
         expression, result = self._made(held)
         return replace(self, expression=expression, sources=tuple(sources)), result
-
-    @property
-    def operators(self) -> str:
-        """The names of its operators, the last that runs first."""
-        names = [name for name in self.signature if isinstance(name, str)] if isinstance(self.signature, tuple) else []
-        return " of ".join(name.removesuffix("0").removesuffix("Backward") for name in names)
 
     @property
     def found(self) -> tuple[Scalars, ...]:
@@ -191,7 +187,7 @@ class Recipe:
             elif type(operand) is Operand:
                 tensor = self._operand(operand.packed)
                 if hold is not None and place < len(operator.operands):
-                    packed, copy = hold(operand.packed, lambda whole=tensor: whole)
+                    packed, copy = hold(operand.packed, partial(_same, tensor))
                     operands[place] = Operand(packed)
                     tensor = tensor if copy is None else copy
             found.append(tensor)
@@ -204,6 +200,10 @@ class Recipe:
             kept = tuple(operands[: len(operator.operands)])  # without the extras, which only find scalars
             expression = expression._replace(operands=kept, scalars=scalars)
         return expression, _as_recorded(result, output)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _found(expression: Expression) -> Iterator[Scalars]:
