@@ -44,6 +44,7 @@ from .._memory import shortage
 from .._plan import clock
 from .._record.record import DERIVED, IN_MEMORY, PENDING, RESTORED, Record
 from .._record.restore import restore
+from .._record.user_code import Detached
 from .._record.view import View, apart, counted, is_edited, span
 from .check import Check, Trust, digest
 from .operators import bits_differ
@@ -91,17 +92,19 @@ class Derivations:
         self._made: tuple[weakref.ref[Record], Tensor] | None = None  # the last result: the next often starts from it
         self._depths: dict[int, int] = {}  # of all recipes of this step, by the record's number
 
-    def look_for(self, record: Record) -> None:
-        """In pack: find how a new record could be recomputed, and note it as a source for later ones."""
+    def look_for(self, record: Record, *, may: bool, notes: bool) -> None:
+        """In pack: find how a new record could be recomputed, if it `may` be; `notes` it as a source for later ones."""
         root = record.root()
         if root is None:
             return
         record.keep_counter(root)
         if root._version == 0 and not root.is_leaf:
-            if self._worth.pays(record.number - self._first_number, record.nbytes):
+            if may and self._worth.pays(record.number - self._first_number, record.nbytes):
                 record.plan(recipe(root, self._unpack, self._about))
                 if record.recipe is not None:
                     self._depths[record.number] = record.recipe.depth
+            if not notes:
+                return
             view = View.of(root)
             begin, end = span(root, view)
             if record.begin <= begin and end <= record.end:  # a record may have only a part of a large tensor
@@ -134,11 +137,11 @@ class Derivations:
         try:
             with streams.on(record.stream):
                 if checks and trust.enough and not self._in_full:
-                    settled = found.as_before(_holding(least), _at_hand, trust.scalars)
+                    settled = found.as_before(_holding(least, guarded=True), _at_hand, trust.scalars)
                     if settled is not None:
                         return self._end(record, self._checked(record, alias, settled, trust, place), trust)
                 begun_s = clock.current.now_s()
-                settled, made = found.settled(_holding(least))
+                settled, made = found.settled(_holding(least, guarded=checks))
                 made_s = clock.current.now_s()
                 differs = made.stride() != alias.stride() or _differs(made, alias, off)
                 if isinstance(differs, Tensor):
@@ -165,6 +168,40 @@ class Derivations:
         else:
             self._worth.note(place, record.nbytes, made_s - begun_s, clock.current.now_s() - made_s)
         return self._end(record, settled, known)
+
+    def cost(self, record: Record) -> tuple[float, list[int]] | None:
+        """Return the seconds that making a finished, pending record again takes, and the numbers of its sources.
+
+        None if that is not possible, or not told: nothing is brought back for it. The record stays as it is.
+        """
+        found, alias = record.recipe, record.alias
+        record.plan(None)
+        if not isinstance(found, Recipe) or alias is None or record.stream is not None:
+            return None
+        records = [packed[0] for packed in found.sources if isinstance(packed[0], Record)]
+        if record.is_edited() or record.was_moved() or not record.is_whole():
+            return None
+        if any(source.state not in IN_MEMORY for source in records):
+            return None
+        tracer = interrupts.tracer()
+        self._comparing = threading.get_ident()
+        try:
+            with streams.on(None):
+                begun_s = clock.current.now_s()
+                _, made = found.settled(_holding(record.nbytes // _LEAST_GAIN, guarded=True))
+                made_s = clock.current.now_s() - begun_s
+                if made.stride() != alias.stride() or bits_differ(made, alias):
+                    return None
+                begun_s = clock.current.now_s()
+                digest(made)
+                return made_s + 2 * (clock.current.now_s() - begun_s), [source.number for source in records]
+        except shortage.ENDS as error:  # as in `replaces`
+            interrupts.pass_on(error, tracer)
+            if not isinstance(error, RuntimeError):
+                raise
+            return None
+        finally:
+            self._comparing = 0
 
     def _trust_in(self, place: int, signature: Hashable) -> Trust:
         """Return what is known of recipes of this signature at this place."""
@@ -316,10 +353,11 @@ def _differs(made: Tensor, wanted: Tensor, off: float) -> Tensor | bool:
     return bool(far) if far.is_cpu else far
 
 
-def _holding(most_bytes: int) -> Hold:
+def _holding(most_bytes: int, *, guarded: bool) -> Hold:
     """Return a `Hold` that keeps a recipe's sources unchanged, by private copies of those edited through `.data`.
 
-    Programs edit leaves that way: weights, trained or not, tensors detached from them, a model's buffers, inputs.
+    Programs edit leaves that way: weights, trained or not, tensors detached from them, a model's buffers, inputs. Where
+    a check has the recipe `guarded`, activations that stay without a record need not be copied.
     """
     left_bytes = most_bytes
 
@@ -328,7 +366,10 @@ def _holding(most_bytes: int) -> Hold:
         if isinstance(packed[0], Record) and not packed[0].leaf:
             return packed, None
         tensor = operand()
-        left_bytes -= span(tensor, View.of(tensor))[1]
+        nbytes = span(tensor, View.of(tensor))[1]
+        if nbytes > left_bytes and guarded and type(packed) is Detached:
+            return packed, None
+        left_bytes -= nbytes
         if left_bytes < 0:
             raise RuntimeError(f"a copy of {tensor.dtype} {list(tensor.shape)} costs too much: keep what it gives")
         held = apart(tensor)

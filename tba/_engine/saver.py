@@ -101,8 +101,8 @@ class Saver(ForkAware):
         self.compressor = compressor(config.compress, config.rank, config.seed, self.counters)
         lossy = self.compressor is not None and self.compressor.lossy  # what it makes must not depend on timing
         self.worth = Worth(on_disk=config.tier == "nvme", leaves=not lossy)
-        self.derivations = None
-        if self.compressor is not None and config.derive:
+        self.derivations: Derivations | None = None
+        if config.derive and (self.compressor is not None or (config.tier == "auto" and config.policy == "budget")):
             self.derivations = Derivations(self.unpack, self.worth, in_full=config.verify == "full")
         planner = None
         if config.tier == "auto":
@@ -230,7 +230,7 @@ class Saver(ForkAware):
             if first._version != second:
                 raise edited_in_place(f"{first.type()} {list(sizes(first))}", first._version, second)
             if (first.requires_grad or type(packed) is Detached) and goes_to_code(current_graph_task_id(), asker):
-                return kept_for_code(packed, shared=self.derivations is not None)
+                return kept_for_code(packed, shared=self._derives)
             return first  # type: ignore[no-any-return]  # what `as_it_is` packed; a check would cost a lot
         if self.came_back() and not (self.derivations is not None and self.derivations.compares_here):
             return self._give_apart(first, second)
@@ -250,6 +250,11 @@ class Saver(ForkAware):
             self.left_by(error)
             raise
         return tensor  # a pending signal strikes where backward has ended: nothing of the program runs before
+
+    @property
+    def _derives(self) -> bool:
+        """Whether anything may have been derived."""
+        return self.compressor is not None or (self.planner is not None and self.planner.derives)
 
     def _give_apart(self, record: Record, view: View, *_: object) -> Tensor:
         with quiet():
