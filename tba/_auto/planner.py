@@ -288,7 +288,7 @@ class Planner:
         if seen.turned:
             return False
         if self.follows:
-            return True  # it has a record because it is to go
+            return not record.follows  # it has a record because it is to go, or to be derived
         self.put_aside.discard(record.number)
         nbytes = record.plain_bytes
         seen.nbytes += nbytes

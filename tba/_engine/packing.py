@@ -335,12 +335,11 @@ class Packing:
         if self._mover.recorder.trace is not None:
             now_s = time.perf_counter()
             self._mover.recorder.note("saved", now_s, now_s, record.nbytes, record.name())
-        planner, follows = self._planner, self._follows
+        planner = self._planner
+        if self._follows:
+            record.follow()
         if planner is not None and planner.saved(record):
-            if follows:
-                record.follow()
-            else:
-                record.go()
+            record.go()
         if self._compressor is not None:
             self._compressor.choose(record, kind)
         if self._derivations is not None and apart and (self._derives_all or (planner is not None and planner.derives)):
