@@ -253,7 +253,8 @@ class OffloadConfig(BaseModel):
     seed: Annotated[int, BeforeValidator(_number)] = 0
     """Seed of stochastic rounding and random projections, which never use the default generators."""
     derive: bool = True
-    """With `compress`, let go of tensors that PyTorch can compute again, bit for bit, from others that stay."""
+    """Drop tensors that operators give again, bit for bit, from others that stay: by plan under tier "auto", and with
+    `compress`."""
     verify: Verify = "checksum"
     """How those are compared with the tensors let go: "checksum" runs their operators in backward alone, and raises an
     error if the result is another, "full" also in forward, and keeps what would be another."""
