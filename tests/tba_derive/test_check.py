@@ -101,6 +101,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(("edit", "what", "when", "raises"), CASES)
 def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
     edit: str, what: str, when: str, raises: bool, scratch: Path
@@ -116,6 +117,7 @@ def test_an_edit_without_a_trace_gives_plain_gradients_or_the_error(
         assert equal(ours.step(offload, None, what, when), unedited)  # the next step is none the worse
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_in_forward_is_no_error_where_each_step_compares_in_full(edit: str, scratch: Path) -> None:
     plain, ours = Program(), Program()
